@@ -196,7 +196,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "data fetch",
             "fetch public alignments, structures and lists",
-            settings="evodsp.data.fetch_config:FetchConfig",
+            settings="evodsp.data.fetch_config:DataFetchConfig",
             runner="evodsp.data.fetch:run",
             required="WHAT... --output DIR [--chains FILE]",
             description="Fetch public data for a list of chains: alignments (OpenProteinSet), structures (the PDB) and "
@@ -208,17 +208,18 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "data index",
             "index a data set, for fast starts of training",
-            settings="evodsp.data.index_config:IndexConfig",
-            runner="evodsp.data.index_command:run",
+            settings="evodsp.data.index.config:IndexConfig",
+            runner="evodsp.data.index.command:run",
             required="--alignment_dir DIR --structure_dir DIR --output FOLDER",
             description="Scan alignments, structures and caches once, and write what is known of each chain and where its "
             "files are. Training reads it (data.index): it starts at once, and all processes share it.",
+            alone={"scheduler": "local"},
         ),
         SettingsCommand(
             "data doctor",
             "examine a data set before training starts",
-            settings="evodsp.data.doctor_config:DoctorConfig",
-            runner="evodsp.data.doctor_command:run",
+            settings="evodsp.data.doctor.config:DoctorConfig",
+            runner="evodsp.data.doctor.command:run",
             required="(--config FILE | --alignment_dir DIR --structure_dir DIR) --output DIR",
             description="Look all chains up, read a sample of them as training does, and report what is missing or wrong, on "
             "the terminal, as JSON and as a page. The exit code is 0 if training can start, 1 if not.",

@@ -35,8 +35,8 @@ def test_every_break_is_one_change_of_the_source() -> None:
 
 def test_a_seed_is_an_order() -> None:
     """Catches draws that cannot be repeated or continued, and one kind that takes most of them: numbers are many."""
-    order = drawn(0, "evodsp/data/crop.py")
-    assert order == drawn(0, "evodsp/data/crop.py") != drawn(1, "evodsp/data/crop.py")
+    order = drawn(0, "evodsp/data/samples/crop.py")
+    assert order == drawn(0, "evodsp/data/samples/crop.py") != drawn(1, "evodsp/data/samples/crop.py")
     assert len(set(order)) == len(order)
     assert len({change.kind for change in order[:5]}) == 5
 
@@ -45,14 +45,14 @@ def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
     """Catches a search that tries the tests of other modules until its time is over, or misses imports that are relative, of a
     module's name, or through another module."""
     files = {
-        "evodsp/data/crop.py": "", "evodsp/data/other.py": "from .crop import Crop",
-        "tests/builders.py": "import evodsp.data.crop", "tests/data/test_through.py": "from tests.builders import y",
+        "evodsp/data/samples/crop.py": "", "evodsp/data/other.py": "from .crop import Crop",
+        "tests/builders.py": "import evodsp.data.samples.crop", "tests/data/test_through.py": "from tests.builders import y",
         "tests/test_far.py": "from evodsp.data.other import x",
-        "tests/data/test_crop.py": "from evodsp.data import crop", "tests/data/test_else.py": "import evodsp.data",
-        "tests/test_a.py": "from evodsp.data.crop import Crop",
+        "tests/data/test_crop.py": "from evodsp.data.samples import crop", "tests/data/test_else.py": "import evodsp.data",
+        "tests/test_a.py": "from evodsp.data.samples.crop import Crop",
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = Importers(tmp_path).tests("evodsp/data/crop.py")
+    found = Importers(tmp_path).tests("evodsp/data/samples/crop.py")
     assert found == ["tests/data/test_crop.py", "tests/test_a.py", "tests/data/test_through.py", "tests/test_far.py"]

@@ -35,8 +35,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "weights",
     ),
     "inference": (
-        "data", "geometry", "launch", "losses", "metrics", "model", "parallel", "planner", "reading", "report", "search",
-        "weights",
+        "data", "features", "geometry", "launch", "losses", "metrics", "model", "parallel", "planner", "reading", "report",
+        "search", "weights",
     ),
 }  # fmt: skip
 """By room, a folder or `metrics`: the rooms that its modules may import, besides modules that lie beside the rooms."""
@@ -53,6 +53,7 @@ FREE = {
     "search.*": ("torch", "lightning", "jsonargparse", "rich"),
     "data.*": ("torch", "lightning", "jsonargparse", "rich"),
     "data.pool": FAST,
+    "data.executors": FAST,
     "geometry.alphabet": ("torch",),
     "geometry.residues": ("torch",),
     "model.schedule": FAST,
@@ -63,10 +64,9 @@ FREE = {
 NOT_FREE = {
     "reading.array_files": ("numpy",),
     "reading.recorded_pickle": ("numpy",),
-    "data.dataset": ("torch",),
-    "data.packing": ("torch",),
-    "data.sample_pool": ("torch",),
-    "data.doctor_command": ("rich",),
+    "data.samples.dataset": ("torch",),
+    "data.samples.sample_pool": ("torch",),
+    "data.doctor.command": ("rich",),
     "inference.confidence_figure": ("matplotlib",),
     "model.kernels.triton_kernels.device.*": ("triton",),
 }

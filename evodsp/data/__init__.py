@@ -1,5 +1,6 @@
-"""Data: files on disk -> records -> features and labels -> samples.
+"""Data: files on disk -> records -> what a worker hands over of a sample.
 
-`parsers/`, `mmcif`: the text of one file into records. `chain_folder`, `structures`, `store`: which files there are.
-`msa`, `features`, `crop`, `templates/`: features, with numpy only. `dataset`: samples as torch tensors.
+`formats/` reads one file into records. `sources/` finds the files of chains and joins what they hold. `templates/` makes
+templates of the hits of a chain. `index/`, `building/`, `doctor/` and `fetch` are the commands `evodsp data`. `samples/` says
+which chains are drawn, and makes samples of them.
 """

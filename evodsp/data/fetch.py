@@ -20,9 +20,9 @@ from urllib.parse import quote, urlencode
 from xml.etree import ElementTree
 
 from evodsp import download
-from evodsp.data.chain_list import chain_list
-from evodsp.data.fetch_config import FetchConfig
-from evodsp.data.layout import split_key
+from evodsp.data.fetch_config import DataFetchConfig
+from evodsp.data.samples.selection import chain_list
+from evodsp.data.sources.layout import split_key
 from evodsp.download import BLOCK, fetch_file
 from evodsp.errors import UserError
 from evodsp.printing import tell
@@ -134,7 +134,7 @@ def structures(base: str, chains: Sequence[str], output: Path) -> list[Wanted]:
     return [Wanted(base, f"{entry[1:3]}/{entry}.cif.gz", folder / f"{entry}.cif.gz") for entry in entries]
 
 
-def run(settings: FetchConfig, words: list[str]) -> int:
+def run(settings: DataFetchConfig, words: list[str]) -> int:
     """`evodsp data fetch`: the exit code, 1 if something is missing. `words`: the command line (not needed here)."""
     base = None if settings.base is None else settings.base.rstrip("/")
     if base is not None and not is_address(base) and not Path(base).is_dir():
@@ -151,7 +151,7 @@ def run(settings: FetchConfig, words: list[str]) -> int:
     return 1 if missing else 0
 
 
-def _fetch_all(settings: FetchConfig, base: str | None) -> list[str]:
+def _fetch_all(settings: DataFetchConfig, base: str | None) -> list[str]:
     """Fetch what was settings. Returns a line for each file that is missing."""
     missing: list[str] = []
     wanted: list[Wanted] = []

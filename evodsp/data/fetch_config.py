@@ -14,7 +14,7 @@ What = Literal["alignments", "structures", "lists"]
 
 
 @dataclass(frozen=True)
-class FetchConfig:
+class DataFetchConfig:
     """Which public data to fetch, and where to keep them."""
 
     what: Sequence[str]

@@ -16,8 +16,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, as_completed
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import util
@@ -29,7 +29,7 @@ from evodsp.reading.quoting import shown
 
 Result = TypeVar("Result")
 _MOST_FAILED_STARTS = 3
-"""So many workers may die one after another before they are ready; then something is wrong with the machine, not a job."""
+"""If n workers in a row die before they are ready, something is wrong with the machine, not with a job."""
 
 
 class WorkerEndedError(UserError):
@@ -219,30 +219,6 @@ class Pool(Generic[Result]):
             self._tasks.clear()
         for task in left:
             task.future.set_exception(error)
-
-
-def in_processes(function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], workers: int) -> Iterator[Result]:
-    """`function(*job)` of every job, as they are finished; in this process if `workers` is at most 1.
-
-    Raises UserError if a process is killed.
-    """
-    if workers <= 1:
-        yield from (function(*job) for job in jobs)
-        return
-    pool: Pool[Result] = Pool(function, workers)
-    try:
-        for done in as_completed([pool.submit(*job) for job in jobs]):
-            yield done.result()
-    except WorkerEndedError as error:
-        raise UserError(f"{error}: run the command again with fewer --workers") from error
-    finally:
-        pool.close()
-
-
-def processes(asked: int | None, jobs: int) -> int:
-    """How many processes to use: those asked for, or one per core, but not more than there are jobs."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores if asked is None else asked, jobs)
 
 
 def _how_it_ended(code: int) -> str:

@@ -1,5 +1,5 @@
-"""AlphaFold2's MSA features, made on the training device from what workers hand over (`evodsp.data.raw_features`).
+"""AlphaFold2's MSA features, made on any device from what workers hand over (`evodsp.data.samples.raw_features`).
 
-The same random numbers and the same bits as `evodsp.data.features`, which makes them with NumPy for prediction; floats agree to
-1e-6. No operator makes the host wait: the sizes of all results are known to it.
+All random numbers have addresses, so they are the same on every device. No operator makes the host wait: the sizes of all
+results are known to it.
 """

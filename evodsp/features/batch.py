@@ -10,24 +10,25 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float32, Int8, Int32, Int64
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.features import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, Sizes, max_clusters
-from evodsp.data.raw_features import HOST, RAGGED
-from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters
-from evodsp.features.draws import row_order, uniform
+from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, FeatureSizes, max_clusters
+from evodsp.data.samples.raw_features import HOST, RAGGED
+from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters, write_one_hot
+from evodsp.features.draws import Drawn, draw
 from evodsp.features.masking import mask_letters
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, MASK
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 
 _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
 
 @dataclass(frozen=True)
-class Rows:
-    """How many rows of its MSA one recycling iteration takes; the host knows it."""
+class TakenRows:
+    """The numbers of rows of its MSA that one recycling iteration takes; the host knows them."""
 
     kept: int
     """Rows that block deletion leaves. In the order of the iteration they are the first ones."""
@@ -39,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RawMsa:
-    """The MSA of one sample, as the loader hands it over; see `evodsp.data.raw_features.raw_features`."""
+    """The MSA of one sample, as the loader hands it over; see `evodsp.data.samples.raw_features.raw_features`."""
 
     letters: Int8[Tensor, "N L"]
     profile: Float32[Tensor, "L 22"]
@@ -51,34 +52,42 @@ class RawMsa:
     """First residue of the crop."""
     length: int
     """Residues of the crop, R."""
-    rows: list[Rows]
-    """Of each iteration."""
+    rows: list[TakenRows]
+    """The rows of each iteration."""
 
 
 def with_features(batch: Mapping[str, Tensor], config: FeatureConfig) -> dict[str, Tensor]:
     """The batch with the features of all recycling iterations in place of what they are made from.
 
-    `batch`: what `evodsp.data.dataset.collate` makes of training samples. Its tensors are on any device except those of
-    `raw_features.HOST`, which are on the host. Features are those that `evodsp.data.features.make_features` makes, [B, C, …].
+    `batch`: what `evodsp.data.samples.dataset.collate` makes of samples. Its tensors are on any device except those of
+    `raw_features.HOST`, which are on the host. Features are [B, C, …], with the axes of `feature_axes.FEATURE_AXES`. They have
+    the sizes of the settings if there is a `crop_size`, otherwise the largest of the samples.
     """
     msas = list(_raw_msas(batch, config))
     cycles = batch["msa_keys"].shape[1]
     sizes = _sizes(msas, config)
     device = batch["msa_letters"].device
     made = {
-        name: torch.zeros(
-            (len(msas), cycles, *(getattr(sizes, axis) if axis else size for axis, size in _axes(name))),
-            dtype=_DTYPES[dtype.__name__],
-            device=device,
+        name: _zeros(
+            (len(msas), cycles, *(getattr(sizes, axis) if axis else size for axis, size in _axes(name))), dtype, device
         )
         for name, (dtype, _) in SAMPLED.items()
     }
     for sample, msa in enumerate(msas):
-        _write({name: values[sample] for name, values in made.items()}, msa, config)
+        clusters = min(max_clusters(config), len(msa.letters))  # as many as an iteration without block deletion has
+        drawn = draw(msa.keys, msa.kept, clusters, msa.letters.shape[1])
+        write_features({name: values[sample] for name, values in made.items()}, msa, drawn, config)
     left = {name: values for name, values in batch.items() if name not in {*RAGGED, *HOST, "msa_keys"}}
     for name in left.keys() & {*FEATURE_AXES, *TEMPLATE_AXES}:
         left[name] = left[name].expand(-1, cycles, *left[name].shape[2:])
     return {**left, **made}
+
+
+def _zeros(shape: tuple[int, ...], dtype: type[np.generic], device: torch.device) -> Tensor:
+    """Zeros on the device. On a CPU NumPy's, which are written when they are first used: half of the time of torch's."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, dtype))
+    return torch.zeros(shape, dtype=_DTYPES[dtype.__name__], device=device)
 
 
 def _axes(name: str) -> Iterator[tuple[str | None, int]]:
@@ -113,74 +122,81 @@ def _raw_msas(batch: Mapping[str, Tensor], config: FeatureConfig) -> Iterator[Ra
             numbers,
             start,
             length,
-            [_rows(count, config) for count in kept_counts],
+            [rows_of(count, config) for count in kept_counts],
         )
 
 
-def _rows(kept: int, config: FeatureConfig) -> Rows:
+def rows_of(kept: int, config: FeatureConfig) -> TakenRows:
+    """The rows that an iteration takes if block deletion leaves `kept`."""
     clusters = min(kept, max_clusters(config))
-    return Rows(kept, clusters, min(kept - clusters, config.extra_msa))
+    return TakenRows(kept, clusters, min(kept - clusters, config.extra_msa))
 
 
-def _sizes(msas: list[RawMsa], config: FeatureConfig) -> Sizes:
-    """Those of the crop; without one, the largest of the data, with at least one row of extra MSA."""
+def _sizes(msas: list[RawMsa], config: FeatureConfig) -> FeatureSizes:
+    """The sizes of the settings if there is a crop; otherwise the largest of the data, with at least one row of extra MSA."""
     if config.crop_size is not None:
-        return Sizes(config.crop_size, max_clusters(config), config.extra_msa)
+        return FeatureSizes(config.crop_size, max_clusters(config), config.extra_msa)
     rows = [rows for msa in msas for rows in msa.rows]
-    return Sizes(
+    return FeatureSizes(
         max(msa.length for msa in msas), max(taken.clusters for taken in rows), max(1, *(taken.extra for taken in rows))
     )
 
 
-def _write(into: dict[str, Tensor], msa: RawMsa, config: FeatureConfig) -> None:
-    """Write the features of one sample, all its iterations, into corners of zeros."""
-    total, columns = msa.letters.shape
-    crop, length = slice(msa.start, msa.start + msa.length), msa.length
-    order = row_order(msa.keys[:, 0], msa.kept)
-    drawn = min(max_clusters(config), total)  # as many as an iteration without block deletion has
-    true = msa.letters[order[:, :drawn]]  # [C, S, L]
-    replace, letter = (uniform(msa.keys[:, stream], drawn * columns).view(-1, columns) for stream in (1, 2))
+def write_features(into: dict[str, Tensor], msa: RawMsa, drawn: Drawn, config: FeatureConfig) -> None:
+    """Write the features of one sample, all its iterations, into corners of zeros.
+
+    The order of the steps is AF2's: sampling of the clusters, masking, assignment to the nearest cluster, summary of the
+    clusters, crop, padding. From the summary on, each column is independent of the others, so only the cropped columns are
+    computed.
+    """
+    total, length = len(msa.letters), msa.length
+    crop, drawn_size = slice(msa.start, msa.start + length), drawn.replace.shape[1]
+    true = msa.letters.index_select(0, drawn.order[:, :drawn_size].flatten()).view(*drawn.replace.shape)
     masked, replaced = (
-        values.view(true.shape) for values in mask_letters(true.flatten(0, 1), msa.profile, replace, letter, config)
+        values.view(true.shape)
+        for values in mask_letters(
+            true.flatten(0, 1), msa.profile, drawn.replace.flatten(0, 1), drawn.letter.flatten(0, 1), config
+        )
     )
-    # An iteration that keeps fewer rows has fewer centres: the others must attract nothing.
-    there = torch.arange(drawn, device=masked.device)[:, None] < msa.kept.sum(1)[:, None, None]
-    nearest = nearest_clusters(masked.masked_fill(~there, MASK), msa.letters)
-    dense = torch.zeros(total * length, dtype=torch.int32, device=masked.device).scatter_(0, msa.cells, msa.numbers)
-    dense = dense.view(total, length)
+    taken = [
+        order[: rows.kept].split([rows.clusters, rows.kept - rows.clusters])
+        for order, rows in zip(drawn.order, msa.rows, strict=True)
+    ]
+    nearest = nearest_clusters(
+        masked, msa.letters, [others for _, others in taken], [len(centres) for centres, _ in taken]
+    )
+    letters = msa.letters[:, crop]
+    deletion_values = torch.zeros(total * length, device=letters.device)
+    deletion_values = deletion_values.scatter_(0, msa.cells, deletion_value(msa.numbers)).view(total, length)
     cell_row, cell_column = msa.cells // length, msa.cells % length
-    for cycle, rows in enumerate(msa.rows):
-        centres, others = order[cycle, : rows.clusters], order[cycle, rows.clusters : rows.kept]
-        own, extra = masked[cycle, : rows.clusters, crop], msa.letters[others, crop]
-        assigned = nearest[cycle][others]
-        is_other = torch.zeros(total, dtype=torch.int32, device=own.device).index_fill_(0, others, 1)
+    for cycle, ((centres, others), assigned) in enumerate(zip(taken, nearest, strict=True)):
+        size = len(centres)
+        cluster = torch.zeros(total, dtype=torch.int64, device=letters.device)
+        cluster.index_copy_(0, centres, torch.arange(size, device=letters.device)).index_copy_(0, others, assigned)
         means = mean_deletions(
-            dense[centres],
-            nearest[cycle][cell_row],
-            cell_column,
-            (msa.numbers * is_other[cell_row]).long(),
-            members(assigned, rows.clusters),
+            cluster[cell_row], cell_column, msa.numbers, msa.kept[cycle][cell_row], members(assigned, size), length
         )
         corner = {name: values[cycle] for name, values in into.items()}
-        features = corner["msa_feat"][: rows.clusters, :length]
-        letters = torch.arange(LETTERS_WITH_MASK, device=own.device, dtype=torch.int8)
-        features[..., :23] = own[..., None] == letters
-        features[..., 23] = dense[centres] > 0
-        features[..., 24] = deletion_value(dense[centres])
-        features[..., 25:48] = cluster_profiles(own, extra, assigned)
+        features, own = corner["msa_feat"][:size, :length], masked[cycle, :size, crop]
+        values = deletion_values.index_select(0, centres)
+        write_one_hot(features[..., :23], own)
+        features[..., 23] = values > 0
+        features[..., 24] = values
+        cluster_profiles(own, letters.index_select(0, others), assigned, out=features[..., 25:48])
         features[..., 48] = deletion_value(means)
-        corner["msa_mask"][: rows.clusters, :length] = 1
-        corner["msa_row_mask"][: rows.clusters] = 1
-        corner["true_msa"][: rows.clusters, :length] = true[cycle, : rows.clusters, crop]
-        corner["bert_mask"][: rows.clusters, :length] = replaced[cycle, : rows.clusters, crop]
+        corner["msa_mask"][:size, :length] = 1
+        corner["msa_row_mask"][:size] = 1
+        corner["true_msa"][:size, :length] = true[cycle, :size, crop]
+        corner["bert_mask"][:size, :length] = replaced[cycle, :size, crop]
 
         # The rows are in random order, so the first ones are a random sample.
-        deletions = dense[others[: rows.extra]]
-        corner["extra_msa"][: rows.extra, :length] = extra[: rows.extra]
-        corner["extra_msa_mask"][: rows.extra, :length] = 1
-        corner["extra_msa_row_mask"][: rows.extra] = 1
-        corner["extra_has_deletion"][: rows.extra, :length] = deletions > 0
-        corner["extra_deletion_value"][: rows.extra, :length] = deletion_value(deletions)
+        shown = others[: msa.rows[cycle].extra]
+        values = deletion_values.index_select(0, shown)
+        corner["extra_msa"][: len(shown), :length] = letters.index_select(0, shown)
+        corner["extra_msa_mask"][: len(shown), :length] = 1
+        corner["extra_msa_row_mask"][: len(shown)] = 1
+        corner["extra_has_deletion"][: len(shown), :length] = values > 0
+        corner["extra_deletion_value"][: len(shown), :length] = values
 
 
 def deletion_value(deletions: Int32[Tensor, "*s"] | Float32[Tensor, "*s"]) -> Float32[Tensor, "*s"]:

@@ -1,4 +1,4 @@
-"""Clusters of an MSA on a device: the results of `evodsp.data.clusters` (supplement 1.2.7).
+"""Clusters of an MSA: which cluster each extra sequence belongs to, and what the clusters look like (supplement 1.2.7).
 
 Shapes: C recycling iterations, N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop,
 K cells with deletions. Residue codes: `evodsp.geometry.alphabet`.
@@ -6,33 +6,83 @@ K cells with deletions. Residue codes: `evodsp.geometry.alphabet`.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from jaxtyping import Float32, Int8, Int32, Int64
+from jaxtyping import Bool, Float32, Int8, Int32, Int64, UInt64
 from torch import Tensor
 
-from evodsp.data import clusters as host
-from evodsp.geometry.alphabet import LETTERS_WITH_MASK, LETTERS_WITH_X
+from evodsp.geometry.alphabet import GAP, LETTERS_WITH_X, MASK
 
-# Sequences that are compared at once: their one-hot letters take 33 MB at 384 columns.
+_BITS, _WORD = 5, 64
+_NO_LETTER = (1 << _BITS) - 1
+_PAIRS = 1 << 15
+"""Pairs of sequences that a CPU compares at once: their words fill a part of a core's second-level cache."""
 _ROWS = 1 << 10
-# Cells of an alignment that are counted at once: their indices take 32 MB.
+"""Sequences that a GPU compares at once: their one-hot letters take 33 MB at 384 columns."""
 _CELLS = 1 << 22
+"""Cells of an alignment that are counted at once: their indices take 32 MB."""
+_CELLS_ON_CPU = 1 << 17
 
 
-def nearest_clusters(centres: Int8[Tensor, "C S L"], rows: Int8[Tensor, "N L"]) -> Int64[Tensor, "C N"]:
-    """For each sequence, the cluster of each iteration it agrees with in most columns; the first of equals.
+def nearest_clusters(
+    centres: Int8[Tensor, "C S L"], letters: Int8[Tensor, "N L"], others: list[Int64[Tensor, " _"]], sizes: list[int]
+) -> list[Int64[Tensor, " _"]]:
+    """For each extra sequence of each iteration, the cluster it agrees with in most columns; the first of equals.
 
-    Gaps and masked letters agree with nothing. On a CPU the bit planes of `evodsp.data.clusters` take an eighth of the time of
-    products; a GPU has units for products, and torch has no operator that counts bits.
+    `others`: the rows of `letters` that are the extra sequences of an iteration. `sizes`: the clusters of an iteration, the
+    first ones of its `centres`. Gaps and masked letters agree with nothing. On a CPU NumPy's bit planes take an eighth of the
+    time of products; a GPU has units for products, and torch has no operator that counts bits.
     """
-    if rows.device.type == "cpu":
-        found = [host.nearest_clusters(own.numpy(), rows.numpy()) for own in centres]
-        return torch.stack([torch.from_numpy(nearest) for nearest in found]).long()
-    return nearest_by_products(centres, rows)
+    if letters.device.type == "cpu":
+        planes = _bit_planes(letters.numpy())  # [words, 5, N]
+        return [
+            torch.from_numpy(_nearest_by_bits(own[:size].numpy(), planes[:, :, rows.numpy()]))
+            for own, rows, size in zip(centres, others, sizes, strict=True)
+        ]
+    centres = centres.clone()
+    for own, size in zip(centres, sizes, strict=True):
+        own[size:].fill_(MASK)  # attracts nothing
+    nearest = nearest_by_products(centres, letters)
+    return [found[rows] for found, rows in zip(nearest, others, strict=True)]
+
+
+def _nearest_by_bits(
+    clusters: Int8[np.ndarray, "S L"], others: UInt64[np.ndarray, "words 5 E"]
+) -> Int64[np.ndarray, " E"]:
+    """`nearest_clusters` of one iteration, from the bit planes of its extra sequences.
+
+    A letter is five bits, one word holds a bit of 64 columns, and columns that differ are counted.
+    """
+    centres = _bit_planes(np.where(clusters < GAP, clusters, _NO_LETTER))
+    extra = others.shape[-1]
+    step = max(1, _PAIRS // len(clusters))
+    nearest = np.empty(extra, np.int64)
+    for start in range(0, extra, step):
+        tile = others[:, :, start : start + step, None]
+        pairs = tile.shape[2], len(clusters)
+        differ, bit, count = np.empty(pairs, np.uint64), np.empty(pairs, np.uint64), np.empty(pairs, np.uint8)
+        differing = np.zeros(pairs, np.uint32)
+        for own, centre in zip(tile, centres, strict=True):
+            np.bitwise_xor(own[0], centre[0], out=differ)
+            for plane in range(1, _BITS):
+                np.bitwise_xor(own[plane], centre[plane], out=bit)
+                np.bitwise_or(differ, bit, out=differ)
+            differing += np.bitwise_count(differ, out=count)
+        nearest[start : start + step] = differing.argmin(axis=1)
+    return nearest
+
+
+def _bit_planes(letters: Int8[np.ndarray, "N L"]) -> UInt64[np.ndarray, "words 5 N"]:
+    """Bit p of 64 columns of each sequence. Columns beyond the last have zeros, and so agree in all sequences alike."""
+    rows, columns = letters.shape
+    padded = np.zeros((rows, -(-columns // _WORD) * _WORD), np.uint8)
+    padded[:, :columns] = letters
+    planes = [np.packbits((padded >> plane) & 1, axis=1).view(np.uint64) for plane in range(_BITS)]
+    return np.ascontiguousarray(np.stack(planes).transpose(2, 0, 1))
 
 
 def nearest_by_products(centres: Int8[Tensor, "C S L"], rows: Int8[Tensor, "N L"]) -> Int64[Tensor, "C N"]:
-    """`nearest_clusters` by products of one-hot letters, as the supplement writes it. Exact in float32, in TF32 too."""
+    """The nearest cluster of every sequence by products of one-hot letters. Exact in float32, in TF32 too."""
     cycles, size, _ = centres.shape
     letters = torch.arange(LETTERS_WITH_X, device=rows.device, dtype=torch.int8)  # all but gap and mask
     expected = (centres.flatten(0, 1)[..., None] == letters).flatten(1).float()  # [C S, L 21]
@@ -44,39 +94,61 @@ def nearest_by_products(centres: Int8[Tensor, "C S L"], rows: Int8[Tensor, "N L"
 
 
 def members(nearest: Int64[Tensor, " E"], size: int) -> Float32[Tensor, " {size}"]:
-    """Sequences of each cluster, its centre included, with AlphaFold2's small number beside them."""
+    """The number of sequences of each cluster, its centre included, with AlphaFold2's small number added."""
     counts = torch.zeros(size, dtype=torch.int64, device=nearest.device)
     counts.scatter_add_(0, nearest, torch.ones_like(nearest))
     return (counts.double() + (1e-6 + 1)).float()
 
 
 def cluster_profiles(
-    clusters: Int8[Tensor, "S R"], extra: Int8[Tensor, "E R"], nearest: Int64[Tensor, " E"]
-) -> Float32[Tensor, "S R 23"]:
-    """Letter frequencies of each cluster, its centre included. Counts are integers, so their order of addition is free."""
+    clusters: Int8[Tensor, "S R"],
+    extra: Int8[Tensor, "E R"],
+    nearest: Int64[Tensor, " E"],
+    out: Float32[Tensor, "S R 23"],
+) -> None:
+    """Write the letter frequencies of each cluster, its centre included, into zeros. Counts are exact in any order."""
     size, residues = clusters.shape
-    counts = torch.zeros(size * residues * LETTERS_WITH_MASK, dtype=torch.int32, device=extra.device)
-    one = torch.ones(1, dtype=torch.int32, device=extra.device)
-    column = torch.arange(residues, device=extra.device) * LETTERS_WITH_MASK
-    step = max(1, _CELLS // residues)
-    own = torch.arange(size, device=extra.device)
-    parts = [(own, clusters), *zip(nearest.split(step), extra.split(step), strict=True)]
-    for cluster, letters in parts:
-        cells = (cluster[:, None] * (residues * LETTERS_WITH_MASK) + column + letters).flatten()
-        counts.scatter_add_(0, cells, one.expand_as(cells))
-    return counts.view(size, residues, LETTERS_WITH_MASK).float() / members(nearest, size)[:, None, None]
+    one = torch.ones(1, device=out.device)
+    step = max(1, (_CELLS_ON_CPU if out.device.type == "cpu" else _CELLS) // residues)
+    parts = [(torch.arange(size, device=out.device), clusters)]
+    for cluster, letters in [*parts, *zip(nearest.split(step), extra.split(step), strict=True)]:
+        cells = _places(out, cluster, letters)
+        _flat(out).scatter_add_(0, cells, one.expand_as(cells))
+    out.div_(members(nearest, size)[:, None, None])
+
+
+def write_one_hot(out: Float32[Tensor, "S R 23"], letters: Int8[Tensor, "S R"]) -> None:
+    """Write one-hot letters into zeros."""
+    _flat(out).index_fill_(0, _places(out, torch.arange(len(out), device=out.device), letters), 1)
+
+
+def _flat(out: Float32[Tensor, "S R n"]) -> Float32[Tensor, " m"]:
+    """The memory from the first to the last number of a part of a larger tensor, as one axis."""
+    last = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
+    return out.as_strided((last + 1,), (1,))
+
+
+def _places(
+    out: Float32[Tensor, "S R n"], row: Int64[Tensor, " E"], letters: Int8[Tensor, "E R"]
+) -> Int64[Tensor, " E*R"]:
+    """The place in `_flat(out)` of the cell of each letter. `row`: the row of `out` for each row of letters."""
+    columns = torch.arange(out.shape[1], device=out.device) * out.stride(1)
+    return (row[:, None] * out.stride(0) + columns + letters).flatten()
 
 
 def mean_deletions(
-    own: Int32[Tensor, "S R"],
     cluster: Int64[Tensor, " K"],
     column: Int64[Tensor, " K"],
-    number: Int64[Tensor, " K"],
+    number: Int32[Tensor, " K"],
+    counted: Bool[Tensor, " K"],
     sizes: Float32[Tensor, " S"],
+    residues: int,
 ) -> Float32[Tensor, "S R"]:
-    """Mean number of deletions of each cluster. `own`: those of the centres; `sizes`: `members`.
+    """The mean number of deletions of each cluster.
 
-    `cluster`, `column`, `number`: cells with deletions; those of no extra sequence have the number 0.
+    `cluster`, `column`, `number`: of each cell with deletions. `counted`: whether its sequence is in a cluster. `sizes`: the
+    `members` of the clusters.
     """
-    sums = own.long().flatten().scatter_add(0, cluster * own.shape[1] + column, number)
-    return (sums.view(own.shape).double() / sizes.double()[:, None]).float()
+    sums = torch.zeros(len(sizes) * residues, dtype=torch.int64, device=number.device)
+    sums.scatter_add_(0, cluster * residues + column, number.long() * counted)
+    return (sums.view(-1, residues).double() / sizes.double()[:, None]).float()

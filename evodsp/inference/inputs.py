@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.data.parsers import SUBSTITUTES, check_name, read_fasta
-from evodsp.data.parsers.a3m import name_if_a3m, query_of_a3m
-from evodsp.data.parsers.fasta import SINGLE_CHAINS
+from evodsp.data.formats import SUBSTITUTES, check_name, read_fasta
+from evodsp.data.formats.a3m import name_if_a3m, query_of_a3m
+from evodsp.data.formats.fasta import SINGLE_CHAINS
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
 from evodsp.inference.failures import RecordFailure

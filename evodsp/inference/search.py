@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from evodsp.data.chain_folder import has_files
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.chain_folder import has_files
 from evodsp.errors import UserError
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import read_inputs

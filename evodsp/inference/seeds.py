@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import collate, prediction_sample
 from evodsp.data.records import Alignment
+from evodsp.data.samples.dataset import collate
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
+from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import memory_entries, memory_errors
 from evodsp.inference.estimate import check_needs

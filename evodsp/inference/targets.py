@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import (
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.sources.chain_folder import (
     SEARCH_RESULTS,
     alignment_files,
     has_files,
@@ -20,8 +21,7 @@ from evodsp.data.chain_folder import (
     read_alignment_dir,
     search_result_files,
 )
-from evodsp.data.query_check import matched_alignments
-from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.sources.query_check import matched_alignments
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError, nearest

@@ -87,7 +87,9 @@ class AlphaFold(Budgeted):
         """
         missing = [name for name in self.features if name not in batch]
         if missing:
-            raise UserError(f"the batch lacks the features {', '.join(missing)}; build it with evodsp.data.dataset")
+            raise UserError(
+                f"the batch lacks the features {', '.join(missing)}; build it with evodsp.data.samples.dataset"
+            )
         sets = batch["aatype"].shape[1]
         if ensembles < 1 or sets % ensembles:
             raise ValueError(f"a cycle axis of {sets} feature sets does not hold passes of {ensembles}")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
-from evodsp.data.features import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
+from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
@@ -216,7 +216,7 @@ _INTEGERS = {
 _ACTIVATIONS = {"target_feat", "msa_feat", "extra_has_deletion", "extra_deletion_value"}
 """Features that go into linear layers, where autocast makes them half precision."""
 LISTED = {"observed_frames": 3.6, "observed_atoms": 7.8, "existing_atoms": 7.8, "ambiguous_residues": 0.25}
-"""Entries of a residue that exist, on average over natural sequences; see `evodsp.data.dataset.collate`."""
+"""Entries of a residue that exist, on average over natural sequences; see `evodsp.data.samples.dataset.collate`."""
 
 
 def sample_batch(step: PlannedStep, make: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.chain_folder import has_files, parse_alignments
-from evodsp.data.query_check import check_alignments
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.chain_folder import has_files, parse_alignments
+from evodsp.data.sources.query_check import check_alignments
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.reading.answers import BadAnswerError

@@ -15,15 +15,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64
 
-from evodsp.data.chain_list import chain_list
-from evodsp.data.dataset import load_record
-from evodsp.data.distillation import DistillationSet, open_predictions
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.index import ChainIndex
-from evodsp.data.presence import Lacking, Presence
-from evodsp.data.sampling import DISTILLED
-from evodsp.data.selection import Selected, Selection, select
-from evodsp.data.store import FeatureStore
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.samples.dataset import load_record
+from evodsp.data.samples.distillation import DistillationSet, open_predictions
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.samples.selection import Lacking, Presence, Selected, Selection, chain_list, select
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError, nearest
@@ -44,7 +42,7 @@ CHAINS_FOR_RESOLUTION = 16
 class Chains:
     """The open store and the chains of each stage."""
 
-    store: FeatureStore | BuiltStore
+    store: ChainFiles | FeatureStore
     templates: TemplateSource | None
     train: list[str]
     validation: list[str]
@@ -75,7 +73,7 @@ class Chains:
                 )
         stores = [self.store, *([] if self.distillation is None else [self.distillation.store])]
         for store in stores:
-            if isinstance(store, FeatureStore) and store.index is not None and (stale := store.stale_sources()):
+            if isinstance(store, ChainFiles) and store.index is not None and (stale := store.stale_sources()):
                 notes.append(
                     f"{store.index.path} is older than {', '.join(stale)}; make it again: {store.index.command}"
                 )
@@ -109,7 +107,7 @@ def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), g
     return Chains(store, templates, *names, found.weights, predicted, *distilled, found.missing, found.resolutions)
 
 
-def _open(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None, DistillationSet | None]:
+def _open(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None, DistillationSet | None]:
     store, templates = open_source(config)
     return store, templates, open_distillation(config, templates)
 
@@ -117,7 +115,7 @@ def _open(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource
 def _look_up(
     config: DataConfig,
     quarantined: Container[str],
-    store: FeatureStore | BuiltStore,
+    store: ChainFiles | FeatureStore,
     templates: TemplateSource | None,
     predicted: DistillationSet | None,
 ) -> _Found:
@@ -152,14 +150,14 @@ def _look_up(
 
 
 def _resolutions(
-    keys: list[str], store: FeatureStore | BuiltStore, rules: Selection, read: dict[str, float]
+    keys: list[str], store: ChainFiles | FeatureStore, rules: Selection, read: dict[str, float]
 ) -> Float64[np.ndarray, " k"]:
     """Resolutions in Å, 0 for none: of the chains that a cache, the index or a `read` structure knows; if none does, of a few
     chains that are read now."""
     if read:
         return np.array([read[key] for key in keys if key in read])
     table = rules.known[0] if rules.known is not None else None
-    if table is None and isinstance(store, FeatureStore) and store.index is not None:
+    if table is None and isinstance(store, ChainFiles) and store.index is not None:
         table = store.index.table
     if table is not None:
         row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
@@ -168,7 +166,7 @@ def _resolutions(
         return found[~np.isnan(found)]
     for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
         with suppress(UserError):  # said when a sample is made of it
-            chain = store.parsed(key, with_hits=False).chain if isinstance(store, BuiltStore) else store.chain(key)
+            chain = store.parsed(key, with_hits=False).chain if isinstance(store, FeatureStore) else store.chain(key)
             read[key] = chain.resolution or 0.0
     return np.array(list(read.values()))
 
@@ -200,12 +198,12 @@ def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
     return found
 
 
-def _check_chain(key: str, presence: Presence, store: FeatureStore | BuiltStore, source: str) -> None:
+def _check_chain(key: str, presence: Presence, store: ChainFiles | FeatureStore, source: str) -> None:
     """Raise UserError, with the nearest name, if the chain is not in the store, or lacks alignments or its structure."""
     lacking = presence.lacks(key)
     if lacking is None:
         return
-    if isinstance(store, BuiltStore):
+    if isinstance(store, FeatureStore):
         raise UserError(
             f"{source}: no chain '{key}' in {store.address}; leave it out or build the store with it."
             f"{nearest(key, presence.keys)}"
@@ -218,7 +216,7 @@ def _check_chain(key: str, presence: Presence, store: FeatureStore | BuiltStore,
     raise UserError(f"{source}: no structure of chain '{key}' in {store.structure_dir}; add it or leave the chain out")
 
 
-def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, TemplateSource | None]:
+def open_source(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None]:
     """The sources of chains and of their templates; no templates if samples have none.
 
     Raises UserError that names the setting.
@@ -226,7 +224,7 @@ def open_source(config: DataConfig) -> tuple[FeatureStore | BuiltStore, Template
     return _files(config) if config.store is None else _built_store(config, config.store)
 
 
-def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, TemplateSource | None]:
+def _built_store(config: DataConfig, address: str) -> tuple[FeatureStore, TemplateSource | None]:
     """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
     for name in ("template_structure_dir", "obsolete"):
         if (value := getattr(config, name)) is not None:
@@ -234,7 +232,7 @@ def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, Template
                 f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
             )
     latest = parse_latest_date("data.max_template_date", config.max_template_date)
-    store = BuiltStore(address)
+    store = FeatureStore(address)
     if store.min_plddt is not None:
         raise UserError(
             f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
@@ -249,7 +247,7 @@ def _built_store(config: DataConfig, address: str) -> tuple[BuiltStore, Template
     return store, templates if config.train.max_templates or config.validation.max_templates else None
 
 
-def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
+def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
     """The folders of files, and the source of templates. Raises UserError that names the setting."""
     for name, content in (
         ("alignment_dir", "alignments, one sub-folder per chain"),
@@ -261,7 +259,7 @@ def _files(config: DataConfig) -> tuple[FeatureStore, TemplateSource | None]:
             raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
     index = None if config.index is None else ChainIndex(config.index)
     templates = _template_source(config, index)
-    return FeatureStore(Path(config.alignment_dir), Path(config.structure_dir), index), templates
+    return ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index), templates
 
 
 def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSource | None:
@@ -300,7 +298,7 @@ def open_distillation(data: DataConfig, templates: TemplateSource | None) -> Dis
     places = config.alignment_dir, config.structure_dir, config.index, config.store
     if (source := open_predictions(*places, config.min_plddt)) is None:
         return None
-    if isinstance(source, BuiltStore):
+    if isinstance(source, FeatureStore):
         latest = parse_latest_date("data.max_template_date", data.max_template_date)
         own = None if templates is None else source.template_source(latest)
         if templates is not None and own is None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from evodsp.config import KernelsConfig, ModelConfig, leaves
-from evodsp.data.features import check_config
-from evodsp.data.resolutions import CountedStructures
+from evodsp.data.samples.feature_axes import check_config
+from evodsp.data.samples.selection import CountedStructures
 from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import from_first, on_every

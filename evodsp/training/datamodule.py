@@ -11,10 +11,10 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset
-from evodsp.data.raw_features import HOST
-from evodsp.data.sample_pool import MadeHere, SampleMaker, SamplePool
-from evodsp.data.sampling import ChainChoice, ChainDraws, MixedDraws
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.raw_features import HOST
+from evodsp.data.samples.sample_pool import MadeHere, SampleMaker, SamplePool
+from evodsp.data.samples.sampling import ChainChoice, ChainDraws, MixedDraws
 from evodsp.features.batch import with_features
 from evodsp.ranges import memory_size
 from evodsp.rng import Draws

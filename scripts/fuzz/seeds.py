@@ -14,8 +14,8 @@ import torch
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.data.building.command import build
 from evodsp.data.building.config import BuildConfig
-from evodsp.data.index_config import IndexConfig
-from evodsp.data.scan import make_index
+from evodsp.data.index.config import IndexConfig
+from evodsp.data.index.scan import make_index
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold

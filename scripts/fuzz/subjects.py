@@ -15,17 +15,17 @@ from random import Random
 
 import torch
 
-from evodsp.data.chain_folder import parse_alignment_file, parse_search_result
-from evodsp.data.chain_list import chain_list
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.index import ChainIndex
-from evodsp.data.metadata import cached_table, read_entry_cache, read_sets
-from evodsp.data.mmcif import read_chain, read_confidence, read_header, read_structure
-from evodsp.data.parsers.obsolete import parse_obsolete
-from evodsp.data.record_codec import decode_chain, decode_parsed
+from evodsp.data.formats.mmcif import read_chain, read_confidence, read_header, read_structure
+from evodsp.data.formats.obsolete import parse_obsolete
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.metadata import cached_table, read_entry_cache, read_sets
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.samples.selection import chain_list
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.chain_folder import parse_alignment_file, parse_search_result
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.record_codec import decode_chain, decode_parsed
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.source import TemplateSource
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.pages.batch_page import batch_page
@@ -181,7 +181,7 @@ def _members(path: Path) -> Files:
 def _records(store: Path) -> list[Files]:
     import zstandard
 
-    records = [BuiltStore(str(store))._chains.read(key) for key in ("s001_A", "s007_A")]
+    records = [FeatureStore(str(store))._chains.read(key) for key in ("s001_A", "s007_A")]
     return [{"r.zst/record": zstandard.ZstdDecompressor().decompress(record)} for record in records if record]
 
 
@@ -201,7 +201,7 @@ def _release_date(folder: Path) -> object:
 
 
 def _database(folder: Path) -> None:
-    store = FeatureStore(folder)
+    store = ChainFiles(folder)
     for key in store.keys()[:3]:
         store.alignments(key)
 
@@ -209,13 +209,13 @@ def _database(folder: Path) -> None:
 def _index(folder: Path, work: Path) -> None:
     index = ChainIndex(folder)
     _ = index.sources, index.obsolete, index.command, index.has_alignments(), index.stale_sources()
-    store = FeatureStore(work / "alignments", DATA / "mmcif_files", index)
+    store = ChainFiles(work / "alignments", DATA / "mmcif_files", index)
     for key in store.keys()[:3]:
         _ = store.has_structure(key), store.alignments(key), store.differs_from_index(key)
 
 
 def _store(folder: Path) -> None:
-    store = BuiltStore(str(folder))
+    store = FeatureStore(str(folder))
     store.template_source()
     for key in store.keys()[:3]:
         store.parsed(key, True)

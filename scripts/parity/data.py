@@ -24,17 +24,20 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import alignment_files, parse_alignment_file, search_result_files
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import chain_labels
-from evodsp.data.features import CycleDraws, Sizes, sampled_features, sequence_features
-from evodsp.data.layout import StructureListing, split_key
-from evodsp.data.mmcif import read_structure
-from evodsp.data.parsers import parse_hhr
+from evodsp.data.formats import parse_hhr
+from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import chain_labels, collate
+from evodsp.data.samples.feature_axes import max_clusters
+from evodsp.data.samples.raw_features import raw_features
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.chain_folder import alignment_files, parse_alignment_file, search_result_files
+from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
+from evodsp.features.batch import with_features
+from evodsp.features.draws import draw
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
 
@@ -75,7 +78,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def request_of(data: Path) -> dict[str, Any]:
     """The files that are compared. Gzipped files and .pdb files, which OpenFold's functions do not take, are left out."""
-    store = FeatureStore(data / "alignments", data / "mmcif_files")
+    store = ChainFiles(data / "alignments", data / "mmcif_files")
     listed = StructureListing(data / "mmcif_files")
     structure_of, keys = {}, store.keys()
     for key in keys:
@@ -138,18 +141,19 @@ def template_results(request: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def sample_results(data: Path, keys: list[str], seed: int) -> tuple[Results, Results]:
     """Features and labels of whole chains, and the random numbers that were used."""
-    store = FeatureStore(data / "alignments", data / "mmcif_files")
-    config = FeatureConfig(crop_size=None, msa_clusters=CLUSTERS, extra_msa=EXTRA, recycles=0)
+    store = ChainFiles(data / "alignments", data / "mmcif_files")
     found: dict[str, Any] = {}
     used: dict[str, Any] = {}
     for number, key in enumerate(keys):
         parsed = store.parsed(key, with_hits=False)
         aatype, crop = encode_sequence(parsed.chain.sequence), Crop(0, len(parsed.chain))
+        config = FeatureConfig(crop_size=crop.length, msa_clusters=CLUSTERS, extra_msa=EXTRA, recycles=0)
+        raw = raw_features(aatype, parsed.msa, config, Draws.root(seed).at("parity", number), 1, crop)
+        sample = {name: torch.from_numpy(values) for name, values in raw.items()}
         rows, columns = parsed.msa.msa.shape
-        draws = CycleDraws.draw(Draws.root(seed).at("parity", number), rows, columns, config)
-        used |= {f"{name}|{key}": getattr(draws, name) for name in ("order", "replace", "letter")}
-        sampled = sampled_features(parsed.msa, config, [draws], crop, Sizes(crop.length, CLUSTERS, EXTRA))
-        features = {name: values[0] for name, values in sampled.items()} | sequence_features(aatype, crop)
+        drawn = draw(sample["msa_keys"], sample["msa_kept"][None], min(max_clusters(config), rows), columns)
+        used |= {f"{name}|{key}": getattr(drawn, name)[0].numpy() for name in ("order", "replace", "letter")}
+        features = {name: values[0, 0].numpy() for name, values in with_features(collate([sample]), config).items()}
         labels = {name: label.numpy() for name, label in chain_labels(parsed.chain, aatype).items()}
         found |= {f"sample {name}|{key}": value for name, value in openfold_names(features | labels).items()}
     return found, used

@@ -29,7 +29,7 @@ import numpy as np
 from Bio.PDB import PDBIO, MMCIFParser, PDBParser
 from Bio.PDB.Polypeptide import is_aa
 
-from evodsp.data.mmcif import read_structure
+from evodsp.data.formats.mmcif import read_structure
 from evodsp.errors import UserError
 from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_TYPES

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.parts import Part, build_part
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from scripts.examples.synthetic.mmcif_writer import mmcif_text
 from tests.builders.chains import AMINO_ACIDS, straight_chain
 
@@ -53,14 +53,14 @@ def content(store: Path) -> dict[str, bytes]:
 
 def build_with_deadly_chains(part: Part, deadly: dict[str, str]) -> int:
     """`build_part`, but reading a chain whose name begins with 9 kills the process."""
-    read = FeatureStore.parsed
+    read = ChainFiles.parsed
 
-    def parsed(self: FeatureStore, key: str, with_hits: bool) -> object:
+    def parsed(self: ChainFiles, key: str, with_hits: bool) -> object:
         if key.startswith("9"):
             os.kill(os.getpid(), signal.SIGKILL)
         return read(self, key, with_hits)
 
-    FeatureStore.parsed = parsed  # type: ignore[method-assign,assignment]  # in the worker only
+    ChainFiles.parsed = parsed  # type: ignore[method-assign,assignment]  # in the worker only
     return build_part(part, deadly)
 
 

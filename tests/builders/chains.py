@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from evodsp.data.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry import residues
 from evodsp.geometry.alphabet import encode_sequence

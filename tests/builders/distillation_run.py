@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.bad_chains import Record

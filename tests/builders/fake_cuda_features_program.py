@@ -12,10 +12,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import collate
-from evodsp.data.msa import MsaFeatures, letter_profile
-from evodsp.data.raw_features import HOST, raw_features
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import collate
+from evodsp.data.samples.raw_features import HOST, raw_features
+from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.features.batch import with_features
 from evodsp.rng import Draws
 from tests.builders.fake_cuda_program import Counter

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from evodsp.cli import main
-from evodsp.data import scan
+from evodsp.data.index import scan
 from evodsp.errors import UserError
 from evodsp.lock import lock
 

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from evodsp.data.dataset import ChainDataset, Sample
+from evodsp.data.samples.dataset import ChainDataset, Sample
 from evodsp.parallel.dtensor import local
 from evodsp.training.module import TrainingModule
 

@@ -7,12 +7,12 @@ import signal
 import time
 
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 
 SLEEPER, KILLER = "9slp_A", "9kil_A"
 
 
-class PlantedStore(FeatureStore):
+class PlantedStore(ChainFiles):
     """A store in which one chain never answers and another one kills the process that reads it."""
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.chain_folder import read_alignment_dir
-from evodsp.data.mmcif import read_chain, read_structure
-from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
 from tests.builders.mmcif import atom, entry
 
@@ -207,34 +207,34 @@ def test_store_names_the_nearest_key(tmp_path: Path):
     structures = tmp_path / "mmcif_files"
     structures.mkdir()
     (structures / "1abc.cif").write_text(CIF)
-    store = FeatureStore(tmp_path / "alignments", structures)
+    store = ChainFiles(tmp_path / "alignments", structures)
     assert store.alignments("1abc_A")[0].columns == 2
     says(lambda: store.alignments("1abd_A"), "no alignments of chain '1abd_A'", "Did you mean '1abc_A'?")
     says(lambda: store.chain("1abd_A"), "no 1abd.cif", "Did you mean '1abc'?")
     says(lambda: store.chain("1abc_B"), "1abc.cif", "no protein chain 'B'", "Chains: A")
-    says(lambda: FeatureStore(tmp_path / "alignments").chain("1abc_A"), "no structure directory was given")
-    says(lambda: FeatureStore(tmp_path / "none"), str(tmp_path / "none"), "no such alignment directory")
-    says(lambda: FeatureStore(tmp_path / "alignments", tmp_path / "none"), "no such structure directory")
+    says(lambda: ChainFiles(tmp_path / "alignments").chain("1abc_A"), "no structure directory was given")
+    says(lambda: ChainFiles(tmp_path / "none"), str(tmp_path / "none"), "no such alignment directory")
+    says(lambda: ChainFiles(tmp_path / "alignments", tmp_path / "none"), "no such structure directory")
 
 
 def test_broken_alignment_database(tmp_path: Path):
     """Catches a half-copied database read as shorter alignments."""
     index = tmp_path / "alignment_db.index"
     index.write_text("{")
-    says(lambda: FeatureStore(tmp_path).keys(), str(index), ":1: ", "not JSON")
+    says(lambda: ChainFiles(tmp_path).keys(), str(index), ":1: ", "not JSON")
     index.write_text("[]")
-    says(lambda: FeatureStore(tmp_path).keys(), str(index), "make the index again")
+    says(lambda: ChainFiles(tmp_path).keys(), str(index), "make the index again")
     index.write_text(json.dumps({"1abc_A": {"db": "alignment_db_0.db", "files": [["bfd.a3m", 0, 100]]}, "2xyz_A": {}}))
-    says(lambda: FeatureStore(tmp_path).alignments("1abc_A"), "alignment_db_0.db", "cannot be read")
+    says(lambda: ChainFiles(tmp_path).alignments("1abc_A"), "alignment_db_0.db", "cannot be read")
     (tmp_path / "alignment_db_0.db").write_text(">q\nACDE\n")
     says(
-        lambda: FeatureStore(tmp_path).alignments("1abc_A"),
+        lambda: ChainFiles(tmp_path).alignments("1abc_A"),
         "alignment_db_0.db",
         "ends before 'bfd.a3m'",
         "copy it again",
     )
-    says(lambda: FeatureStore(tmp_path).alignments("2xyz_A"), str(index), "the entry of chain '2xyz_A'")
-    says(lambda: FeatureStore(tmp_path).alignments("1abd_A"), "Did you mean '1abc_A'?")
+    says(lambda: ChainFiles(tmp_path).alignments("2xyz_A"), str(index), "the entry of chain '2xyz_A'")
+    says(lambda: ChainFiles(tmp_path).alignments("1abd_A"), "Did you mean '1abc_A'?")
 
 
 def mutated(rng: np.random.Generator, data: bytes) -> bytes:

@@ -18,10 +18,11 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data.building import command
-from evodsp.data.building.command import Plan, build
-from evodsp.data.building.engine import on_cluster, on_this_machine
+from evodsp.data.building.command import BuildPlan, build, build_parts
 from evodsp.data.building.parts import Account
-from evodsp.data.feature_store import CHAINS, BuiltStore
+from evodsp.data.executors import DaskCluster, LocalProcesses, executor
+from evodsp.data.index import scan
+from evodsp.data.sources.feature_store import CHAINS, FeatureStore
 from evodsp.errors import UserError
 from evodsp.lock import lock
 from tests.builders.builds import build_with_deadly_chains, config, content, die_at_once, letters_of, write_chain
@@ -66,7 +67,7 @@ def test_bad_chains_are_named_and_left_out(folder: Path, tmp_path: Path, capfd: 
     assert "4abc.cif" in reasons["4abc_A"]
     assert "cannot be stored" in reasons[long]
     assert "warning: 4 chains and 0 template structures were left out" in capfd.readouterr().err
-    assert BuiltStore(str(tmp_path / "store")).keys() == KEYS[:2]
+    assert FeatureStore(str(tmp_path / "store")).keys() == KEYS[:2]
 
 
 def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "store/build.lock").touch()  # it was killed while it gave up
     write_chain(tmp_path, "1abc_A", "ACDEF")
     build(config(tmp_path, tmp_path / "store"))
-    assert "1abc_A" in BuiltStore(str(tmp_path / "store"))
+    assert "1abc_A" in FeatureStore(str(tmp_path / "store"))
 
 
 def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path) -> None:
@@ -86,11 +87,11 @@ def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path
     write_chain(tmp_path, "9abc_A", letters_of(1))
     write_chain(tmp_path, "9bbc_A", letters_of(2))
     write_chain(tmp_path, "8abc_A", letters_of(3))
-    plan = Plan.of(config(tmp_path, tmp_path / "store", chains_per_shard=3))
+    plan = BuildPlan.of(config(tmp_path, tmp_path / "store", chains_per_shard=3))
     for name in ("building", CHAINS):
         (tmp_path / "store" / name).mkdir(parents=True)
     (part,) = plan.parts(tmp_path / "store", CHAINS, plan.keys)
-    assert list(on_this_machine([part], 2, build_with_deadly_chains)) == [3]
+    assert list(build_parts([part], LocalProcesses(2, isolated=True), build_with_deadly_chains)) == [3]
     account = Account.read(part.account)
     assert [entry.key for entry in account.records] == ["8abc_A"]
     assert [name for name, _ in account.failed] == ["9abc_A", "9bbc_A"]
@@ -99,12 +100,12 @@ def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path
 
 def test_a_worker_that_dies_before_it_reads_is_no_chains_fault(folder: Path, tmp_path: Path) -> None:
     """Catches a chain blamed that an earlier build was reading when it was killed, and a loop without end."""
-    plan = Plan.of(config(folder, tmp_path / "store"))
+    plan = BuildPlan.of(config(folder, tmp_path / "store"))
     (tmp_path / "store" / "building").mkdir(parents=True)
     part = plan.parts(tmp_path / "store", CHAINS, plan.keys)[0]
     part.current.write_text(KEYS[0])
     with pytest.raises(UserError, match="the worker process that makes it was ended"):
-        list(on_this_machine([part], 1, die_at_once))
+        list(build_parts([part], LocalProcesses(1, isolated=True), die_at_once))
 
 
 def kill_a_build(folder: Path, output: Path, finished: int = 1, after: float = 0.0) -> None:
@@ -132,7 +133,7 @@ def test_a_killed_build_goes_on(folder: Path, undisturbed: Path, tmp_path: Path)
     (output / CHAINS / ".00001.tar.4194304.partial").write_bytes(b"half a shard, of a worker that was killed")
     if not (output / "store.json").is_file():
         with pytest.raises(UserError, match="no feature store there"):
-            BuiltStore(str(output))
+            FeatureStore(str(output))
     build(config(folder, output))
     assert shard.stat().st_mtime_ns == made
     assert content(output) == content(undisturbed)
@@ -307,12 +308,17 @@ def test_a_scheduler_without_dask_is_one_line(
     cluster."""
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(UserError, match="--scheduler needs Dask"):
-        list(on_cluster([], "tcp://127.0.0.1:1", 1))
+        list(DaskCluster("tcp://127.0.0.1:1", 1).map(print, []))
     given = []
-    monkeypatch.setattr(
-        "evodsp.data.building.command.on_cluster", lambda parts, *rest: given.append(rest) or on_cluster(parts, *rest)
-    )
+
+    def seen(*options: Any, **more: Any) -> Any:
+        given.append(options)
+        return executor(*options, **more)
+
+    monkeypatch.setattr(command, "executor", seen)
+    monkeypatch.setattr(scan, "executor", seen)
     options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
-    assert main(["data", "build", *options, "--scheduler", "--workers=2", "--output", str(tmp_path / "store")]) == 2
-    assert "--scheduler needs Dask; install the extra cluster" in capsys.readouterr().err
-    assert given == [("local", 1)]  # one shard needs one worker
+    for name in ("build", "index"):
+        assert main(["data", name, *options, "--scheduler", "--workers=2", "--output", str(tmp_path / name)]) == 2
+        assert "--scheduler needs Dask; install the extra cluster" in capsys.readouterr().err
+    assert given == [("local", 2)] * 2

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.chain_folder import alignment_files, read_alignment_dir, read_template_hits, search_result_files
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.chain_folder import (
+    alignment_files,
+    read_alignment_dir,
+    read_template_hits,
+    search_result_files,
+)
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 from tests.builders.alignments import chain_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.data.crop import Crop, centre_crop, crop_start, training_crop
+from evodsp.data.samples.crop import Crop, centre_crop, crop_start, training_crop
 from evodsp.rng import Draws
 
 ALMOST_ONE = 1 - 2**-24

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset, Sample, collate, existing_entries, load_record, prediction_sample
-from evodsp.data.features import FEATURE_AXES
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.dataset import ChainDataset, Sample, collate, existing_entries, load_record
+from evodsp.data.samples.feature_axes import FEATURE_AXES
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
+from evodsp.features.prediction import prediction_sample
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
 from tests.builders.alignments import make_alignment
@@ -375,7 +376,7 @@ def test_impossible_config_is_an_error_before_the_first_sample() -> None:
 
 def test_real_chains(real_data: Path) -> None:
     """Structures, alignments and labels of real entries fit together when read through the store."""
-    store = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
+    store = ChainFiles(real_data / "alignments", real_data / "mmcif_files")
     config = FeatureConfig(crop_size=64, msa_clusters=32, extra_msa=100, recycles=0)
     data = ChainDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)
     batch = with_features(collate([data[i] for i in range(3)]), config)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset
-from evodsp.data.distillation import DistillationSet, PredictedStore, sampled_rows
-from evodsp.data.msa import merge_alignments
-from evodsp.data.sampling import DISTILLED, ChainDraws, MixedDraws
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.distillation import DistillationSet, PredictedStore, sampled_rows
+from evodsp.data.samples.sampling import DISTILLED, ChainDraws, MixedDraws
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.msa import merge_alignments
 from evodsp.errors import UserError
 from evodsp.rng import Draws
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
@@ -34,7 +34,7 @@ def predicted(folder: Path, plddt: np.ndarray = PLDDT, rows: int = 12) -> Predic
     others = ["".join(generator.choice(list("ARNDCQ"), len(LETTERS))) for _ in range(rows - 1)]
     text = "".join(f">r{i}\n{letters}\n" for i, letters in enumerate([LETTERS, *others]))
     (folder / "alignments" / "p1_A" / "hits.a3m").write_text(text)
-    store = FeatureStore(folder / "alignments", folder / "structures")
+    store = ChainFiles(folder / "alignments", folder / "structures")
     return PredictedStore(store, min_plddt=50.0)
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data import doctor_data
+from evodsp.data.doctor import run_data as doctor_data
 from evodsp.training.config import DataConfig, DistillationConfig
 from tests.builders.backbone import chain, ligand, pdb_text
 from tests.builders.distillation_run import write_sets

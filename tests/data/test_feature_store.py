@@ -17,16 +17,16 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.building.command import build
-from evodsp.data.dataset import ChainDataset
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.msa import MsaFeatures, letter_profile
-from evodsp.data.parsed_chain import ChainSource, ParsedChain
-from evodsp.data.parsers import parse_fasta
-from evodsp.data.record_codec import decode_chain, decode_parsed, encode_chain, encode_parsed
+from evodsp.data.formats import parse_fasta
 from evodsp.data.records import ProteinSequence
-from evodsp.data.shards import digest_of
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.msa import MsaFeatures, letter_profile
+from evodsp.data.sources.parsed_chain import ChainSource, ParsedChain
+from evodsp.data.sources.record_codec import decode_chain, decode_parsed, encode_chain, encode_parsed
+from evodsp.data.sources.shards import digest_of
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from tests.builders.builds import config, letters_of, write_chain, write_structure
@@ -82,7 +82,7 @@ def test_a_record_restores_every_bit() -> None:
 
 def test_real_chains_and_hits_are_restored(real_data: Path) -> None:
     """Catches what made-up chains do not have: thousands of rows, HHsearch's and hmmsearch's hits."""
-    files = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
+    files = ChainFiles(real_data / "alignments", real_data / "mmcif_files")
     query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
     hits = tuple(files.template_hits("query73_A", query))
     assert hits
@@ -135,15 +135,15 @@ def store(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def files_of(folder: Path) -> FeatureStore:
-    return FeatureStore(folder / "alignments", folder / "mmcif_files")
+def files_of(folder: Path) -> ChainFiles:
+    return ChainFiles(folder / "alignments", folder / "mmcif_files")
 
 
 @pytest.mark.parametrize("latest", [None, date(2005, 1, 1), date(2002, 1, 1), date(1990, 1, 1)])
 def test_samples_equal_those_from_files(folder: Path, store: Path, latest: date | None) -> None:
     """Catches any bit of a feature, a label or a template that differs, at every cut-off date."""
     from_files = TemplateSource.open(folder / "templates", latest, folder / "obsolete.dat")
-    built = BuiltStore(str(store))
+    built = FeatureStore(str(store))
     numbers = set()
     for settings, training in ((SAMPLES, True), (WHOLE, False)):
         pair = [
@@ -165,7 +165,7 @@ def test_samples_equal_those_from_files(folder: Path, store: Path, latest: date 
 def test_what_became_of_each_hit_is_the_same(folder: Path, store: Path) -> None:
     """Catches hits rejected for another reason: dates of caches, renamed chains, withdrawn entries, missing structures."""
     from_files = TemplateSource.open(folder / "templates", None, folder / "obsolete.dat")
-    built = BuiltStore(str(store))
+    built = FeatureStore(str(store))
     from_store = built.template_source()
     assert from_store is not None
     lines = []
@@ -185,7 +185,7 @@ def test_without_templates(folder: Path, tmp_path: Path) -> None:
     (broken / "1abc_A" / "hmm_output.sto").write_text("no search result")
     shutil.copytree(folder / "mmcif_files", tmp_path / "mmcif_files")
     build(config(tmp_path, tmp_path / "store"))
-    built = BuiltStore(str(tmp_path / "store"))
+    built = FeatureStore(str(tmp_path / "store"))
     assert built.keys() == list(LETTERS)
     assert built.structures is None
     assert built.template_source() is None
@@ -193,7 +193,7 @@ def test_without_templates(folder: Path, tmp_path: Path) -> None:
 
 def test_it_is_what_training_needs(store: Path) -> None:
     """Catches a store that cannot stand in for files, and one that is sent to workers with its content."""
-    built = BuiltStore(str(store))
+    built = FeatureStore(str(store))
     assert isinstance(built, ChainSource)
     assert isinstance(built.structures, TemplateStructures)
     assert len(pickle.dumps(built)) < 300
@@ -210,7 +210,7 @@ def test_any_address(store: Path, scheme: str) -> None:
     address = {"path": str(store), "file": f"file://{store}", "memory": "memory://bucket/store"}[scheme]
     if scheme == "memory":
         fsspec.filesystem("memory").put(str(store), "/bucket/store", recursive=True)
-    same(BuiltStore(address).parsed("2abc_A", True), BuiltStore(str(store)).parsed("2abc_A", True))
+    same(FeatureStore(address).parsed("2abc_A", True), FeatureStore(str(store)).parsed("2abc_A", True))
 
 
 # Damage ------------------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_a_damaged_store_is_one_line(store: Path, tmp_path: Path, spoil, message
     copy = shutil.copytree(store, tmp_path / "store")
     spoil(copy)
     with pytest.raises(UserError, match=message) as caught:
-        BuiltStore(str(copy)).parsed("1abc_A", True)
+        FeatureStore(str(copy)).parsed("1abc_A", True)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -271,13 +271,13 @@ def change(store: Path, **entries: object) -> None:
 def test_an_address_without_a_store_is_one_line(address: str) -> None:
     """Catches a traceback of fsspec for a wrong path or an unknown protocol."""
     with pytest.raises(UserError, match=r"no feature store there|not the description") as caught:
-        BuiltStore(address)
+        FeatureStore(address)
     assert "\n" not in str(caught.value)
 
 
 def test_a_misspelt_chain(store: Path) -> None:
     with pytest.raises(UserError, match=r"no chain '1abc_B' in the feature store.*Did you mean '1abc_A'"):
-        BuiltStore(str(store)).parsed("1abc_B", True)
+        FeatureStore(str(store)).parsed("1abc_B", True)
 
 
 def test_bytes_of_something_else() -> None:

@@ -17,8 +17,8 @@ import pytest
 from evodsp import download
 from evodsp.cli import main
 from evodsp.data import fetch
-from evodsp.data.index import ChainIndex
-from evodsp.data.store import FeatureStore
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.sources.chain_files import ChainFiles
 from tests.builders.builds import letters_of, write_chain
 from tests.builders.pages import ROOT
 
@@ -109,7 +109,7 @@ def test_what_is_fetched_can_be_read(mirror: Path, bucket: type[Bucket], tmp_pat
     (mirror / "pdb" / KEY / "hhr" / "pdb70_hits.hhr").write_text("x")
     base = str(mirror) if kind == "folder" else bucket.address  # type: ignore[attr-defined]
     assert [run(what, base, tmp_path) for what in ("alignments", "structures", "lists")] == [0, 0, 0]
-    store = FeatureStore(tmp_path / "got" / "alignments", tmp_path / "got" / "mmcif_files")
+    store = ChainFiles(tmp_path / "got" / "alignments", tmp_path / "got" / "mmcif_files")
     assert store.parsed(KEY, with_hits=False).chain.sequence == letters_of(3)
     assert (tmp_path / "got" / "alignments" / KEY / "hhr" / "pdb70_hits.hhr").read_text() == "x"
     assert all((tmp_path / "got" / name).read_text() == (mirror / name).read_text() for name in fetch.LISTS)

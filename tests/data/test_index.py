@@ -16,6 +16,7 @@ import sys
 import time
 import zlib
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data import scan
-from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
-from evodsp.data.index import ChainIndex
+from evodsp.data.index import scan
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.lock import lock
 from tests.builders.alignments import database
@@ -35,6 +36,9 @@ from tests.builders.training_chains import SEQUENCES, write_chain
 
 KEY, OTHER = SEQUENCES
 BUNDLED = Path(__file__).parents[2] / "data"
+
+
+needs_dask = pytest.mark.skipif(find_spec("distributed") is None, reason="the extra `cluster` is not installed")
 
 
 @pytest.fixture
@@ -55,8 +59,8 @@ def index_of(folder: Path, *options: str) -> ChainIndex:
     return ChainIndex(folder / "index")
 
 
-def store_of(folder: Path, index: ChainIndex | None = None) -> FeatureStore:
-    return FeatureStore(folder / "alignments", folder / "mmcif_files", index)
+def store_of(folder: Path, index: ChainIndex | None = None) -> ChainFiles:
+    return ChainFiles(folder / "alignments", folder / "mmcif_files", index)
 
 
 def content(index: Path) -> dict[str, str]:
@@ -151,8 +155,8 @@ def test_an_indexed_store_reads_what_a_folder_reads(tmp_path: Path) -> None:
         options = ("--alignment_dir", str(tmp_path / kind), "--structure_dir", str(tmp_path / "mmcif_files"))
         assert main(["data", "index", *options, "--output", str(tmp_path / f"{kind}.index"), "--workers=0"]) == 0
         index = ChainIndex(tmp_path / f"{kind}.index")
-        plain = FeatureStore(tmp_path / kind, tmp_path / "mmcif_files")
-        indexed = FeatureStore(tmp_path / kind, tmp_path / "mmcif_files", index)
+        plain = ChainFiles(tmp_path / kind, tmp_path / "mmcif_files")
+        indexed = ChainFiles(tmp_path / kind, tmp_path / "mmcif_files", index)
         assert indexed.keys() == plain.keys()
         expected, found = plain.alignments("1abc_A"), indexed.alignments("1abc_A")
         assert [alignment.source for alignment in found] == [alignment.source for alignment in expected]
@@ -482,3 +486,25 @@ def test_a_scan_that_is_killed_ten_times(folder: Path) -> None:
     assert main(words(folder)) == 0
     assert content(folder / "killed") == content(folder / "index")
     assert sorted(path.name for path in folder.iterdir()) == ["alignments", "index", "killed", "mmcif_files"]
+
+
+@needs_dask
+def test_a_dask_cluster_finds_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches parts that Dask's workers write elsewhere, because they run in another folder than the command."""
+    from distributed import LocalCluster
+
+    assert main(words(folder, output="here")) == 0
+    monkeypatch.chdir(folder)
+    with LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster:
+        options = ["--alignment_dir", "alignments", "--structure_dir", "mmcif_files", "--output", "there"]
+        assert main(["data", "index", *options, "--scheduler", cluster.scheduler_address]) == 0
+    here, there = content(folder / "here"), content(folder / "there")
+    assert {name: digest for name, digest in here.items() if name != "index.json"} == {
+        name: digest for name, digest in there.items() if name != "index.json"
+    }
+
+
+def test_a_scheduler_and_the_main_process_cannot_both_scan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches `--workers 0` that is ignored."""
+    assert main(words(folder, "--scheduler", "tcp://127.0.0.1:1")) == 2
+    assert "--workers 0 scans in the main process, but --scheduler" in capsys.readouterr().err

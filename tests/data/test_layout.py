@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.layout import StructureListing, entry_of, nested_structure, split_key, structure_file
-from evodsp.data.structures import StructureFolder
+from evodsp.data.sources.layout import StructureListing, entry_of, nested_structure, split_key, structure_file
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from tests.builders.mmcif import atom, entry
 

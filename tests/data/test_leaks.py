@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.leaks import ALIGNED_WITH, SHORTEST, identity, overlap
+from evodsp.data.doctor.leaks import ALIGNED_WITH, SHORTEST, identity, overlap
 from evodsp.geometry.alphabet import RESTYPES
 from tests.builders.training_chains import TINY, write_chain
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from evodsp.data.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
-from evodsp.data.metadata import (
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+from evodsp.data.index.metadata import (
     ChainFacts,
     ClusterSizes,
     EntityClusters,

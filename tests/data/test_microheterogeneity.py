@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.mmcif import read_chain
-from evodsp.data.query_check import matched_alignments, matched_hits
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.query_check import matched_alignments, matched_hits
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode, encode
 from tests.builders.alignments import make_alignment
@@ -61,14 +61,14 @@ def test_hmmsearch_of_such_a_query(tmp_path: Path) -> None:
     file = tmp_path / "1abc_A" / "hmm_output.sto"
     text = "# STOCKHOLM 1.0\n3xyz_A/5-13 {}\n//\n"
     file.write_text(text.format("M-TGkkEDNW"))  # of A S T G E D N W
-    (hit,) = matched_hits(FeatureStore(tmp_path).template_hits("1abc_A", QUERY), QUERY)
+    (hit,) = matched_hits(ChainFiles(tmp_path).template_hits("1abc_A", QUERY), QUERY)
     assert (hit.query, hit.residues) == ("A-TG-D-W", "MTGKKEDNW")
     assert (hit.aligned_columns, hit.pairs.tolist()) == (5, [[0, 0], [1, 1], [2, 2], [3, 6], [4, 8]])
     file.write_text(text.format("mttTGkkEDNW").replace("5-13", "5-15"))
     with pytest.raises(UserError, match="has 6 match columns, the query 5 residues"):
-        FeatureStore(tmp_path).template_hits("1abc_A", QUERY)
+        ChainFiles(tmp_path).template_hits("1abc_A", QUERY)
     file.write_text(text.format("MTGkkEDnw"))
-    (own,) = matched_hits(FeatureStore(tmp_path).template_hits("1abc_A", QUERY), QUERY)
+    (own,) = matched_hits(ChainFiles(tmp_path).template_hits("1abc_A", QUERY), QUERY)
     assert (own.query, own.pairs.tolist()) == ("ATGDW", [[0, 0], [1, 1], [2, 2], [3, 5], [4, 6]])
 
 
@@ -99,5 +99,5 @@ def test_from_files(tmp_path: Path) -> None:
     (folder := tmp_path / "alignments" / "1abc_A").mkdir(parents=True)
     (folder / "hits.a3m").write_text("".join(f">s\n{row}\n" for row in ROWS))
     assert read_chain(structures / "1abc.cif", "A").query("1abc_A") == QUERY
-    parsed = FeatureStore(tmp_path / "alignments", structures).parsed("1abc_A", with_hits=False)
+    parsed = ChainFiles(tmp_path / "alignments", structures).parsed("1abc_A", with_hits=False)
     assert [decode(row) for row in parsed.msa.msa] == ["ATGDW", "A-G-W", "-TGD-"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.mmcif import read_chain, read_confidence, read_structure
+from evodsp.data.formats.mmcif import read_chain, read_confidence, read_structure
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import ATOM_ORDER

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.msa import MsaFeatures, first_occurrences, letter_profile, merge_alignments, query_only
 from evodsp.data.records import Alignment
+from evodsp.data.sources.msa import MsaFeatures, first_occurrences, letter_profile, merge_alignments, query_only
 from evodsp.errors import UserError
 from tests.shared import load
 

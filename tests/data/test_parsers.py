@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.parsers import parse_a3m, parse_fasta, parse_stockholm
-from evodsp.data.parsers.a3m import query_of_a3m
+from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.formats.a3m import query_of_a3m
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import GAP, decode, encode
 from evodsp.reading import text_files

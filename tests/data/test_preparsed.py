@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.chain_folder import parse_alignment_file, read_alignment_dir
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.index import ChainIndex
-from evodsp.data.msa import merge_alignments
-from evodsp.data.parsers import parse_preparsed
-from evodsp.data.store import FeatureStore
+from evodsp.data.formats import parse_preparsed
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.chain_folder import parse_alignment_file, read_alignment_dir
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.msa import merge_alignments
 from evodsp.errors import FileFormatError
 from evodsp.inference.targets import find_targets
 from evodsp.reading import text_files
@@ -80,7 +80,7 @@ def test_index_doctor_and_build_read_them(tmp_path: Path, place: str) -> None:
     """Catches chains with an archive beside the folders, or in their folder, that one of the readers does not see."""
     for key, letters in SEQUENCES.items():
         write_chain(tmp_path, key, letters)
-    expected = FeatureStore(tmp_path / "alignments", tmp_path / "mmcif_files")
+    expected = ChainFiles(tmp_path / "alignments", tmp_path / "mmcif_files")
     for key in SEQUENCES:
         preparsed(
             tmp_path / "npz" / place.format(key=key),
@@ -95,7 +95,7 @@ def test_index_doctor_and_build_read_them(tmp_path: Path, place: str) -> None:
     assert main(["data", "build", *roots[:-1], "--workers=1", "--output", str(tmp_path / "store")]) == 0
     index = ChainIndex(tmp_path / "index")
     folders = (tmp_path / "npz", tmp_path / "mmcif_files")
-    stores = (FeatureStore(*folders), FeatureStore(*folders, index), BuiltStore(str(tmp_path / "store")))
+    stores = (ChainFiles(*folders), ChainFiles(*folders, index), FeatureStore(str(tmp_path / "store")))
     for store in stores:
         assert store.keys() == list(SEQUENCES)
         for key in SEQUENCES:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.data.query_check import check_alignments, check_query
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.query_check import check_alignments, check_query
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
 from tests.builders.alignments import make_alignment

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data import scan
-from evodsp.data.building.parts import Account, Inputs, Part, build_part
-from evodsp.data.feature_store import CHAINS
+from evodsp.data.building.parts import Account, BuildInputs, Part, build_part
+from evodsp.data.index import scan
+from evodsp.data.sources.feature_store import CHAINS
 from evodsp.errors import FileFormatError
 from evodsp.report.curve import read_curve
 
@@ -48,7 +48,7 @@ def test_a_plan_of_other_bytes_is_another_plan(tmp_path: Path) -> None:
 
 def test_a_chain_whose_folder_has_a_name_of_any_bytes(tmp_path: Path) -> None:
     """Catches a build that ends over a name which no text file can hold."""
-    part = Part(tmp_path, CHAINS, 0, ("1ab\udce9_A",), Inputs(str(tmp_path), str(tmp_path), None, None))
+    part = Part(tmp_path, CHAINS, 0, ("1ab\udce9_A",), BuildInputs(str(tmp_path), str(tmp_path), None, None))
     for folder in (part.shard.parent, part.account.parent):
         folder.mkdir(parents=True, exist_ok=True)
     assert build_part(part) == 1

@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.dataset import ChainDataset
-from evodsp.data.packing import layout_of, pack, packed_bytes, unpack
 from evodsp.data.pool import _work
-from evodsp.data.sample_pool import SamplePool, _packed
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.sample_pool import SamplePool, _packed, layout_of, pack, packed_bytes, unpack
 from evodsp.errors import FileFormatError, UserError
 from tests.builders.chains import MemoryStore
 
@@ -102,7 +101,7 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting() -> None:
 
 LEAVING = """
 from evodsp.__main__ import leave
-from evodsp.data.sample_pool import SamplePool
+from evodsp.data.samples.sample_pool import SamplePool
 from tests.data.test_sample_pool import Planted
 if __name__ == "__main__":
     pool = SamplePool(Planted(), 2)

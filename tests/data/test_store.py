@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 from tests.builders.alignments import database
@@ -25,7 +25,7 @@ def names(alignments) -> list[str]:
 def test_alignment_database(tmp_path: Path):
     """Catches wrong offsets in OpenFold's database, and files read as alignments that are not."""
     files = {"uniref90_hits.sto": STO, "uniprot_hits.sto": STO, "bfd.a3m": A3M, "pdb70_hits.hhr": "x"}
-    store = FeatureStore(database(tmp_path, {"2xyz_B": {"bfd.a3m": ">q\nWW\n"}, "1abc_A": files}))
+    store = ChainFiles(database(tmp_path, {"2xyz_B": {"bfd.a3m": ">q\nWW\n"}, "1abc_A": files}))
     assert store.keys() == ["1abc_A", "2xyz_B"]
     assert names(store.alignments("1abc_A")) == ["bfd.a3m", "uniref90_hits.sto"]
     assert store.query("2xyz_B") == ProteinSequence("2xyz_B", "WW")
@@ -36,14 +36,14 @@ def test_several_databases(tmp_path: Path):
     database(tmp_path, {"1abc_A": {"bfd.a3m": A3M}})
     first = json.loads((tmp_path / "alignment_db.index").read_text())
     (tmp_path / "other.index").write_text(json.dumps({"2abc_A": first["1abc_A"]}))
-    store = FeatureStore(tmp_path)
+    store = ChainFiles(tmp_path)
     assert store.keys() == ["1abc_A", "2abc_A"]
     assert names(store.alignments("2abc_A")) == ["bfd.a3m"]
     (tmp_path / "other.index").write_text(json.dumps(first))
     with pytest.raises(UserError, match=r"other.index: chain '1abc_A' is in alignment_db.index too"):
-        FeatureStore(tmp_path).keys()
+        ChainFiles(tmp_path).keys()
     (tmp_path / "super.index").write_text(json.dumps({"3abc_A": first["1abc_A"]}))
-    assert FeatureStore(tmp_path).keys() == ["3abc_A"]
+    assert ChainFiles(tmp_path).keys() == ["3abc_A"]
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_a_hostile_index_is_one_line(tmp_path: Path, index: str, message: str):
     (tmp_path / "alignment_db.index").write_text(index)
     (tmp_path / "alignment_db_0.db").write_text(A3M)
     with pytest.raises(UserError, match=message) as caught:
-        FeatureStore(tmp_path).alignments("1abc_A")
+        ChainFiles(tmp_path).alignments("1abc_A")
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
 def test_store_on_real_data(real_data: Path):
     """Catches real layouts misread: keys, structures, queries from SEQRES, first rows wrongly reported as different."""
-    store = FeatureStore(real_data / "alignments", real_data / "mmcif_files")
+    store = ChainFiles(real_data / "alignments", real_data / "mmcif_files")
     assert store.keys() == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B", "6KWC_1", "query73_A"]
     assert [key for key in store.keys() if store.has_structure(key)] == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B"]  # noqa: SIM118
     alignments = store.alignments("2q2k_A")
@@ -88,7 +88,7 @@ def test_store_on_real_data(real_data: Path):
 
 def test_pickled_store_is_small_and_works(tmp_path: Path):
     """Catches an index of millions of entries sent to every worker."""
-    store = FeatureStore(database(tmp_path, {f"{n}_A": {"bfd.a3m": A3M} for n in range(200)}))
+    store = ChainFiles(database(tmp_path, {f"{n}_A": {"bfd.a3m": A3M} for n in range(200)}))
     store.keys()
     data = pickle.dumps(store)
     assert len(data) < 1000

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.structures import StructureFolder
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 
 

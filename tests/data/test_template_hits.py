@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.layout import structure_file
-from evodsp.data.parsers import parse_fasta, parse_hhr, parse_hmmsearch, parse_obsolete
+from evodsp.data.formats import parse_fasta, parse_hhr, parse_hmmsearch, parse_obsolete
+from evodsp.data.sources.layout import structure_file
 from evodsp.data.templates.filters import HitLimits, Rejection, reject_alignment, reject_date, select_hits
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError

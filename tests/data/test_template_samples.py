@@ -13,19 +13,21 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import ChainDataset, collate, draw_templates, load_record, prediction_sample
-from evodsp.data.features import TEMPLATE_AXES, make_features
-from evodsp.data.parsed_chain import ParsedChain, parse_chain
-from evodsp.data.parsers import parse_fasta
+from evodsp.data.formats import parse_fasta
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import ChainDataset, collate, draw_templates, load_record
+from evodsp.data.samples.feature_axes import TEMPLATE_AXES
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
+from evodsp.features.prediction import prediction_sample
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain, straight_chain
+from tests.builders.finished import made
 from tests.builders.templates import QUERY73_TEMPLATES, MemoryStructures, from_raw, make_hit, random_templates
 from tests.shared import load
 
@@ -38,7 +40,7 @@ class RealQuery:
     """query73_A with its real alignments and search, and an invented structure released on a given day."""
 
     def __init__(self, real_data: Path, released: date | None) -> None:
-        self.store = FeatureStore(real_data / "alignments")
+        self.store = ChainFiles(real_data / "alignments")
         self.query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
         made_up = make_chain("9xyz", self.query.letters)
         self.made_up = replace(made_up, release_date=released)
@@ -109,7 +111,7 @@ def test_golden_features(golden: Path) -> None:
     templates = from_raw(full)
     msa = load_record(MemoryStore(make_chain("1abc", letters)), "1abc_A").msa
     aatype = load_record(MemoryStore(make_chain("1abc", letters)), "1abc_A").aatype
-    features = make_features(aatype, msa, config, Draws.root(0), 2, Crop(40, 64), templates=templates)
+    features = made(aatype, msa, replace(config, crop_size=None), Draws.root(0), 2, Crop(40, 64), templates)
     for name in TEMPLATE_AXES:
         assert features[name].dtype == processed[name].dtype
         residues = TEMPLATE_AXES[name].index("residues") + 1 if "residues" in TEMPLATE_AXES[name] else None

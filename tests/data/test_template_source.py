@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.parsers import parse_fasta, parse_hhr
+from evodsp.data.formats import parse_fasta, parse_hhr
 from evodsp.data.records import ProteinSequence
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.build import template_features
 from evodsp.data.templates.filters import HitLimits, Rejection
 from evodsp.data.templates.matching import TemplateRejection
@@ -141,7 +141,7 @@ def test_another_chain_of_a_real_entry(real_data: Path, query73: ProteinSequence
 
 def test_hits_of_the_alignment_database(tmp_path: Path) -> None:
     """Catches template searches in OpenFold's database ignored: training would silently have no templates."""
-    store = FeatureStore(database(tmp_path, {"1xyz_A": {"bfd.a3m": ">q\nWW\n", "hmm_output.sto": STO}}))
+    store = ChainFiles(database(tmp_path, {"1xyz_A": {"bfd.a3m": ">q\nWW\n", "hmm_output.sto": STO}}))
     (hit,) = store.template_hits("1xyz_A", QUERY)
     assert hit.key == "3abc_A"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.parsers import parse_fasta, parse_hhr, parse_hmmsearch
+from evodsp.data.formats import parse_fasta, parse_hhr, parse_hmmsearch
 from evodsp.data.records import Chain, ProteinSequence
-from evodsp.data.structures import StructureFolder
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.build import template_features
 from evodsp.data.templates.filters import HitLimits, select_hits
 from evodsp.data.templates.hits import TemplateHit

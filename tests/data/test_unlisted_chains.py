@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.examine import examine
-from evodsp.data.mmcif import read_chain, read_structure
-from evodsp.data.msa import query_only
-from evodsp.data.parsed_chain import ParsedChain
+from evodsp.data.doctor.diagnosis import examine
+from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import Chain
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.msa import query_only
+from evodsp.data.sources.parsed_chain import ParsedChain
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.matching import Match, match_hit
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
@@ -259,7 +259,7 @@ def test_the_warning_and_what_the_doctor_hears(tmp_path: Path, caplog: pytest.Lo
             read_chain(path, "A")
     assert caplog.messages == [f"{path}: {note}"]
 
-    class Source(FeatureStore):
+    class Source(ChainFiles):
         def parsed(self, key: str, with_hits: bool) -> ParsedChain:
             return ParsedChain(self.chain(key), query_only(encode(self.chain(key).sequence)), ())
 

@@ -1,4 +1,4 @@
-"""Features made by torch against those made by NumPy: the same letters and rows, and floats to 1e-6."""
+"""Features against those that NumPy makes, to the bit."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.clusters import nearest_clusters as bit_planes
-from evodsp.data.crop import Crop
-from evodsp.data.dataset import collate
-from evodsp.data.features import SAMPLED, Sizes, make_features, max_clusters
-from evodsp.data.msa import MsaFeatures, letter_profile, merge_alignments
-from evodsp.data.raw_features import HOST, raw_features
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.dataset import collate
+from evodsp.data.samples.feature_axes import SAMPLED, FeatureSizes, max_clusters
+from evodsp.data.samples.raw_features import HOST, raw_features
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
-from evodsp.features.clusters import nearest_by_products
+from evodsp.features.clusters import nearest_by_products, nearest_clusters
 from evodsp.features.draws import row_order, uniform
 from evodsp.rng import Draws
 from tests.builders.host_waits import HostWaits
+from tests.builders.numpy_features import make_features
 from tests.builders.templates import random_templates
 
 CONFIG = FeatureConfig(crop_size=17, msa_clusters=8, extra_msa=20, recycles=3)
@@ -61,7 +61,7 @@ def raw(case: Case, config: FeatureConfig) -> dict[str, Tensor]:
     return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
-def expected(case: Case, config: FeatureConfig, sizes: Sizes | None) -> dict[str, np.ndarray]:
+def expected(case: Case, config: FeatureConfig, sizes: FeatureSizes | None) -> dict[str, np.ndarray]:
     aatype = case.msa.msa[0].astype(np.int32)
     return make_features(aatype, case.msa, config, draws_of(case), case.cycles, case.crop, sizes)
 
@@ -72,10 +72,7 @@ def draws_of(case: Case) -> Draws:
 
 def assert_same(found: Tensor, wanted: np.ndarray, name: str) -> None:
     assert found.numpy().dtype == wanted.dtype, name
-    if name in ("msa_feat", "extra_deletion_value"):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6, err_msg=name)
-    else:
-        np.testing.assert_array_equal(found, wanted, err_msg=name)
+    np.testing.assert_array_equal(found, wanted, err_msg=name)
 
 
 DEEP = Case(rows=60, columns=29, crop=Crop(5, 17))
@@ -101,8 +98,8 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_features_are_those_of_numpy(config: FeatureConfig) -> None:
-    """A row, a letter, a cluster or a mean that differs from the path of prediction, in the edge cases of real alignments."""
-    sizes = Sizes(17, max_clusters(config), config.extra_msa)
+    """A row, a letter, a cluster or a mean that differs from NumPy's, in the edge cases of real alignments."""
+    sizes = FeatureSizes(17, max_clusters(config), config.extra_msa)
     for case in CASES.values():
         found = with_features(collate([raw(case, config)]), config)
         wanted = expected(case, config, sizes)
@@ -134,7 +131,7 @@ def test_templates_stand_in_every_iteration() -> None:
     aatype = case.msa.msa[0].astype(np.int32)
     sample = raw_features(aatype, case.msa, config, draws_of(case), 3, case.crop, templates)
     found = with_features(collate([{name: torch.from_numpy(v) for name, v in sample.items()}]), config)
-    sizes = Sizes(17, max_clusters(config), config.extra_msa)
+    sizes = FeatureSizes(17, max_clusters(config), config.extra_msa)
     wanted = make_features(aatype, case.msa, config, draws_of(case), 3, case.crop, sizes, templates)
     for name, values in wanted.items():
         assert_same(found[name][0], values, name)
@@ -163,8 +160,9 @@ def test_products_find_the_clusters_of_bit_planes() -> None:
         rows[::4, ::2] = 21
         rows[-1] = 21
         found = nearest_by_products(torch.from_numpy(centres), torch.from_numpy(rows))
-        for nearest, own in zip(found, centres, strict=True):
-            np.testing.assert_array_equal(nearest, bit_planes(own, rows))
+        every = [torch.arange(number)] * 3
+        by_bits = nearest_clusters(torch.from_numpy(centres), torch.from_numpy(rows), every, [size] * 3)
+        np.testing.assert_array_equal(found, torch.stack(by_bits))
 
 
 def test_random_numbers_are_the_addressed_ones() -> None:
@@ -208,11 +206,11 @@ def test_an_alignment_beyond_32_bits_is_refused() -> None:
 
 def test_a_real_alignment(real_data: Path) -> None:
     """What made-up alignments do not have: families of near-equal rows, long gaps, large deletions."""
-    msa = merge_alignments(FeatureStore(real_data / "alignments").alignments("1k1a_A"))
+    msa = merge_alignments(ChainFiles(real_data / "alignments").alignments("1k1a_A"))
     config = FeatureConfig(crop_size=128, msa_clusters=128, extra_msa=256, block_delete=True)
     aatype, crop = msa.msa[0].astype(np.int32), Crop(40, 128)
     sample = raw_features(aatype, msa, config, Draws.root(9), 2, crop)
     found = with_features(collate([{name: torch.from_numpy(v) for name, v in sample.items()}]), config)
-    wanted = make_features(aatype, msa, config, Draws.root(9), 2, crop, Sizes(128, 128, 256))
+    wanted = make_features(aatype, msa, config, Draws.root(9), 2, crop, FeatureSizes(128, 128, 256))
     for name, values in wanted.items():
         assert_same(found[name][0], values, name)

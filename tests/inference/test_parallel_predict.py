@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from evodsp.config import ModelConfig
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.inference import seeds
 from evodsp.inference.command import run as start_ranks

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from evodsp.config import HeadsConfig, ModelConfig
-from evodsp.data.chain_folder import read_alignment_dir
-from evodsp.data.dataset import collate, prediction_sample
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
+from evodsp.data.samples.dataset import collate
+from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
+from evodsp.features.prediction import prediction_sample
 from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict
 from evodsp.inference.structure_files import PredictedStructure

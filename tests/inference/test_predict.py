@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evodsp.config import KernelsConfig, check_matmul
-from evodsp.data.mmcif import read_chain, read_structure
+from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.errors import UserError
 from evodsp.inference import jobs, results, seeds
 from evodsp.inference import predict as module
@@ -359,7 +359,7 @@ def test_config_is_torch_free():
 
 def test_fixture_alignment_is_valid(workplace):
     """Catches a fixture without the deletions and insertions that the tests above need."""
-    from evodsp.data.parsers import parse_a3m
+    from evodsp.data.formats import parse_a3m
 
     alignment = parse_a3m(workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m")
     assert alignment.residues.shape == (12, len(QUERY))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import evodsp
-from evodsp.data.mmcif import read_structure
+from evodsp.data.formats.mmcif import read_structure
 from evodsp.errors import UserError
 from evodsp.inference.api import is_sequence
 from evodsp.inference.prediction import Prediction

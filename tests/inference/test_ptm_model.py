@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
-from evodsp.data.chain_folder import read_alignment_dir
-from evodsp.data.dataset import Sample, collate, prediction_sample
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
+from evodsp.data.samples.dataset import Sample, collate
+from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
+from evodsp.features.prediction import prediction_sample
 from evodsp.inference import seeds
 from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction

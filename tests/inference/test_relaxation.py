@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.geometry.residues import ATOM_ORDER, CA

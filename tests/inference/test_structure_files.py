@@ -13,7 +13,7 @@ import pytest
 from Bio.PDB.MMCIFParser import MMCIFParser
 from Bio.PDB.PDBParser import PDBParser
 
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_ATOM37_MASK
 from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text

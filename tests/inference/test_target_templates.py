@@ -14,11 +14,12 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_folder import read_alignment_dir
-from evodsp.data.dataset import collate, prediction_sample
-from evodsp.data.mmcif import read_chain
-from evodsp.data.parsers import parse_fasta
+from evodsp.data.formats import parse_fasta
+from evodsp.data.formats.mmcif import read_chain
+from evodsp.data.samples.dataset import collate
+from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.data.templates.source import TemplateSource
+from evodsp.features.prediction import prediction_sample
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.command_lines import last_options

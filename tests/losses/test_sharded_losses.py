@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.config import HeadsConfig, LossConfig
-from evodsp.data.dataset import existing_entries
+from evodsp.data.samples.dataset import existing_entries
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses import pairs
 from evodsp.losses.fape import sidechain_fape

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.geometry.alphabet import RESTYPE_ORDER, RESTYPES_WITH_X
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS

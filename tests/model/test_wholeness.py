@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evodsp.config import ChannelsConfig, EvoformerConfig, LossConfig, ModelConfig, TemplateConfig
-from evodsp.data.dataset import existing_entries
+from evodsp.data.samples.dataset import existing_entries
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import chunked

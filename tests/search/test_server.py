@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.chain_folder import read_alignment_dir
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.search.limits import ServerLimits
 from evodsp.search.searcher import NoAnswerError, search

@@ -14,10 +14,9 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
-from evodsp.data.chain_list import chain_list
-from evodsp.data.index import ChainIndex
-from evodsp.data.presence import Presence
-from evodsp.data.store import FeatureStore
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.samples.selection import Presence, chain_list
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module
@@ -63,7 +62,7 @@ def test_structures_in_the_folders_of_their_chains(folder: Path, indexed: bool, 
     assert index.sequence(index.row(OTHER)) == SEQUENCES[OTHER]
     found = find_chains(replace(config(folder, indexed), structure_dir=str(structures)))
     assert (found.train, found.missing) == ([KEY, OTHER], {"3abc_C": "structure"})
-    assert isinstance(found.store, FeatureStore)
+    assert isinstance(found.store, ChainFiles)
     assert found.store.parsed(OTHER, with_hits=False).chain.sequence == SEQUENCES[OTHER]
     options = [*roots, *(["--index", str(folder / "index")] if indexed else []), "--output", str(folder / "doctor")]
     assert main(["data", "doctor", *options, "--workers=0"]) == 0

@@ -15,9 +15,9 @@ import yaml
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
 from evodsp.data.building.command import build
-from evodsp.data.distillation import PredictedStore
-from evodsp.data.feature_store import BuiltStore
-from evodsp.data.sampling import DISTILLED
+from evodsp.data.samples.distillation import PredictedStore
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, DistillationConfig
@@ -66,7 +66,7 @@ def test_samples_are_those_from_the_files(sets: Path, source: str) -> None:
     found = both[1].distillation
     assert found is not None
     if source == "store":
-        assert isinstance(found.source, BuiltStore)
+        assert isinstance(found.source, FeatureStore)
     else:
         assert isinstance(found.source, PredictedStore)
         assert found.source.store.index is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evodsp.data.building.command import build
-from evodsp.data.feature_store import BuiltStore
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
@@ -35,7 +35,7 @@ def test_batches_equal_those_from_files(chains: Path, store: Path, workers: int)
     """Catches the setting ignored, and a store that worker processes cannot open."""
     nowhere = {"alignment_dir": "nowhere", "structure_dir": "nowhere", "num_workers": workers, "store": str(store)}
     from_store = find_chains(settings(chains, **nowhere))
-    assert isinstance(from_store.store, BuiltStore)
+    assert isinstance(from_store.store, FeatureStore)
     both = [
         ChainDataModule(settings(chains, num_workers=workers), found)
         for found in (find_chains(settings(chains)), from_store)

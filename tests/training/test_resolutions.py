@@ -13,11 +13,11 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, LossConfig
-from evodsp.data.dataset import ChainDataset
-from evodsp.data.distillation import DistillationSet, PredictedStore
-from evodsp.data.resolutions import CountedStructures
-from evodsp.data.sampling import DISTILLED
-from evodsp.data.store import FeatureStore
+from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.distillation import DistillationSet, PredictedStore
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.samples.selection import CountedStructures
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.report.curve import read_curve
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 def without(folder: Path, key: str) -> None:
     """Write the structure of a chain again, as a model that states no resolution."""
-    chain = FeatureStore(folder / "alignments", folder / "mmcif_files").chain(key)
+    chain = ChainFiles(folder / "alignments", folder / "mmcif_files").chain(key)
     write_mmcif(folder / "mmcif_files" / f"{chain.pdb_id}.cif", [dataclasses.replace(chain, resolution=None)])
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evodsp.cli import main
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.geometry.alphabet import RESTYPES
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import Chains
@@ -229,7 +229,7 @@ def test_what_cannot_change_is_refused(
 def training_set(**changed: Any) -> str:
     """What a checkpoint keeps of a set of four chains."""
     chains = {"train": ["a", "b"], "distilled": ["c", "d"], "weights": np.array([1.0, 2.0]), "distilled_weights": None}
-    of_run = Chains(MagicMock(spec=FeatureStore), None, validation=[], test=[], **{**chains, **changed})
+    of_run = Chains(MagicMock(spec=ChainFiles), None, validation=[], test=[], **{**chains, **changed})
     return str(recorded({"init_from": None}, 1, of_run)["training set"])
 
 

@@ -7,22 +7,22 @@ of each finished shard, so a build that was killed goes on where it stopped, and
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from evodsp.data.building.config import BuildConfig
-from evodsp.data.building.engine import on_cluster, on_this_machine
-from evodsp.data.building.parts import BUILDING, Account, Inputs, Part, obsolete_entries
-from evodsp.data.chain_list import chain_list
-from evodsp.data.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
-from evodsp.data.shards import INDEX, digest_of, write_index
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, build_part, obsolete_entries
+from evodsp.data.executors import Executor, LocalProcesses, executor
+from evodsp.data.pool import WorkerEndedError
+from evodsp.data.samples.selection import chain_list
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
+from evodsp.data.sources.shards import INDEX, digest_of, write_index
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 from evodsp.lock import holder, lock, waited_lock
@@ -37,28 +37,29 @@ LOCK = "build.lock"
 _ENTRIES_PER_SHARD = 512
 """Entries of template structures in one shard. They are smaller than chains with alignments."""
 _MOST_SHOWN = 5
+_KILLED = "its worker process was ended (out of memory, or a crash of a parser)"
 
 
 @dataclass(frozen=True)
-class Plan:
+class BuildPlan:
     """What a store is made of. Two builds with the same plan make the same store."""
 
     keys: tuple[str, ...]
-    inputs: Inputs
+    inputs: BuildInputs
     chains_per_shard: int
 
     @classmethod
-    def of(cls, config: BuildConfig) -> Plan:
+    def of(cls, config: BuildConfig) -> BuildPlan:
         """Raises UserError for folders, files and names that do not exist."""
         templates, obsolete = config.template_structure_dir, config.obsolete
-        inputs = Inputs(
+        inputs = BuildInputs(
             str(config.alignment_dir.absolute()),
             str(config.structure_dir.absolute()),
             None if templates is None else str(templates.absolute()),
             None if obsolete is None else str(obsolete.absolute()),
             config.min_plddt,
         )
-        store = FeatureStore(config.alignment_dir, config.structure_dir)
+        store = ChainFiles(config.alignment_dir, config.structure_dir)
         if templates is not None:
             StructureFolder(templates)
         obsolete_entries(inputs.obsolete)
@@ -93,7 +94,7 @@ def build(config: BuildConfig) -> None:
     Raises UserError if all chains fail, if the output holds another store, or if it cannot be written.
     """
     check_output_folder(config.output)
-    plan, folder = Plan.of(config), config.output
+    plan, folder = BuildPlan.of(config), config.output
     if (folder / DESCRIPTION).is_file():
         _check_same(plan, folder / DESCRIPTION, "holds a store")
         tell(f"{folder}: is complete already")
@@ -105,7 +106,7 @@ def build(config: BuildConfig) -> None:
         _build_parts(config, plan)
 
 
-def _build_parts(config: BuildConfig, plan: Plan) -> None:
+def _build_parts(config: BuildConfig, plan: BuildPlan) -> None:
     """Build this task's share, and complete the store if it was the last one."""
     folder = config.output
     chains = plan.parts(folder, CHAINS, plan.keys)
@@ -148,7 +149,7 @@ def _lock_name(task: int | str, tasks: int | str) -> str:
     return f"{task}-of-{tasks}.lock"
 
 
-def _check_begun(plan: Plan, path: Path) -> None:
+def _check_begun(plan: BuildPlan, path: Path) -> None:
     """Raise UserError if the folder was begun with another plan than in the file `path`, or holds something else."""
     folder = path.parents[1]
     if path.is_file():
@@ -157,7 +158,7 @@ def _check_begun(plan: Plan, path: Path) -> None:
         raise UserError(f"--output {folder}: is not an empty folder, nor a store that was begun; name a new one")
 
 
-def _begin(plan: Plan, path: Path) -> None:
+def _begin(plan: BuildPlan, path: Path) -> None:
     """Write the plan first: a task that comes at the same moment takes the other folders without it for another's."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
@@ -165,7 +166,7 @@ def _begin(plan: Plan, path: Path) -> None:
         (path.parents[1] / name).mkdir(exist_ok=True)
 
 
-def _check_same(plan: Plan, path: Path, what: str) -> None:
+def _check_same(plan: BuildPlan, path: Path, what: str) -> None:
     try:
         content = json.loads(path.read_text())
         version, found = content["format_version"], content["plan"]
@@ -189,12 +190,8 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
     mine = [part for part in missing if part.number % tasks == task]
     names, left = (sum(len(part.names) for part in some) for some in (parts, mine))
     if mine:
-        workers = min(config.workers or len(os.sched_getaffinity(0)), len(mine))
-        finished = (
-            on_this_machine(mine, workers) if config.scheduler is None else on_cluster(mine, config.scheduler, workers)
-        )
         with progress(what, names, names - left) as advance:
-            for more in finished:
+            for more in build_parts(mine, executor(config.scheduler, config.workers, isolated=True)):
                 advance(more)
     unbuilt = sum(not part.account.is_file() for part in parts)
     if unbuilt:
@@ -205,7 +202,42 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
     return not unbuilt
 
 
-def _complete(plan: Plan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
+def build_parts(
+    parts: Sequence[Part], builders: Executor, build: Callable[[Part, dict[str, str]], int] = build_part
+) -> Iterator[int]:
+    """Build the parts. Yields the number of names of each finished part. `build`: what builds one of them.
+
+    A chain that ends the process which reads it is left out when its part is made again. On a cluster nobody knows which
+    chain that was, or whether it was one, so such a part is made on this machine. Raises OSError if a part cannot be written.
+    """
+    left: list[tuple[Part, dict[str, str]]] = [(part, {}) for part in parts]
+    while left:
+        for part, _ in left:
+            part.current.unlink(missing_ok=True)  # of a build that was killed
+        ended = []
+        for number, made in builders.map(build, left):
+            if isinstance(made, WorkerEndedError):
+                ended.append(left[number])
+            else:
+                yield made
+        if isinstance(builders, LocalProcesses):
+            ended = [(part, deadly | _killed_by(part, deadly)) for part, deadly in ended]
+        else:
+            builders = LocalProcesses(1, isolated=True)
+        left = ended
+
+
+def _killed_by(part: Part, deadly: dict[str, str]) -> dict[str, str]:
+    """The name that a dead worker was reading, with the reason why it is left out from now on."""
+    name = part.current.read_bytes().decode("utf-8", "surrogateescape") if part.current.is_file() else ""
+    if not name or name in deadly:
+        raise UserError(
+            f"{part.shard}: the worker process that makes it was ended (out of memory?); use fewer --workers and run again"
+        )
+    return {name: _KILLED}
+
+
+def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
     """Write the list of failures, the indices, and last the description."""
     for name in (CHAINS, TEMPLATES):
         for partial in (folder / name).glob(".*.partial"):  # of workers that were killed

@@ -13,13 +13,13 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from evodsp.data.distillation import PredictedStore
-from evodsp.data.feature_store import CHAINS, TEMPLATES
-from evodsp.data.parsers import parse_obsolete
-from evodsp.data.record_codec import encode_chain, encode_parsed
-from evodsp.data.shards import LONGEST_KEY, Entry, day_of, shard_name, write_shard
-from evodsp.data.store import FeatureStore
-from evodsp.data.structures import StructureFolder
+from evodsp.data.formats import parse_obsolete
+from evodsp.data.samples.distillation import PredictedStore
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import CHAINS, TEMPLATES
+from evodsp.data.sources.record_codec import encode_chain, encode_parsed
+from evodsp.data.sources.shards import LONGEST_KEY, ShardEntry, day_of, shard_name, write_shard
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 
@@ -30,8 +30,8 @@ _Record = tuple[str, bytes, int, int]
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Where a store's data come from; all paths are absolute, for workers in other folders."""
+class BuildInputs:
+    """The folders and files that a store is made of; all paths are absolute, for workers in other folders."""
 
     alignment_dir: str
     structure_dir: str
@@ -48,7 +48,7 @@ class Part:
     table: str
     number: int
     names: tuple[str, ...]
-    inputs: Inputs
+    inputs: BuildInputs
 
     @property
     def shard(self) -> Path:
@@ -68,7 +68,7 @@ class Part:
 class Account:
     """What became of a part. `failed`: names with their reasons. `entries`: those that template hits of its chains name."""
 
-    records: list[Entry]
+    records: list[ShardEntry]
     failed: list[tuple[str, str]] = field(default_factory=list)
     entries: list[str] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ class Account:
         """Raises FileFormatError for a file that is no account."""
         try:
             content = json.loads(path.read_text())
-            records = [Entry(**entry) for entry in content["records"]]
+            records = [ShardEntry(**entry) for entry in content["records"]]
             return cls(records, [(name, reason) for name, reason in content["failed"]], content["entries"])
         except (ValueError, TypeError, KeyError) as error:
             raise FileFormatError(path, "not the account of a shard; remove it, and its shard is made again") from error
@@ -111,7 +111,7 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
     return len(part.names)
 
 
-def _read_chain(key: str, inputs: Inputs, entries: set[str]) -> list[_Record]:
+def _read_chain(key: str, inputs: BuildInputs, entries: set[str]) -> list[_Record]:
     _check_key(key)
     with_hits = inputs.template_structure_dir is not None
     parsed = _files(inputs).parsed(key, with_hits)
@@ -120,7 +120,7 @@ def _read_chain(key: str, inputs: Inputs, entries: set[str]) -> list[_Record]:
     return [(key, encode_parsed(parsed), len(parsed.chain), day_of(parsed.chain.release_date))]
 
 
-def _read_templates(pdb_id: str, inputs: Inputs, _: set[str]) -> list[_Record]:
+def _read_templates(pdb_id: str, inputs: BuildInputs, _: set[str]) -> list[_Record]:
     assert inputs.template_structure_dir is not None
     folder = _structures(inputs.template_structure_dir)
     released = day_of(folder.release_date(pdb_id))
@@ -131,7 +131,7 @@ def _read_templates(pdb_id: str, inputs: Inputs, _: set[str]) -> list[_Record]:
     return records
 
 
-def _entries_of(pdb_ids: set[str], inputs: Inputs) -> set[str]:
+def _entries_of(pdb_ids: set[str], inputs: BuildInputs) -> set[str]:
     """The entries with a structure that hits of `pdb_ids` lead to: themselves, or their successors (`select_hits`)."""
     assert inputs.template_structure_dir is not None
     folder, obsolete = _structures(inputs.template_structure_dir), obsolete_entries(inputs.obsolete)
@@ -152,8 +152,8 @@ def _check_key(key: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def _files(inputs: Inputs) -> FeatureStore | PredictedStore:
-    files = FeatureStore(inputs.alignment_dir, inputs.structure_dir)
+def _files(inputs: BuildInputs) -> ChainFiles | PredictedStore:
+    files = ChainFiles(inputs.alignment_dir, inputs.structure_dir)
     return files if inputs.min_plddt is None else PredictedStore(files, inputs.min_plddt)
 
 

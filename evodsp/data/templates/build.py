@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int8
 
-from evodsp.data.query_check import check_query
 from evodsp.data.records import Chain, ProteinSequence
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.sources.query_check import check_query
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection, match_hit
@@ -45,7 +45,7 @@ def template_features(
     """
     if limit < 0:
         raise UserError(f"the limit of templates is {limit}; give 0 or more")
-    kept: list[tuple[TemplateHit, _Row]] = []
+    kept: list[tuple[TemplateHit, _TemplateRow]] = []
     rejected: dict[TemplateRejection, tuple[str, ...]] = {}
     for hit in sorted(hits, key=lambda hit: -(hit.sum_probs or 0.0)):
         if len(kept) == limit:
@@ -70,7 +70,7 @@ def template_features(
 
 
 @dataclass(frozen=True)
-class _Row:
+class _TemplateRow:
     """One template along the query: residues and atoms of chain `key`."""
 
     key: str
@@ -92,7 +92,7 @@ def _check_query(hit: TemplateHit, query: ProteinSequence) -> None:
     check_query(f"hit '{hit.key}': its query", searched, f"'{query.name}'", expected, "search again", columns)
 
 
-def _template_row(hit: TemplateHit, structures: TemplateStructures, length: int) -> _Row | TemplateRejection:
+def _template_row(hit: TemplateHit, structures: TemplateStructures, length: int) -> _TemplateRow | TemplateRejection:
     """The hit's atoms along the query of `length` residues, or why there are none."""
     if not structures.has_structure(hit.key):
         return TemplateRejection.NO_STRUCTURE
@@ -104,7 +104,7 @@ def _template_row(hit: TemplateHit, structures: TemplateStructures, length: int)
     column, residue = hit.pairs.T  # in the query, in the hit
     in_chain = match.index[residue]
     column, residue, in_chain = (values[in_chain >= 0] for values in (column, residue, in_chain))
-    row = _Row(
+    row = _TemplateRow(
         key=f"{hit.pdb_id}_{match.chain.chain_id}",
         aatype=np.full(length, GAP, np.int8),
         positions=np.zeros((length, 37, 3), np.float32),

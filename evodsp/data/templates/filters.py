@@ -64,7 +64,10 @@ class HitLimits:
 
 
 def reject_date(release_date: date | None, last_date: date | None) -> Rejection | None:
-    """None if released by `last_date` (None: no limit). Under a limit an unknown date is rejected: it might leak."""
+    """The reason to reject a hit by its date; None if it was released by `last_date` (None: no limit).
+
+    Under a limit an unknown date is rejected: it might leak.
+    """
     if last_date is None:
         return None
     if release_date is None:

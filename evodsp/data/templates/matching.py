@@ -1,4 +1,4 @@
-"""Where in a structure the residues of a hit are.
+"""Finding the residues of a hit in a structure.
 
 The hit gives the template's sequence as the search database had it. The structure file may differ: a newer entry, renamed
 chains, a file without SEQRES. So the hit is looked up in the structure's sequences, and realigned if it is not found.
@@ -17,7 +17,7 @@ from Bio.Align import PairwiseAligner
 from jaxtyping import Int8, Int64
 
 from evodsp.data.records import Chain
-from evodsp.data.structures import TemplateStructures
+from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import encode

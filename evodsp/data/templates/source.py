@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from evodsp.data.chain_folder import read_template_hits
-from evodsp.data.parsers import parse_obsolete
+from evodsp.data.formats import parse_obsolete
 from evodsp.data.records import ProteinSequence
-from evodsp.data.structures import StructureFolder, TemplateStructures
+from evodsp.data.sources.chain_folder import read_template_hits
+from evodsp.data.sources.structures import StructureFolder, TemplateStructures
 from evodsp.data.templates.build import MAX_TEMPLATES, template_features
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.filters import HitLimits, Rejection, select_hits

@@ -18,7 +18,7 @@ import gemmi
 import numpy as np
 from jaxtyping import Float
 
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Alignment, Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_file

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float64
 
 from evodsp import metrics
-from evodsp.data.chain_list import chain_list
-from evodsp.data.layout import names_of, split_key, structure_file
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
+from evodsp.data.samples.selection import chain_list
+from evodsp.data.sources.layout import names_of, split_key, structure_file
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import plddt_of, read_result

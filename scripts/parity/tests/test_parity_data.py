@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.features import CycleDraws, mask_letters
+from evodsp.data.samples.raw_features import STREAMS
+from evodsp.features.draws import draw
+from evodsp.features.masking import mask_letters
 from evodsp.rng import Draws
 from scripts.parity import data
 from scripts.parity import openfold_data_side as side
@@ -94,18 +96,22 @@ def test_what_one_side_lacks_or_reads_in_another_shape_is_a_difference(results: 
 def test_openfold_draws_the_numbers_it_is_given() -> None:
     """Catches other rows, masked places or letters on OpenFold's side: their features would differ although both are right."""
     config = FeatureConfig(crop_size=None, msa_clusters=5)
-    draws = CycleDraws.draw(Draws.root(1), 9, 30, config)
+    keys = torch.tensor([[Draws.root(1).at(stream).signed_key() for stream in STREAMS]])
+    drawn = draw(keys, torch.ones(1, 9, dtype=torch.bool), 5, 30)
+    order, replace, letter = (numbers[0].numpy() for numbers in (drawn.order, drawn.replace, drawn.letter))
     msa = np.random.default_rng(0).integers(0, 22, (5, 30)).astype(np.int8)
     profile = np.full((30, 22), 1 / 22, np.float32)
     transforms = SimpleNamespace(shaped_categorical=None)
-    with side.fixed_draws(transforms, draws.order, draws.replace, draws.letter):
-        assert torch.equal(torch.randperm(8) + 1, torch.from_numpy(draws.order[1:]))
+    with side.fixed_draws(transforms, order, replace, letter):
+        assert torch.equal(torch.randperm(8) + 1, torch.from_numpy(order[1:]))
         assert torch.equal(torch.randperm(4), torch.arange(4))
         assert not (torch.rand((9, 30)) < 0).any()
         replaced = (torch.rand((5, 30)) < config.masked_msa_fraction).numpy()
         probabilities = mixture(msa, profile, config)
         letters = transforms.shaped_categorical(torch.from_numpy(probabilities)).numpy()
-    masked, mask = mask_letters(msa, profile, draws.replace, draws.letter, config)
+    masked, mask = mask_letters(
+        torch.from_numpy(msa), torch.from_numpy(profile), drawn.replace[0], drawn.letter[0], config
+    )
     np.testing.assert_array_equal(replaced, mask)
     np.testing.assert_array_equal(np.where(replaced, letters, msa), masked)
     assert transforms.shaped_categorical is None

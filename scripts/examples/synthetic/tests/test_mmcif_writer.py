@@ -9,7 +9,7 @@ import gemmi
 import numpy as np
 import pytest
 
-from evodsp.data.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPE_ORDER

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.parsers import parse_a3m, parse_stockholm
+from evodsp.data.formats import parse_a3m, parse_stockholm
 from evodsp.data.records import Chain
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.rng import Draws
@@ -23,8 +23,8 @@ BUNDLED = Path(__file__).resolve().parents[4] / "data"
 CHAINS = ("s001_A", "s006_A", "s011_A")
 
 
-def _store() -> FeatureStore:
-    return FeatureStore(BUNDLED / "alignments", BUNDLED / "mmcif_files")
+def _store() -> ChainFiles:
+    return ChainFiles(BUNDLED / "alignments", BUNDLED / "mmcif_files")
 
 
 def _contacts(chain: Chain) -> np.ndarray:

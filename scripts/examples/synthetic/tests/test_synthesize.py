@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from evodsp.data.records import Chain
-from evodsp.data.store import FeatureStore
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import atom37_to_atom14
@@ -51,7 +51,7 @@ class Written:
 
 
 def _read(root: Path, config: SynthesisConfig) -> Written:
-    store = FeatureStore(root / "alignments", root / "mmcif_files")
+    store = ChainFiles(root / "alignments", root / "mmcif_files")
     chains = [store.chain(key) for key in sorted(store.keys())]
     size = config.members + config.held_out
     return Written(root, config, [chains[n : n + size] for n in range(0, len(chains), size)])
@@ -220,7 +220,7 @@ def test_folds_differ_and_members_of_a_family_agree(written: Written) -> None:
 
 def test_files_are_read_by_our_parsers(written: Written) -> None:
     """Catches a file that the data pipeline refuses, an alignment of another chain, or one without gaps and insertions."""
-    store = FeatureStore(written.root / "alignments", written.root / "mmcif_files")
+    store = ChainFiles(written.root / "alignments", written.root / "mmcif_files")
     for chain in written.chains:
         assert chain.release_date is not None
         assert chain.resolution is not None

@@ -1,0 +1,1 @@
+"""`evodsp data doctor`: what is wrong with a data set, before training starts."""

@@ -1,0 +1,284 @@
+"""`evodsp data doctor`: examine a data set, and report it on the terminal, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+
+from evodsp.data.doctor.config import DoctorConfig
+from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_reasons
+from evodsp.data.doctor.leaks import DEFINITION, Overlap
+from evodsp.data.doctor.run_data import data_of_run
+from evodsp.data.samples.distillation import chains_of
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.files import whole_file
+from evodsp.output import check_output_folder
+from evodsp.reading.quoting import printable
+from evodsp.report.charts import histogram
+from evodsp.report.page import Page
+
+_SHOWN = 50
+"""Bad or missing chains listed on the page; the JSON file lists all."""
+
+
+def run(settings: DoctorConfig, words: list[str]) -> int:
+    """Examine and report; 0 if training can start, 1 if not."""
+    check_output_folder(settings.output)
+    data = data_of_run(settings)
+    predictions = None if data.distillation is None else _examined(data.distillation, {}, settings)
+    found = _examined(data.training, data.scored, settings, predictions)
+    with whole_file(settings.output / "doctor.json") as partial:
+        partial.write_text(json.dumps(_as_json(found), indent=1) + "\n", encoding="utf-8")
+    with whole_file(settings.output / "doctor.html") as partial:
+        partial.write_text(_page(found).html(), encoding="utf-8")
+    _print(found, settings.output / "doctor.html")
+    return 1 if found.obstacles else 0
+
+
+def _examined(
+    data: DataSet, scored: dict[str, list[str]], settings: DoctorConfig, distillation: Diagnosis | None = None
+) -> Diagnosis:
+    store = chains_of(data.source)
+    if isinstance(store, ChainFiles) and store.index is not None:
+        store.index.check()
+    how = settings.sample, settings.seed, settings.workers, settings.max_bad
+    return diagnose(data, scored, *how, distillation)
+
+
+def _sets(found: Diagnosis) -> list[Diagnosis]:
+    """The training set, and the self-distillation set if there is one."""
+    return [found] if found.distillation is None else [found, found.distillation]
+
+
+def _summary(found: Diagnosis) -> dict[str, str]:
+    depths = [chain.depth for chain in found.examined if chain.state == "good"]
+    lengths = found.table.lengths[found.table.lengths > 0]
+    usable, drawn, kind = len(found.training), len(found.selected.keys), found.data.kind
+    of_store = {
+        "size of a feature store, about": _bytes(found.store_bytes()),
+        f"time to build it on {found.workers} cores, about": _duration(found.store_seconds()),
+    }
+    return {
+        f"{kind} chains that can be used": f"{usable:,} of {usable + len(found.missing):,}",
+        f"{kind} chains that the filters leave": f"{drawn:,}",
+        "chains read": f"{len(found.examined):,}, {len(found.bad):,} bad",
+        "structures without alignments": f"{len(found.unaligned):,}",
+        "residues, median": f"{np.median(lengths):,.0f}" if len(lengths) else "unknown",
+        "different sequences in the MSA, median": f"{np.median(depths):,.0f}" if depths else "unknown",
+        "draws of a chain in an epoch": f"{found.data.samples / drawn:.3g}" if drawn else "none",
+        **({} if isinstance(found.data.source, FeatureStore) else of_store),
+    }
+
+
+def _bytes(number: int) -> str:
+    unit, size = next(
+        ((unit, size) for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if number >= size), ("kB", 1e3)
+    )
+    return f"{number / size:,.3g} {unit}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
+
+
+def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
+    """(chain, what, reason) of everything that is wrong with a single chain, scored ones first; then what needs a look."""
+    scored = (chain for part in found.scored for chain in part.examined)
+    notes = ((chain.key, note) for chain in (*scored, *found.examined) for note in chain.notes)
+    return [
+        *(
+            row
+            for part in found.scored
+            for row in (
+                *((key, f"{part.kind} chain missing", f"no {lacking}") for key, lacking in part.missing.items()),
+                *(
+                    (chain.key, f"{part.kind} chain {chain.state}", chain.reason)
+                    for chain in part.examined
+                    if chain.state != "good"
+                ),
+            )
+        ),
+        *((chain.key, chain.state, chain.reason) for chain in found.bad),
+        *((key, "missing", f"no {lacking}") for key, lacking in found.missing.items()),
+        *((key, "good, structure needs a look", note) for key, note in dict.fromkeys(notes)),
+    ]
+
+
+def _as_json(found: Diagnosis) -> dict[str, Any]:
+    """The verdict and what was found of the training set; under `distillation` the same of the self-distillation set."""
+    predictions = {} if found.distillation is None else {"distillation": _set_as_json(found.distillation)}
+    return {"can_start": not found.obstacles, "obstacles": found.obstacles, **_set_as_json(found), **predictions}
+
+
+def _set_as_json(found: Diagnosis) -> dict[str, Any]:
+    return {
+        "summary": _summary(found),
+        "counts": found.counts(),
+        "filters": filter_reasons(found),
+        "left_out": found.selected.left_out,
+        "stale": found.stale,
+        "chains": [{"chain": key, "state": state, "reason": reason} for key, state, reason in _bad_rows(found)],
+        "unreadable_headers": found.unreadable_headers,
+        "structures_without_alignments": found.unaligned,
+        "not_counted": found.uncounted,
+        "overlaps": [
+            {"sets": part.sets, **vars(part), "highest": part.highest, "nearest": [vars(near) for near in part.nearest]}
+            for part in found.overlaps
+        ],
+        "identity": DEFINITION,
+    }
+
+
+def _page(found: Diagnosis) -> Page:
+    page = Page("Data for training", found.data.place)
+    page.verdict(
+        "Training can start." if not found.obstacles else f"Training cannot start: {'; '.join(found.obstacles)}.",
+        not found.obstacles,
+    )
+    _add_set(page, found)
+    if found.distillation is not None:
+        page.heading("Self-distillation set")
+        page.note(found.distillation.data.place)
+        _add_set(page, found.distillation)
+    return page
+
+
+def _add_set(page: Page, found: Diagnosis) -> None:
+    page.figures(_summary(found))
+    for source in found.stale:
+        page.note(f"The index is older than {source}: make it again with evodsp data index.")
+    if found.uncounted is not None:
+        page.note(f"{found.uncounted}.")
+    if found.overlaps:
+        _add_overlaps(page, found.overlaps)
+    page.heading("Chains")
+    page.table(["what", "chains"], found.counts().items())
+    page.heading("Filters")
+    applied = (
+        "leave" if found.data.selection.is_applied else "would leave, if a cache or sampling: alphafold2 were given,"
+    )
+    page.note(
+        f"What the filters {applied} out, and what is not known, among {len(found.table):,} chains: {found.known_from}."
+    )
+    page.table(["reason", "chains"], filter_reasons(found).items())
+    page.heading("Distributions")
+    page.charts(_charts(found))
+    rows = _bad_rows(found)
+    page.heading("Chains with problems")
+    if len(rows) > _SHOWN:
+        page.note(f"The first {_SHOWN} of {len(rows):,}; doctor.json lists all.")
+    page.table(["chain", "state", "reason"], rows[:_SHOWN]) if rows else page.note("None.")
+    if found.unaligned:
+        page.heading("Structures without alignments")
+        more = f", and {len(found.unaligned) - _SHOWN:,} more in doctor.json" if len(found.unaligned) > _SHOWN else ""
+        page.note(f"{', '.join(found.unaligned[:_SHOWN])}{more}")
+
+
+def _add_overlaps(page: Page, overlaps: list[Overlap]) -> None:
+    page.heading("Training, validation and test")
+    page.note(DEFINITION)
+    titles = [
+        "sets",
+        "chains in both",
+        "others with equal sequences",
+        "highest identity",
+        "pairs aligned",
+        "unknown sequences",
+    ]
+    rows = [
+        (
+            " and ".join(part.sets), f"{len(part.chains):,}", f"{len(part.same_sequence):,}", _percent(part.highest),
+            f"{part.alignments:,}", f"{part.unknown:,}",
+        )
+        for part in overlaps
+    ]  # fmt: skip
+    page.table(titles, rows)
+    pairs = [(part, *pair) for part in overlaps for pair in _alike(part)]
+    if len(pairs) > _SHOWN:
+        page.note(f"The first {_SHOWN} of {len(pairs):,} pairs; doctor.json lists all.")
+    if pairs:
+        named = [(" and ".join(part.sets), *names, _percent(share)) for part, *names, share in pairs[:_SHOWN]]
+        page.table(["sets", "chain of the first", "chain of the second", "identity"], named)
+
+
+def _alike(part: Overlap) -> list[tuple[str, str, float]]:
+    """Chains of two sets with their identity, the most alike first."""
+    return [
+        *((key, key, 1.0) for key in part.chains),
+        *((first, second, 1.0) for first, second in part.same_sequence),
+        *((near.first, near.second, near.identity) for near in part.nearest),
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "none found" if share is None else f"{share:.1%}"
+
+
+def _overlap_line(part: Overlap) -> str:
+    """What two sets have in common, with the most alike pair."""
+    said = [
+        f"{len(part.chains):,} chains in both",
+        f"{len(part.same_sequence):,} others with equal sequences",
+        f"highest identity {_percent(part.highest)}",
+    ]
+    pairs = _alike(part)
+    such = f" ({pairs[0][0]}" + (f" and {pairs[0][1]})" if pairs[0][0] != pairs[0][1] else ")") if pairs else ""
+    unknown = f"; {part.unknown:,} sequences unknown" if part.unknown else ""
+    return f"{' and '.join(part.sets)}: {', '.join(said)}{such}; {part.alignments:,} pairs aligned{unknown}"
+
+
+def _charts(found: Diagnosis) -> dict[str, Markup]:
+    table = found.table
+    depths = np.array([chain.depth for chain in found.examined if chain.state == "good"])
+    columns = {
+        "Lengths": (table.lengths[table.lengths > 0], "residues"),
+        "Depths of the MSA (chains read)": (depths, "different sequences"),
+        "Resolutions": (table.resolutions[table.resolutions > 0], "Å"),
+    }
+    charts = {}
+    for title, (values, unit) in columns.items():
+        if len(values):
+            counts, edges = np.histogram(values, bins=min(30, max(10, len(values) // 5)))
+            charts[title] = histogram(edges.tolist(), counts.tolist(), unit, "chains")
+    return charts
+
+
+def _print(found: Diagnosis, page: Path) -> None:
+    console = Console()
+    for part in _sets(found):
+        _print_set(console, part)
+    verdict = "training can start" if not found.obstacles else f"training cannot start: {'; '.join(found.obstacles)}"
+    console.print(printable(f"{verdict}; report: {page}"), markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_set(console: Console, found: Diagnosis) -> None:
+    if found.data.kind == "distillation":
+        console.print(
+            printable(f"self-distillation set: {found.data.place}"), markup=False, highlight=False, soft_wrap=True
+        )
+    figures = Table(box=None, show_header=False)
+    for name, value in _summary(found).items():
+        figures.add_row(name, value)
+    for name, count in found.counts().items():
+        if count and name != "read":
+            figures.add_row(f"chains {name}", f"{count:,}")
+    for reason, count in filter_reasons(found).items():
+        if count:
+            figures.add_row(reason, f"{count:,} of {len(found.table):,} chains")
+    console.print(figures)
+    for key, state, reason in _bad_rows(found)[:5]:
+        console.print(printable(f"{key}: {state}: {reason}"), markup=False, highlight=False, soft_wrap=True)
+    lines = [f"the index is older than {source}" for source in found.stale]
+    lines += [] if found.uncounted is None else [found.uncounted]
+    lines += [*map(_overlap_line, found.overlaps), DEFINITION] if found.overlaps else []
+    for line in lines:
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,38 @@
+"""Settings of `evodsp data doctor`. Importing this costs nothing (no torch, no NumPy)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.ranges import COUNT, FRACTION, check_numbers
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Which data to examine, how thoroughly, and where to write the report."""
+
+    output: Path
+    """Folder for doctor.html and doctor.json."""
+    config: Path | None = None
+    """YAML file of `evodsp fit`: its `data` block names folders, index and chains. Options on this command line
+    override the file."""
+    alignment_dir: str | None = None
+    """Folder of alignments."""
+    structure_dir: str | None = None
+    """Folder of structures."""
+    index: str | None = None
+    """Index of both folders, made by `evodsp data index`."""
+    chains: str | None = None
+    """Text file of the training chains, one name per line; null takes those of the config, or all that have alignments."""
+    sample: int = 200
+    """Training chains that are read completely, drawn at random; 0 reads all. Validation chains are all read."""
+    max_bad: float = 0.05
+    """Largest share of the training chains read that may be bad; with more, training should not start."""
+    seed: int = 0
+    """Seed of the draw."""
+    workers: int | None = None
+    """Processes that read; null takes one per core, 0 reads in the main process."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"sample": COUNT, "seed": COUNT, "workers": COUNT, "max_bad": FRACTION}, "--")

@@ -1,0 +1,360 @@
+"""Whether training can start on a data set, found before any GPU is booked.
+
+All chains are looked up; what the index knows of them is counted; a sample of them is read completely, as training reads them.
+Training, validation and test chains are compared with each other.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+
+from evodsp.data.doctor.leaks import Overlap, overlap, sequences
+from evodsp.data.executors import LocalProcesses, processes
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
+from evodsp.data.index.metadata import ChainFacts, day_of, table_of
+from evodsp.data.pool import WorkerEndedError
+from evodsp.data.samples.distillation import PredictedStore, chains_of
+from evodsp.data.samples.sampling import left_out_by_filters
+from evodsp.data.samples.selection import CountedStructures, Lacking, Presence, Selected, Selection, select
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.parsed_chain import ChainSource
+from evodsp.data.sources.query_check import QueryMismatch
+from evodsp.errors import UserError
+from evodsp.progress import progress
+
+State = Literal["good", "mismatching", "unreadable"]
+
+
+@dataclass(frozen=True)
+class Examined:
+    """A chain that was read, or why it could not be. Numbers of a bad chain are 0 where they are not known."""
+
+    key: str
+    state: State
+    reason: str = ""
+    sequence: str = ""
+    resolution: float = math.nan
+    """In Å; 0 if the method has none."""
+    release_date: str = ""
+    depth: int = 0
+    """Different sequences of the merged MSA."""
+    packed_bytes: int = 0
+    """Size in a store: rows and coordinates, packed by zlib."""
+    seconds: float = 0.0
+    """Time to read and merge."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of how its structure was read."""
+
+
+def examine(source: ChainSource, key: str) -> Examined:
+    """Read one chain. What the user can repair is in the result; another error is raised."""
+    begun = time.perf_counter()
+    try:
+        parsed = source.parsed(key, with_hits=False)
+    except UserError as error:
+        state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
+        return Examined(key, state, " ".join(str(error).split()))
+    seconds = time.perf_counter() - begun
+    chain, msa = parsed.chain, parsed.msa
+    rows = msa.msa.astype(np.uint8).tobytes()
+    return Examined(
+        key,
+        "good",
+        sequence=chain.sequence,
+        resolution=chain.resolution or 0.0,
+        release_date="" if chain.release_date is None else chain.release_date.isoformat(),
+        depth=msa.num_alignments,
+        packed_bytes=len(zlib.compress(rows, 1)) + len(zlib.compress(chain.positions.tobytes(), 1)),
+        seconds=seconds,
+        notes=chain.notes,
+    )
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A set of chains as a run would use it."""
+
+    source: ChainFiles | PredictedStore | FeatureStore
+    training: list[str] | None
+    """Its training chains; None for all that it has alignments of."""
+    selection: Selection
+    """Which of them are drawn."""
+    samples: float
+    """Training samples of an epoch that are drawn from it."""
+    counted: CountedStructures
+    """Which of its structures the losses of the confidence heads count."""
+    kind: Literal["training", "distillation"] = "training"
+    """What its chains are called."""
+
+    @property
+    def place(self) -> str:
+        """The folders and the index, or the store, that it is read from."""
+        store = chains_of(self.source)
+        if isinstance(store, FeatureStore):
+            return store.address
+        index = "no index" if store.index is None else store.index.path
+        return f"{store.alignment_dir}, {store.structure_dir}, {index}"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What was found of the chains that a run scores and does not train on."""
+
+    kind: str
+    """validation or test."""
+    missing: dict[str, Lacking]
+    """The chains that lack alignments or structure."""
+    examined: list[Examined]
+    """All other chains: they were read."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found of a set."""
+
+    data: DataSet
+    training: list[str]
+    """Training chains with alignments and structure."""
+    selected: Selected
+    """The usable chains that the filters of the run leave."""
+    missing: dict[str, Lacking]
+    """Training chains that lack one of them."""
+    scored: list[Scored]
+    """Validation chains, and test chains if they are others."""
+    examined: list[Examined]
+    """Training chains that were read."""
+    table: ChainTable
+    """What is known of the training chains: of all that the cache of the run or the index lists, otherwise of those read."""
+    known_from: str
+    """The file or the reading that the table is from."""
+    stale: list[str]
+    """Sources that are newer than the index."""
+    max_bad: float
+    workers: int
+    unreadable_headers: list[str] = field(default_factory=list)
+    """What the index says it could not read."""
+    unaligned: list[str] = field(default_factory=list)
+    """Entries with a structure file, of which no chain has alignments."""
+    overlaps: list[Overlap] = field(default_factory=list)
+    """What each two of its training, validation and test chains have in common."""
+    distillation: Diagnosis | None = None
+    """The self-distillation set of the run."""
+
+    @property
+    def uncounted(self) -> str | None:
+        """A line that says how many structures the losses of the confidence heads do not count; None if they count all."""
+        resolutions = self.table.resolutions
+        if self.data.kind == "distillation":
+            resolutions = np.zeros_like(resolutions)  # whatever their files say
+        return self.data.counted.line(resolutions, len(self.training), self.data.kind)
+
+    @property
+    def bad(self) -> list[Examined]:
+        return [chain for chain in self.examined if chain.state != "good"]
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Why training cannot start; empty if it can."""
+        found, kind = [], self.data.kind
+        if not self.training:
+            found.append(f"no {kind} chain has alignments and structure")
+        elif not self.selected.keys:
+            found.append(f"{self.data.selection.where}.filters: {self.selected.line(kind)}")
+        if self.examined and len(self.bad) > self.max_bad * len(self.examined):
+            found.append(
+                f"{len(self.bad):,} of {len(self.examined):,} {kind} chains read are bad (more than {self.max_bad:.0%})"
+            )
+        for scored in self.scored:
+            if scored.missing:
+                found.append(f"{len(scored.missing):,} {scored.kind} chains are missing")
+            if bad := sum(chain.state != "good" for chain in scored.examined):
+                found.append(f"{bad:,} {scored.kind} chains are bad")
+        return found if self.distillation is None else found + self.distillation.obstacles
+
+    def counts(self) -> dict[str, int]:
+        """Chains by what is wrong with them; of what only reading shows, among those that were read."""
+        states = Counter(chain.state for chain in self.examined)
+        lacking = Counter(self.missing.values())
+        return {
+            "without alignments": lacking["alignments"],
+            "without a structure": lacking["structure"],
+            "without a record": lacking["record"],
+            **{f"left out: {reason}": count for reason, count in self.selected.left_out.items()},
+            "read": len(self.examined),
+            "read, alignments of another sequence": states["mismatching"],
+            "read, unreadable": states["unreadable"],
+            "read, whose structure needs a look": sum(bool(chain.notes) for chain in self.examined),
+            "unreadable header or first alignment (index)": len(self.unreadable_headers),
+        }
+
+    def store_bytes(self) -> int:
+        """Estimated size of a feature store of all training chains."""
+        good = [chain.packed_bytes for chain in self.examined if chain.state == "good"]
+        return int(np.mean(good) * len(self.training)) if good else 0
+
+    def store_seconds(self) -> float:
+        """Estimated time to build it with all processes."""
+        good = [chain.seconds for chain in self.examined if chain.state == "good"]
+        return float(np.mean(good) * len(self.training) / max(1, self.workers)) if good else 0.0
+
+
+def diagnose(
+    data: DataSet,
+    scored: Mapping[str, list[str]],
+    sample: int,
+    seed: int,
+    workers: int | None,
+    max_bad: float,
+    distillation: Diagnosis | None = None,
+) -> Diagnosis:
+    """Examine the chains of a run. `sample`: how many of its training chains are read, 0 for all. `scored`: its validation and
+    test chains, by what they are called.
+
+    `distillation`: what was found of its self-distillation set.
+    """
+    store = chains_of(data.source)
+    presence = Presence(store)
+    listed = presence.keys if data.training is None else data.training
+    missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
+    usable = [key for key in listed if key not in missing]
+    selected = select(usable, data.selection)
+    drawn = selected.keys
+    if sample and sample < len(drawn):
+        drawn = random.Random(seed).sample(drawn, sample)
+    lacking_of = {key: presence.lacks(key) for keys in scored.values() for key in keys}
+    wanted = list(dict.fromkeys([*drawn, *(key for key, lacking in lacking_of.items() if lacking is None)]))
+    found: dict[str, Examined] = {}
+    with progress(f"read {data.kind} chains", len(wanted)) as advance:
+        pieces = [(data.source, key) for key in wanted]
+        for number, chain in LocalProcesses(processes(workers)).map(examine, pieces):
+            ended = isinstance(chain, WorkerEndedError)
+            found[wanted[number]] = Examined(wanted[number], "unreadable", str(chain)) if ended else chain
+            advance(1)
+    examined = [found[key] for key in sorted(drawn)]
+    table, known_from = _known(data, store, usable, examined)
+    return Diagnosis(
+        data,
+        usable,
+        selected,
+        missing,
+        [
+            Scored(
+                kind,
+                {key: lacking for key in keys if (lacking := lacking_of[key]) is not None},
+                [found[key] for key in keys if lacking_of[key] is None],
+            )
+            for kind, keys in scored.items()
+        ],
+        examined,
+        table,
+        known_from,
+        _stale(store, wanted),
+        max_bad,
+        max(1, number),
+        _unreadable_headers(store, listed),
+        _unaligned(store, presence),
+        _overlaps(data, {data.kind: selected.keys, **scored}, found, number),
+        distillation,
+    )
+
+
+def _overlaps(
+    data: DataSet, sets: Mapping[str, list[str]], found: Mapping[str, Examined], workers: int
+) -> list[Overlap]:
+    """Compare each two of the sets of chains, of which the first is the largest."""
+    sets = {name: keys for name, keys in sets.items() if keys}
+    if len(sets) < 2:
+        return []
+    known = {key: chain.sequence for key, chain in found.items()}
+    keys = dict.fromkeys(key for keys in sets.values() for key in keys)
+    of_chain = sequences(data.source, keys, known, data.selection.chain_data_cache, workers)
+    return [
+        overlap(pair, *({key: of_chain[key] for key in sets[name]} for name in pair)) for pair in combinations(sets, 2)
+    ]
+
+
+def _known(
+    data: DataSet, store: ChainFiles | FeatureStore, usable: list[str], examined: list[Examined]
+) -> tuple[ChainTable, str]:
+    """What is known of the usable chains, and from where."""
+    if (known := data.selection.known) is not None:
+        table, source = known
+    elif isinstance(store, ChainFiles) and store.index is not None:
+        table, source = store.index.table, str(store.index.path)
+    else:
+        return read_table(examined), f"the {data.kind} chains that were read"
+    row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
+    rows = np.array([row for key in usable if (row := row_of.get(key)) is not None], np.int64)
+    return selected_rows(table, rows), f"all {data.kind} chains that {source} lists"
+
+
+def _stale(store: ChainFiles | FeatureStore, read: list[str]) -> list[str]:
+    if isinstance(store, FeatureStore):
+        return []
+    changed = [key for key in read if store.differs_from_index(key)]
+    files = (
+        f"the files of {len(changed):,} of {len(read):,} chains that were read, such as {changed[0]}" if changed else ""
+    )
+    return [*store.stale_sources(), *([files] if files else [])]
+
+
+def _unreadable_headers(store: ChainFiles | FeatureStore, listed: list[str]) -> list[str]:
+    if isinstance(store, FeatureStore) or store.index is None:
+        return []
+    index = store.index
+    rows = np.array([row for key in listed if (row := index.keys.find(key)) is not None], np.int64)
+    return [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
+
+
+def _unaligned(store: ChainFiles | FeatureStore, presence: Presence) -> list[str]:
+    if isinstance(store, FeatureStore) or store.structure_dir is None:
+        return []
+    return presence.structures_without_alignments(store.structure_dir)
+
+
+def read_table(chains: list[Examined]) -> ChainTable:
+    """What reading showed of chains; their cluster sizes are unknown."""
+    good = sorted((chain for chain in chains if chain.state == "good"), key=lambda chain: chain.key)
+    released = [date.fromisoformat(chain.release_date) if chain.release_date else None for chain in good]
+    facts = [
+        ChainFacts(chain.sequence, chain.resolution, day_of(day)) for chain, day in zip(good, released, strict=True)
+    ]
+    return table_of([chain.key for chain in good], facts)
+
+
+def selected_rows(table: ChainTable, rows: np.ndarray) -> ChainTable:
+    """The given rows of a table. Representatives are the rows themselves: alignments are looked up by key."""
+    return ChainTable(
+        keys=[table.keys[int(row)] for row in rows],
+        lengths=table.lengths[rows],
+        resolutions=table.resolutions[rows],
+        release_days=table.release_days[rows],
+        cluster_sizes=table.cluster_sizes[rows],
+        largest_fractions=table.largest_fractions[rows],
+        unknown_fractions=table.unknown_fractions[rows],
+        representatives=np.arange(len(rows), dtype=np.int32),
+    )
+
+
+def filter_reasons(found: Diagnosis) -> dict[str, int]:
+    """Chains removed by each filter (also by filters that are off), then chains without release date or cluster size.
+    A chain may have several reasons."""
+    table, selection = found.table, found.data.selection
+    reasons = {
+        **left_out_by_filters(table, selection.filters, f"{selection.where}.filters"),
+        "unknown release date": table.release_days == UNKNOWN_DAY,
+        "unknown cluster size": table.cluster_sizes == UNKNOWN_CLUSTER,
+    }
+    return {reason: int(rows.sum()) for reason, rows in reasons.items()}

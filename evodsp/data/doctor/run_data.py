@@ -1,0 +1,124 @@
+"""What a run would read, from the `data` block of a config of `evodsp fit` and the options of `evodsp data doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from evodsp.config import FILTERS_OF_PREDICTIONS, FilterConfig, LossConfig, Sampling, check_selection
+from evodsp.data.doctor.config import DoctorConfig
+from evodsp.data.doctor.diagnosis import DataSet
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.samples.distillation import open_predictions
+from evodsp.data.samples.selection import CountedStructures, Selection, chain_list
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.errors import UserError
+from evodsp.run_config_file import read_run_config
+
+# The defaults of `evodsp fit`.
+_EPOCH, _FRACTION, _MIN_PLDDT = 1000, 0.75, 50.0
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The chains of a run."""
+
+    training: DataSet
+    scored: dict[str, list[str]]
+    """Validation chains, and test chains if they are named, by what they are called."""
+    distillation: DataSet | None
+
+
+def data_of_run(settings: DoctorConfig) -> RunData:
+    """What a run with these settings would read. Raises UserError that names a wrong setting."""
+    block, loss = _block(settings.config), _loss(settings.config)
+    of_set = _mapping(block, "distillation", "data")
+    alignment_dir, structure_dir = of_set.get("alignment_dir"), of_set.get("structure_dir")
+    min_plddt, fraction = float(of_set.get("min_plddt", _MIN_PLDDT)), float(of_set.get("fraction", _FRACTION))
+    predictions = open_predictions(alignment_dir, structure_dir, of_set.get("index"), of_set.get("store"), min_plddt)
+    samples = float(block.get("samples_per_epoch") or _EPOCH)
+    distillation = None
+    if predictions is not None:
+        selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation")
+        distillation = DataSet(
+            predictions,
+            _chains(of_set.get("chains")),
+            selection,
+            samples * fraction,
+            CountedStructures(loss, _number(of_set, "assumed_resolution"), "data.distillation.assumed_resolution"),
+            kind="distillation",
+        )
+        samples *= 1 - fraction
+    index = settings.index or block.get("index")
+    selection = _selection({**block, "index": index}, FilterConfig(), "data")
+    training = DataSet(
+        _source(settings, block, index),
+        _chains(settings.chains or block.get("train_chains")),
+        selection,
+        samples,
+        CountedStructures(loss, _number(block, "assumed_resolution")),
+    )
+    scored = {kind: _chains(block.get(f"{kind}_chains")) or [] for kind in ("validation", "test")}
+    return RunData(training, {kind: chains for kind, chains in scored.items() if chains}, distillation)
+
+
+def _source(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ChainFiles | FeatureStore:
+    given = {name: getattr(settings, name) for name in ("alignment_dir", "structure_dir")}
+    if (store := block.get("store")) is not None and not any(given.values()):
+        return FeatureStore(store)
+    roots = {name: value or block.get(name) for name, value in given.items()}
+    for name, root in roots.items():
+        if root is None:
+            raise UserError(f"the data to examine has no {name}; give --{name}, or --config with data.{name}")
+    folders = {name: str(root) for name, root in roots.items()}
+    return ChainFiles(**folders, index=None if index is None else ChainIndex(index))
+
+
+def _block(config: Path | None) -> dict[str, Any]:
+    """The `data` block of a config file of `evodsp fit`; empty without a file."""
+    block = read_run_config(config).get("data", {})
+    if not isinstance(block, dict) or (config is not None and not block):
+        raise UserError(f"--config {config}: has no block 'data'; give a config of 'evodsp fit'")
+    return block
+
+
+def _loss(config: Path | None) -> LossConfig:
+    """The weights and bounds of the run's losses: the numbers of the config file, otherwise the defaults of `evodsp fit`."""
+    block = _mapping(_mapping(read_run_config(config), "model", "config"), "loss", "model")
+    names = {item.name for item in fields(LossConfig)} - {"scale_by_length"}
+    given: dict[str, Any] = {name: value for name in names if (value := _number(block, name)) is not None}
+    return replace(LossConfig(), **given)
+
+
+def _number(block: dict[str, Any], name: str) -> float | None:
+    """A number above or at 0 of a block; None if there is none."""
+    value = block.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _mapping(block: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    value = block.get(name) or {}
+    if not isinstance(value, dict):
+        raise UserError(f"{where}.{name} is {value}, but must be a block of settings; correct the config")
+    return value
+
+
+def _selection(block: dict[str, Any], filters: FilterConfig, where: str) -> Selection:
+    """The settings that filter and weight chains; `filters` are those that `evodsp fit` takes by default."""
+    given, sampling = _mapping(block, "filters", where), cast(Sampling, block.get("sampling") or "uniform")
+    try:
+        values: dict[str, Any] = {k: float(value) if isinstance(value, int) else value for k, value in given.items()}
+        filters = replace(filters, **values)
+        check_selection(filters, sampling, where)
+    except TypeError as error:
+        raise UserError(
+            f"{where}.filters is {given}, but may hold numbers max_resolution and max_residue_share, and max_release_date; "
+            "correct the config"
+        ) from error
+    return Selection(where, block.get("chain_data_cache"), block.get("index"), filters, sampling)
+
+
+def _chains(named: str | list[str] | None) -> list[str] | None:
+    return None if named is None else chain_list(named)

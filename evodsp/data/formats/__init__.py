@@ -1,0 +1,27 @@
+"""Parsers: the text of one file into records. One module for each format; which files a folder holds is `chain_folder`'s.
+
+A parser takes the path and, optionally, the file's bytes if they were read already (from an alignment database); the path
+then only names the file in messages. A malformed file is a FileFormatError with file and line.
+"""
+
+from evodsp.data.formats.a3m import parse_a3m
+from evodsp.data.formats.fasta import SUBSTITUTES, FastaRecord, check_name, parse_fasta, read_fasta
+from evodsp.data.formats.hhr import parse_hhr
+from evodsp.data.formats.hmmsearch import parse_hmmsearch
+from evodsp.data.formats.obsolete import parse_obsolete
+from evodsp.data.formats.preparsed import parse_preparsed
+from evodsp.data.formats.stockholm import parse_stockholm
+
+__all__ = [
+    "SUBSTITUTES",
+    "FastaRecord",
+    "check_name",
+    "parse_a3m",
+    "parse_fasta",
+    "parse_hhr",
+    "parse_hmmsearch",
+    "parse_obsolete",
+    "parse_preparsed",
+    "parse_stockholm",
+    "read_fasta",
+]

@@ -1,0 +1,228 @@
+"""FASTA files, and the records ('>header', then lines of residues) that A3M files consist of too.
+
+A file is split into lines once; the residues of all records are joined and translated together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE, ILLEGAL, byte_table
+from evodsp.data.records import ProteinSequence
+from evodsp.errors import FileFormatError
+from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPES_WITH_X
+from evodsp.reading.text_files import text_of
+
+_FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES)
+SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}
+"""What the letters that are no amino acid are read as in a query: as in alignments, so that both agree."""
+_STOP = b"*"
+_COPIES = re.compile(rb"#((?:\d{1,9},)*\d{1,9})[ \t]+((?:\d{1,9},)*\d{1,9})\s*$")
+"""ColabFold's first line of an alignment: lengths of the chains, and how many copies there are of each."""
+_BETWEEN_CHAINS = ":"
+SINGLE_CHAINS = "evodsp predicts and trains on single chains"
+_UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>]|^[.-]')
+_LONGEST_NAME = 200
+
+
+@dataclass(frozen=True)
+class FastaRecord:
+    """A record of a FASTA file, or what is wrong with it."""
+
+    name: str
+    line: int
+    """The line of its header, from 1."""
+    sequence: ProteinSequence | FileFormatError
+    substituted: bool
+    """Whether it was only legal with letters replaced or left out."""
+
+
+def parse_fasta(path: str | Path) -> list[ProteinSequence]:
+    """The sequences of a FASTA file, in the file's order. Letters: the 20 amino acids and X, either case.
+
+    Names (the first word of a header) become names of folders, so they must be valid file names and differ from one another.
+
+    Raises FileFormatError (file and line) for residues before the first header, a header without sequence, an illegal letter,
+    and a name that is missing, repeated or not a valid file name.
+    """
+    sequences = []
+    for record in read_fasta(path):
+        if isinstance(record.sequence, FileFormatError):
+            raise record.sequence
+        sequences.append(record.sequence)
+    return sequences
+
+
+def read_fasta(path: str | Path, substitute: bool = False, data: bytes | None = None) -> list[FastaRecord]:
+    """Like `parse_fasta`, but a broken record has its error in the place of its sequence.
+
+    `substitute`: the letters of `SUBSTITUTES` are replaced, and a '*' at the end, which stands for a stop codon, is left out.
+    `data`: the file's bytes, if they were read already; `path` then names them in messages.
+
+    Raises FileFormatError for a file that is not FASTA.
+    """
+    records = split_records(path, text_of(path, data), "a FASTA")
+    found: list[FastaRecord] = []
+    line_of_name: dict[str, int] = {}
+    for index, name in enumerate(records.names()):
+        given = records.only(index)
+        record = _substituted(given) if substitute else given
+        sequence: ProteinSequence | FileFormatError
+        try:
+            sequence = _sequence(record, name, line_of_name)
+        except FileFormatError as error:
+            sequence = error
+        found.append(FastaRecord(name, given.header_lines[0], sequence, record.bodies != given.bodies))
+    return found
+
+
+def _substituted(record: Records) -> Records:
+    table = bytes.maketrans(*("".join(letters).encode() for letters in _both_cases(SUBSTITUTES)))
+    body = [line.translate(table) for line in record.bodies[0]]
+    if body and body[-1].rstrip().endswith(_STOP):
+        body[-1] = body[-1].rstrip().removesuffix(_STOP)
+    return Records(record.path, record.headers, record.header_lines, [body], [b"".join(body)])
+
+
+def _both_cases(substitutes: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Letters and what replaces them, in both cases."""
+    letters = [*substitutes, *(letter.lower() for letter in substitutes)]
+    return letters, [*substitutes.values()] * 2
+
+
+def _sequence(record: Records, name: str, line_of_name: dict[str, int]) -> ProteinSequence:
+    """The sequence of a single record. `line_of_name`: the names in use, and where."""
+    path, line, row = record.path, record.header_lines[0], record.rows[0]
+    check_name(path, name, line)
+    if name in line_of_name:
+        first = line_of_name[name]
+        raise FileFormatError(path, f"the name '{name}' was used on line {first} already; rename one of the two", line)
+    line_of_name[name] = line
+    translate(record, _FASTA, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)")
+    letters = row.translate(None, BLANKS).decode().upper()
+    if not letters:
+        raise FileFormatError(path, f"sequence '{name}' is empty; add its residues or remove its header", line)
+    description = record.headers[0].strip()[len(name) :].strip()
+    return ProteinSequence(name=name, letters=letters, description=description)
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a FASTA or A3M file. `header_lines` count from 1; a record's residues follow on the next lines."""
+
+    path: str | Path
+    headers: list[str]
+    header_lines: list[int]
+    bodies: list[list[bytes]]
+    """The residue lines of each record."""
+    rows: list[bytes]
+    """The same lines, joined."""
+
+    def names(self) -> tuple[str, ...]:
+        """The first word of every header."""
+        return tuple((header.split(maxsplit=1) or [""])[0] for header in self.headers)
+
+    def only(self, index: int) -> Records:
+        """A single record."""
+        one = slice(index, index + 1)
+        return Records(self.path, self.headers[one], self.header_lines[one], self.bodies[one], self.rows[one])
+
+    def without(self, prefix: str) -> Records:
+        """The records whose headers do not begin with `prefix`. All of them if none would be left."""
+        kept = [k for k, header in enumerate(self.headers) if not header.startswith(prefix)]
+        if len(kept) in (0, len(self.headers)):
+            return self
+        return Records(
+            self.path,
+            [self.headers[k] for k in kept],
+            [self.header_lines[k] for k in kept],
+            [self.bodies[k] for k in kept],
+            [self.rows[k] for k in kept],
+        )
+
+
+def split_records(path: str | Path, data: bytes, kind: str) -> Records:
+    """The records of `data`. `kind` ('a FASTA') names the format in messages. Lines before the first header may be comments.
+
+    Raises FileFormatError for text before the first header, for a file without headers, and for ColabFold's alignment of a
+    complex, which begins with a line '#lengths copies'.
+    """
+    lines = data.splitlines()
+    starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
+    for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
+        if number == 1 and (sizes := _COPIES.match(line)):
+            _refuse_complex(path, *(field.decode().split(",") for field in sizes.groups()))
+        if line.strip() and not line.startswith(b"#"):
+            raise FileFormatError(path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number)
+    if not starts:
+        raise FileFormatError(path, f"not {kind} file: no header that starts with '>'; write it again")
+    headers = b"\n".join([lines[k][1:] for k in starts]).decode().split("\n")
+    bodies = [lines[start + 1 : end] for start, end in pairwise([*starts, len(lines)])]
+    rows = [body[0] if len(body) == 1 else b"".join(body) for body in bodies]
+    return Records(path, headers, [start + 1 for start in starts], bodies, rows)
+
+
+def _refuse_complex(path: str | Path, lengths: list[str], copies: list[str]) -> None:
+    """Raise FileFormatError unless ColabFold's first line is that of one chain, once."""
+    if len(lengths) == len(copies) == 1 and int(copies[0]) == 1:
+        return
+    if len(lengths) == 1:
+        what, fix = f"{int(copies[0])} copies of a chain", "remove the line to have one copy"
+    else:
+        what, fix = f"{len(lengths)} chains in one row", "give the alignment of each chain"
+    raise FileFormatError(
+        path,
+        f"ColabFold's alignment of a complex: its first line says {what} (lengths {', '.join(lengths[:5])}; copies "
+        f"{', '.join(copies[:5])}); {SINGLE_CHAINS}: {fix}",
+        1,
+    )
+
+
+def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n"]:
+    """Codes of all rows, joined. Raises FileFormatError at the first illegal byte; `fix` says what to do about it."""
+    joined = b"".join(records.rows).translate(table)
+    if (at := joined.find(ILLEGAL)) >= 0:
+        row, offset = _locate(records.rows, at)
+        index, offset = _locate(records.bodies[row], offset)
+        letter = records.bodies[row][index][offset:].decode(errors="replace")[0]
+        line = records.header_lines[row] + 1 + index
+        if letter == _BETWEEN_CHAINS:
+            raise FileFormatError(
+                records.path,
+                f"sequence '{records.names()[row]}' has '{letter}', which separates the chains of a complex; {SINGLE_CHAINS}: "
+                "give each chain as a sequence of its own",
+                line,
+            )
+        raise FileFormatError(
+            records.path, f"illegal letter {letter!r} in sequence '{records.names()[row]}'; {fix}", line
+        )
+    return np.frombuffer(joined, np.uint8)
+
+
+def _locate(parts: list[bytes], offset: int) -> tuple[int, int]:
+    """(part, offset in that part) of an offset in all parts joined."""
+    ends = np.cumsum([len(part) for part in parts])
+    part = int(np.searchsorted(ends, offset, side="right"))
+    return part, offset - int(ends[part]) + len(parts[part])
+
+
+def check_name(path: str | Path, name: str, line: int | None = None) -> None:
+    """Raise FileFormatError unless the record's name can name a folder. `path`, `line`: where it stands."""
+    if not name:
+        raise FileFormatError(path, "a header without a name; write '>name'", line)
+    fix = "use letters, digits, '_', '-' and '.', and begin with a letter or a digit"
+    if not name.isprintable():
+        raise FileFormatError(path, f"the name {name!a} has letters that cannot be seen; {fix}", line)
+    if found := _UNFIT_FOR_FILES.search(name):
+        where = "begins with" if found.start() == 0 else "has"
+        message = f"the name '{name}' {where} '{found.group()}', so it cannot name a folder; {fix}"
+        raise FileFormatError(path, message, line)
+    if len(name.encode()) > _LONGEST_NAME:
+        raise FileFormatError(path, f"a name of {len(name)} characters cannot name a folder; shorten it", line)

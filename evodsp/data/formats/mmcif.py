@@ -1,0 +1,398 @@
+"""Parsing of structure files (mmCIF, PDB; gzipped or not) into protein chains with atom37 coordinates.
+
+gemmi.cif reads the tokens and NumPy assembles the arrays: about ten times as fast as Biopython's MMCIFParser on the same files
+(scripts/benchmarks/results/parsing.txt). `structure_block` makes full mmCIF of PDB files and of files without sequences.
+
+Conventions are AF2's (supplement 1.2.1): residues in SEQRES order; the first model; for each atom the alternative location of
+highest occupancy (the first among equals); SE of selenomethionine as SD; arginine's NH1 is the one nearer to CD. Modified
+residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, others X. Chain ids are the author's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from gemmi import cif
+from jaxtyping import Bool, Float32, Float64, Int64
+
+from evodsp.data.formats.structure_block import block_without_atoms, is_pdb, read_block, rows_of, unquoted, values_of
+from evodsp.data.formats.unlisted_chains import is_amino_acid
+from evodsp.data.records import Chain, Structure
+from evodsp.data.sources.layout import entry_of
+from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.geometry.monomers import monomer_letter
+from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
+from evodsp.printing import logger
+from evodsp.reading.quoting import LONGEST_REASON, quoted, shown
+from evodsp.reading.text_files import read_bytes
+
+_ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
+_CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
+_RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_LARGEST = 1e9
+_MOST_DIGITS = 9
+
+
+def read_structure(path: str | Path) -> Structure:
+    """All protein chains of a structure file that have coordinates, by author chain id.
+
+    Raises FileFormatError for a file that is not mmCIF or PDB, is truncated, or holds no atoms or no protein chain.
+    """
+    entry = _Entry.read(path)
+    chains = {chain_id: entry.chain(chain_id) for chain_id in entry.asym_of_chain}
+    return Structure(entry.pdb_id, entry.method, entry.resolution, entry.release_date, chains)
+
+
+def read_chain(path: str | Path, chain_id: str) -> Chain:
+    """One protein chain, by its author chain id ('': the only one). The coordinates of other chains are not parsed.
+
+    Raises UserError, listing the protein chains, if this one is not among them; FileFormatError as `read_structure` does.
+    """
+    entry = _Entry.read(path)
+    return entry.chain(entry.name_of(chain_id))
+
+
+def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"]:
+    """pLDDT (0 to 100) of each residue of a predicted chain: the B-factor of its CA atom, 0 without one.
+
+    Raises FileFormatError if there are no B-factors, or none above 1, and as `read_chain` does.
+    """
+    entry = _Entry.read(path)
+    return entry.confidence(entry.name_of(chain_id))
+
+
+def read_release_date(path: str | Path) -> date | None:
+    """When the entry was first released, None if the file has no date. Raises FileFormatError as `read_structure` does."""
+    return _release_date(read_block(path).block)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a structure file says before its atoms. `resolution` in Å, None if the method has none (NMR)."""
+
+    resolution: float | None
+    release_date: date | None
+    sequences: dict[str, str]
+    """SEQRES of the protein chains by author chain id. Of a residue with several monomers the first one is meant."""
+    entities: dict[str, str]
+    """The entity of each of these chains, as it is numbered in the file. Empty for PDB files, which do not number them."""
+
+
+def read_header(path: str | Path) -> Header:
+    """The header of a structure file. Atoms of an mmCIF file are not parsed: it takes a tenth of the time of `read_structure`.
+
+    Truncated tables of atoms and chains without coordinates are not noticed. Raises FileFormatError as `read_structure` does.
+    """
+    block = None if is_pdb(path) else block_without_atoms(path, read_bytes(path))
+    if block is None:
+        whole = read_structure(path)
+        sequences = {name: chain.sequence for name, chain in whole.chains.items()}
+        return Header(whole.resolution, whole.release_date, sequences, {})
+    monomers = {
+        entity: _letters([names[0] for _, names in sorted(of_number.items())])
+        for entity, of_number in _monomers(path, block).items()
+    }
+    found: dict[str, str] = {}
+    entities: dict[str, str] = {}
+    for entity, names in rows_of(block, "_entity_poly.entity_id", "_entity_poly.pdbx_strand_id"):
+        for name in filter(None, map(str.strip, names.split(","))):
+            # One author id on two polymers (rare): the longer one is meant.
+            if entity in monomers and len(monomers[entity]) > len(found.get(name, "")):
+                found[name], entities[name] = monomers[entity], entity
+    return Header(_resolution(block), _release_date(block), found, entities)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A parsed entry: its header, the sequence of each protein polymer, and the rows of its atoms."""
+
+    path: str | Path
+    block: cif.Block
+    pdb_id: str
+    method: str
+    resolution: float | None
+    release_date: date | None
+    seqres: dict[
+        str, dict[int, list[str]]
+    ]  # label_asym_id -> sequence number -> monomers (several: microheterogeneity)
+    asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
+    rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
+    notes: dict[str, tuple[str, ...]]  # author chain id -> what a user should know of its residues
+
+    @classmethod
+    def read(cls, path: str | Path) -> _Entry:
+        completed = read_block(path)
+        block = completed.block
+        seqres = _protein_sequences(path, block)
+        asym_of_chain, rows_of_asym = _chain_rows(block, seqres)
+        if not asym_of_chain:
+            raise FileFormatError(path, "no protein chain with coordinates; use an entry that holds a protein")
+        return cls(
+            path=path,
+            block=block,
+            pdb_id=entry_of(Path(path)),
+            method=", ".join(values_of(block, "_exptl.method")).lower(),
+            resolution=_resolution(block),
+            release_date=_release_date(block),
+            seqres=seqres,
+            asym_of_chain=asym_of_chain,
+            rows_of_asym=rows_of_asym,
+            notes=_notes(path, completed.notes, asym_of_chain),
+        )
+
+    def name_of(self, chain_id: str) -> str:
+        """The author id of a protein chain; of the only one for ''. Raises UserError, listing the chains, for another id."""
+        if not chain_id and len(self.asym_of_chain) == 1:
+            (chain_id,) = self.asym_of_chain
+        if chain_id not in self.asym_of_chain:
+            names = sorted(name or "''" for name in self.asym_of_chain)
+            hint = f"{nearest(chain_id, names)} Chains: {quoted(', '.join(names), LONGEST_REASON)}; give one of these"
+            raise UserError(f"{self.path}: no protein chain '{chain_id}'.{hint}")
+        return chain_id
+
+    def column(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str) -> np.ndarray:
+        """Unquoted strings [n] of an _atom_site column; `missing` replaces '?', '.' and an absent column."""
+        found = self.block.find_values(f"_atom_site.{tag}")
+        if not found or not rows.size:
+            return np.full(len(rows), missing)
+        first = int(rows.min())
+        raw = np.array(list(islice(found, first, int(rows.max()) + 1)))[rows - first]
+        unique, inverse = np.unique(raw, return_inverse=True)
+        return np.array([missing if cif.is_null(text) else unquoted(text) for text in unique])[inverse]
+
+    def numbers(self, tag: str, rows: Int64[np.ndarray, " n"], missing: str = "") -> Float64[np.ndarray, " n"]:
+        """Finite numbers [n] of an _atom_site column, without standard deviations in parentheses."""
+        texts = self.column(tag, rows, missing)
+        try:
+            values = texts.astype(np.float64)
+        except ValueError:
+            values = np.array([cif.as_number(text) for text in texts.tolist()])
+        if (bad := np.flatnonzero(~(np.abs(values) < _LARGEST))).size:
+            at, text = rows[bad[0]] + 1, str(texts[bad[0]])
+            found = f"_atom_site.{tag} of atom row {at} is {shown(text)}, not a number"
+            raise FileFormatError(self.path, f"{found}; correct the file")
+        return values
+
+    def confidence(self, chain_id: str) -> Float32[np.ndarray, " L"]:
+        """See `read_confidence`."""
+        rows, numbers, residue = self._residues(chain_id)
+        alpha = self.column("label_atom_id", rows, "") == "CA"
+        found = np.zeros(len(numbers), np.float32)
+        found[residue[alpha]] = self.numbers("B_iso_or_equiv", rows[alpha], "0")
+        if not 1 < found.max() <= 100:
+            message = f"B-factors reach {found.max():g}, but in a predicted structure they are the pLDDT, 0 to 100"
+            raise FileFormatError(self.path, f"{message}; write them so, or remove the file")
+        return found
+
+    def _residues(
+        self, chain_id: str
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " L"], Int64[np.ndarray, " n"]]:
+        """The chain's rows of _atom_site, its sequence numbers, and which of these each row's residue has."""
+        asym = self.asym_of_chain[chain_id]
+        rows = self.rows_of_asym[asym]
+        numbers = np.array(sorted(self.seqres[asym]))
+        sequence_ids = self.numbers("label_seq_id", rows).astype(np.int64)
+        residue = np.searchsorted(numbers, sequence_ids).clip(max=len(numbers) - 1)
+        if (outside := np.flatnonzero(numbers[residue] != sequence_ids)).size:
+            found = f"an atom of chain {chain_id} has label_seq_id {sequence_ids[outside[0]]}"
+            listed = f"{numbers[0]}..{numbers[-1]}"
+            raise FileFormatError(self.path, f"{found}, which SEQRES ({listed}) does not list; correct the file")
+        return rows, numbers, residue
+
+    def chain(self, chain_id: str) -> Chain:
+        """Assemble one chain: [L, 37, 3] positions in SEQRES order."""
+        rows, numbers, residue = self._residues(chain_id)
+        monomers = self.seqres[self.asym_of_chain[chain_id]]
+        names = self.column("label_comp_id", rows, "")
+        occupancy = self.numbers("occupancy", rows, "1")
+        listed = [monomers[number] for number in numbers.tolist()]
+        residue_names, kept = _one_monomer_each(residue, names, occupancy, listed)
+        rows, residue, names, occupancy = rows[kept], residue[kept], names[kept], occupancy[kept]
+
+        length = len(numbers)
+        positions, mask = self._atom37(rows, residue, names, occupancy, length)
+        _name_arginine_nitrogens(positions, mask, residue_names == "ARG")
+        seen, first = np.unique(residue, return_index=True)
+        residue_number, insertion_code = np.zeros(length, np.int32), np.full(length, "", dtype="U8")
+        residue_number[seen] = self.numbers("auth_seq_id", rows[first], "0")
+        insertion_code[seen] = self.column("pdbx_PDB_ins_code", rows[first], "")
+        is_missing = np.ones(length, bool)
+        is_missing[seen] = False
+        return Chain(
+            pdb_id=self.pdb_id,
+            chain_id=chain_id,
+            sequence=_letters(residue_names.tolist()),
+            residue_number=residue_number,
+            insertion_code=tuple(insertion_code.tolist()),
+            is_missing=is_missing,
+            positions=positions,
+            mask=mask,
+            resolution=self.resolution,
+            method=self.method,
+            release_date=self.release_date,
+            alternatives=tuple(
+                (index, "".join(monomer_letter(name) for name in monomers[number]))
+                for index, number in enumerate(numbers.tolist())
+                if len(monomers[number]) > 1
+            ),
+            notes=self.notes[chain_id],
+        )
+
+    def _atom37(
+        self,
+        rows: Int64[np.ndarray, " n"],
+        residue: Int64[np.ndarray, " n"],
+        names: np.ndarray,
+        occupancy: Float64[np.ndarray, " n"],
+        length: int,
+    ) -> tuple[Float32[np.ndarray, "L 37 3"], Float32[np.ndarray, "L 37"]]:
+        """Positions and mask of the given atom rows; `residue` and `names` are each row's index and monomer."""
+        atoms = self.column("label_atom_id", rows, "")
+        atoms[(atoms == "SE") & (names == "MSE")] = "SD"
+        found = np.searchsorted(_ATOM_NAMES, atoms).clip(max=len(_ATOM_NAMES) - 1)
+        known = np.flatnonzero(_ATOM_NAMES[found] == atoms)
+        slots, best = _first_of_each(residue[known] * 37 + _ATOM_INDICES[found[known]], occupancy[known])
+        chosen = rows[known[best]]
+        positions, mask = np.zeros((length * 37, 3), np.float32), np.zeros(length * 37, np.float32)
+        positions[slots] = np.stack([self.numbers(f"Cartn_{axis}", chosen) for axis in "xyz"], axis=-1)
+        mask[slots] = 1.0
+        return positions.reshape(length, 37, 3), mask.reshape(length, 37)
+
+
+def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The notes of each chain, which are logged. Those of a chain that is no protein are of all chains."""
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(chains, ())
+    for name, note in notes:
+        _say(f"{path}: {note}")
+        for chain in [name] if name in found else found:
+            found[chain] += (note,)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _say(note: str) -> None:
+    """Warn, once in a process."""
+    logger(__name__).warning(note)
+
+
+def _one_monomer_each(
+    residue: Int64[np.ndarray, " n"],
+    names: np.ndarray,
+    occupancy: Float64[np.ndarray, " n"],
+    listed: list[list[str]],
+) -> tuple[np.ndarray, Bool[np.ndarray, " n"]]:
+    """The name of each of the L residues, and which rows are its: of several monomers the one of highest occupancy.
+
+    `residue`, `names`, `occupancy`: of the rows; `listed`: the monomers of SEQRES. Rows may have several where SEQRES lists
+    one, as in PDB files; then that one is meant if it was seen, and the name is that of SEQRES in any case.
+    """
+    unique, codes = np.unique(names, return_inverse=True)
+    seen = np.unique(residue * len(unique) + codes) // max(1, len(unique))
+    several = np.array([len(monomers) > 1 for monomers in listed])
+    mixed = several | (np.bincount(seen, minlength=len(listed)) > 1)
+    residue_names = np.array([monomers[0] for monomers in listed], dtype="U8")
+    if not mixed.any():
+        return residue_names, np.ones(len(residue), bool)
+    at = np.flatnonzero(mixed[residue])
+    is_listed = np.array([n in listed[k] for k, n in zip(residue[at].tolist(), names[at].tolist(), strict=True)], bool)
+    # A listed monomer goes before any other: occupancies are far below the bonus.
+    _, best = _first_of_each(residue[at], np.clip(occupancy[at], -_LARGEST, _LARGEST) + 4 * _LARGEST * is_listed)
+    chosen = residue_names.copy()
+    chosen[residue[at[best]]] = names[at[best]]
+    residue_names[several] = chosen[several]
+    return residue_names, ~mixed[residue] | (names == chosen[residue])
+
+
+def _first_of_each(
+    keys: Int64[np.ndarray, " n"], occupancy: Float64[np.ndarray, " n"]
+) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " m"]]:
+    """The distinct keys and, for each, the row of highest occupancy (the first among equals)."""
+    order = np.argsort(-occupancy, kind="stable")
+    unique, first = np.unique(keys[order], return_index=True)
+    return unique, order[first]
+
+
+def _name_arginine_nitrogens(
+    positions: Float32[np.ndarray, "L 37 3"], mask: Float32[np.ndarray, "L 37"], is_arginine: Bool[np.ndarray, " L"]
+) -> None:
+    """Swap NH1 and NH2, in place, where NH2 is nearer to CD: some entries have the two names exchanged."""
+    complete = np.flatnonzero(is_arginine & mask[:, [_CD, _NH1, _NH2]].all(axis=1))
+    to_cd = np.linalg.norm(positions[complete][:, [_NH1, _NH2]] - positions[complete][:, [_CD]], axis=-1)
+    swapped = complete[to_cd[:, 0] > to_cd[:, 1]]
+    positions[swapped, _NH1], positions[swapped, _NH2] = positions[swapped, _NH2], positions[swapped, _NH1]
+
+
+def _protein_sequences(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
+    """SEQRES of every protein polymer: label_asym_id -> sequence number -> monomers (several: microheterogeneity)."""
+    of_entity = _monomers(path, block)
+    asyms = rows_of(block, "_struct_asym.id", "_struct_asym.entity_id")
+    return {asym: of_entity[entity] for asym, entity in asyms if entity in of_entity}
+
+
+def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
+    """The same by entity."""
+    types = {entity: kind.lower() for entity, kind in rows_of(block, "_entity_poly.entity_id", "_entity_poly.type")}
+    of_entity: dict[str, dict[int, list[str]]] = {}
+    for entity, number, monomer in rows_of(
+        block, "_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"
+    ):
+        if "polypeptide" not in types.get(entity, "polypeptide"):
+            continue
+        if len(number) > _MOST_DIGITS or not re.fullmatch(r"-?\d+", number):
+            raise FileFormatError(
+                path, f"_entity_poly_seq.num is {shown(number)} but must be a number; correct the file"
+            )
+        of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
+    if not types:
+        of_entity = {e: s for e, s in of_entity.items() if any(is_amino_acid(m) for names in s.values() for m in names)}
+    return of_entity
+
+
+def _letters(monomers: list[str]) -> str:
+    return "".join(monomer_letter(name) for name in monomers)
+
+
+def _chain_rows(
+    block: cif.Block, seqres: dict[str, dict[int, list[str]]]
+) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """(author chain id -> label_asym_id, label_asym_id -> rows of _atom_site in the first model) of protein polymers."""
+    asym = np.array(list(block.find_values("_atom_site.label_asym_id")))
+    numbers = np.array(list(block.find_values("_atom_site.label_seq_id")))
+    used = (numbers != ".") & (numbers != "?")  # ligands and water have no position in the polymer
+    if models := block.find_values("_atom_site.pdbx_PDB_model_num"):
+        model = np.array(list(models))
+        used &= model == model[0]
+    authors = block.find_values("_atom_site.auth_asym_id") or block.find_values("_atom_site.label_asym_id")
+    asym_of_chain: dict[str, str] = {}
+    rows_of_asym: dict[str, np.ndarray] = {}
+    names, codes = np.unique(asym, return_inverse=True)
+    for code, name in enumerate(map(unquoted, names.tolist())):
+        if name in seqres and (rows := np.flatnonzero(used & (codes == code))).size:
+            author = unquoted(authors[int(rows[0])])
+            # One author id on two polymers (rare): the longer one is meant.
+            if author not in asym_of_chain or len(seqres[name]) > len(seqres[asym_of_chain[author]]):
+                asym_of_chain[author], rows_of_asym[name] = name, rows
+    return asym_of_chain, rows_of_asym
+
+
+def _resolution(block: cif.Block) -> float | None:
+    """Resolution in Å (X-ray or electron microscopy), None if there is none (NMR)."""
+    values = (cif.as_number(text) for tag in _RESOLUTIONS for text in values_of(block, tag))
+    return next((value for value in values if 0 < value < _LARGEST), None)
+
+
+def _release_date(block: cif.Block) -> date | None:
+    """Date of the first revision."""
+    dates = []
+    for text in values_of(block, "_pdbx_audit_revision_history.revision_date"):
+        with contextlib.suppress(ValueError):
+            dates.append(date.fromisoformat(text))
+    return min(dates, default=None)

@@ -1,0 +1,118 @@
+"""OpenFold3's pre-parsed alignments: all alignments of a chain in one NumPy archive (`.npz`).
+
+Its script preparse_alignments_of3.py writes them with `numpy.savez_compressed`. Each entry is named after an alignment file
+without its suffix (`uniref90_hits`) and holds a pickled dictionary: `msa`, letters `<U1 [N, L]`, upper or lower case;
+`deletion_matrix`, int64 [N, L]; `metadata`, the names of the rows, which are not read.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int8, Int32
+
+from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
+from evodsp.data.records import Alignment
+from evodsp.errors import FileFormatError
+from evodsp.geometry.alphabet import GAP
+from evodsp.reading import text_files
+from evodsp.reading.quoting import quoted
+from evodsp.reading.recorded_pickle import RecordedArray, recorded
+
+_FIX = "make it again from its .a3m and .sto files"
+_LETTERS = byte_table(EITHER_CASE | {"-": GAP, ".": GAP})
+_ENTRY = ".npy"
+_MAGIC = b"\x93NUMPY\x01\x00"
+_HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }"
+"""That of an array with a single Python object: how NumPy wraps a dictionary."""
+
+
+def parse_preparsed(
+    path: str | Path, data: bytes | None = None, *, is_wanted: Callable[[str], bool] = lambda _: True
+) -> list[Alignment]:
+    """The alignments of a chain, sorted by name. `is_wanted`: tells those to read, by name; `data` as in `parse_a3m`.
+
+    Nothing that the pickles name is called (`recorded_pickle`). Raises FileFormatError for a file that is no such archive, that
+    unpacks to more than 4 GiB, or with another content than the one described above.
+    """
+    content = text_files.content_of(path, data)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            entries = {entry.filename.removesuffix(_ENTRY): entry for entry in archive.infolist()}
+            wanted = sorted(
+                name for name, entry in entries.items() if entry.filename.endswith(_ENTRY) and is_wanted(name)
+            )
+            _check_archive(path, [entries[name] for name in wanted])
+            return [_alignment(f"{path}:{quoted(name)}", archive.read(entries[name])) for name in wanted]
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError) as error:
+        raise FileFormatError(path, f"not a readable NumPy archive ({error}); {_FIX}") from error
+
+
+def _check_archive(path: str | Path, entries: list[zipfile.ZipInfo]) -> None:
+    """Raise FileFormatError for entries that NumPy would not write, or that are larger than an alignment is."""
+    if any(
+        entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        for entry in entries
+    ):
+        raise FileFormatError(path, f"packed or encrypted as NumPy does not; {_FIX}")
+    # An entry is not read beyond the size that the archive gives for it.
+    if sum(entry.file_size for entry in entries) > text_files.LARGEST_UNPACKED:
+        limit = f"{text_files.LARGEST_UNPACKED / 2**30:.3g} GiB"
+        raise FileFormatError(path, f"unpacks to more than {limit}: this is no alignment; remove it")
+
+
+def _alignment(source: str, entry: bytes) -> Alignment:
+    """The alignment of one entry of the archive. `source` names it in messages."""
+    try:
+        match recorded(_pickle_of(entry)):
+            case RecordedArray(
+                objects=[{"msa": RecordedArray() as msa, "deletion_matrix": RecordedArray() as deletions}]
+            ):
+                residues, counts = _codes(msa.array("U")), _counts(deletions.array("iu"))
+            case _:
+                raise ValueError("no dictionary with the arrays msa and deletion_matrix")
+    except ValueError as error:
+        raise FileFormatError(source, f"not an alignment as OpenFold3 stores it: {error}; {_FIX}") from error
+    if counts.shape != residues.shape:
+        raise FileFormatError(source, f"letters of shape {residues.shape}, deletions of shape {counts.shape}; {_FIX}")
+    return Alignment(source, tuple(f"row {number}" for number in range(1, len(residues) + 1)), residues, counts)
+
+
+def _pickle_of(entry: bytes) -> bytes:
+    """The pickle in an .npy file that holds one Python object. Raises ValueError if it holds anything else.
+
+    NumPy writes one header for such a file, so it is compared instead of parsed.
+    """
+    start = len(_MAGIC) + 2
+    end = start + int.from_bytes(entry[len(_MAGIC) : start], "little")
+    if not entry.startswith(_MAGIC) or b" ".join(entry[start:end].split()) != _HEADER:
+        raise ValueError("its header is not that of a dictionary")
+    return entry[end:]
+
+
+def _codes(letters: np.ndarray) -> Int8[np.ndarray, "N L"]:
+    """Residue codes of an array of letters. Raises ValueError for other shapes, longer texts and other characters."""
+    if letters.ndim != 2 or not letters.size or letters.dtype.itemsize != 4:
+        raise ValueError(f"letters of shape {letters.shape} and type {letters.dtype}")
+    points = np.ascontiguousarray(letters.view(np.dtype(np.uint32).newbyteorder(letters.dtype.byteorder)))
+    is_byte = points < len(_LETTERS)
+    codes = np.frombuffer(np.where(is_byte, points, 0).astype(np.uint8).tobytes().translate(_LETTERS), np.int8)
+    codes = codes.reshape(points.shape)
+    if (illegal := np.argwhere(codes > GAP)).size:
+        row, column = (int(at) for at in illegal[0])
+        raise ValueError(f"character number {points[row, column]} in row {row + 1}, column {column + 1}")
+    return codes
+
+
+def _counts(deletions: np.ndarray) -> Int32[np.ndarray, "N L"]:
+    """Numbers of deleted residues. Raises ValueError for numbers that are none."""
+    if deletions.ndim != 2 or not deletions.size:
+        raise ValueError(f"deletions of shape {deletions.shape}")
+    if deletions.min() < 0 or deletions.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"deletions from {deletions.min()} to {deletions.max()}")
+    return np.ascontiguousarray(deletions.astype(np.int32))

@@ -1,0 +1,213 @@
+"""What is known of chains from tables instead of structure files: OpenFold's caches, clusters, lists of identical chains.
+
+- `chain_data_cache.json`: `{chain: {"release_date", "seq", "resolution", "cluster_size"}}`
+- `mmcif_cache.json`: `{entry: {"release_date", "chain_ids", "seqs", "resolution"}}`
+- clusters of chains, or of entities as the PDB lists them (`1ABC_1` is the first polymer of 1ABC), and OpenProteinSet's
+  `duplicate_pdb_chains.txt`: names separated by blanks, a line for each set
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
+from evodsp.data.sources.layout import split_key
+from evodsp.errors import FileFormatError, UserError
+from evodsp.geometry.alphabet import LETTERS_WITH_X, UNKNOWN, encode_sequence
+from evodsp.reading.text_files import lines_of, read_json
+
+_FIX = "make the cache again, or leave it out"
+_EPOCH = date(1970, 1, 1).toordinal()
+_LARGEST_CLUSTER = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChainFacts:
+    """Facts about a chain. `resolution` in Å: 0 if the method has none (NMR), NaN if unknown; `sequence`: '' if unknown."""
+
+    sequence: str = ""
+    resolution: float = math.nan
+    release_day: int = UNKNOWN_DAY
+    cluster_size: int = UNKNOWN_CLUSTER
+
+
+def day_of(released: date | None) -> int:
+    """Days since 1970-01-01; UNKNOWN_DAY for None."""
+    return UNKNOWN_DAY if released is None else released.toordinal() - _EPOCH
+
+
+def read_chain_cache(path: Path) -> dict[str, ChainFacts]:
+    """`chain_data_cache.json` by chain key. Raises FileFormatError for an entry of another format."""
+    return {
+        key: ChainFacts(
+            _sequence(path, key, entry.get("seq")),
+            _resolution(path, key, entry.get("resolution")),
+            _day(path, key, entry.get("release_date")),
+            _cluster(path, key, entry.get("cluster_size")),
+        )
+        for key, entry in _entries(path).items()
+    }
+
+
+def cached_table(path: str | Path) -> ChainTable:
+    """The chains of `chain_data_cache.json`, for data sets without an index. Each chain is its own representative.
+
+    Raises FileFormatError for an entry of another format, or if there is none.
+    """
+    facts = read_chain_cache(Path(path))
+    if not facts:
+        raise FileFormatError(path, f"no chain in this chain_data_cache; {_FIX}")
+    keys = sorted(facts)
+    return table_of(keys, [facts[key] for key in keys])
+
+
+def table_of(keys: Sequence[str], facts: Sequence[ChainFacts]) -> ChainTable:
+    """A table of chains whose representatives are themselves. `keys`: sorted."""
+    sequences = [fact.sequence for fact in facts]
+    fractions = np.array([_residue_fractions(sequence) for sequence in sequences], np.float32).reshape(-1, 2)
+    return ChainTable(
+        keys=keys,
+        lengths=np.array([len(sequence) for sequence in sequences], np.int32),
+        resolutions=np.array([fact.resolution for fact in facts], np.float32),
+        release_days=np.array([fact.release_day for fact in facts], np.int32),
+        cluster_sizes=np.array([fact.cluster_size for fact in facts], np.int32),
+        largest_fractions=np.ascontiguousarray(fractions[:, 0]),
+        unknown_fractions=np.ascontiguousarray(fractions[:, 1]),
+        representatives=np.arange(len(keys), dtype=np.int32),
+    )
+
+
+def _residue_fractions(sequence: str) -> Float32[np.ndarray, " 2"]:
+    """Share of the commonest residue type, X counted as one, and share of X; NaN for an empty sequence."""
+    if not sequence:
+        return np.full(2, np.nan, np.float32)
+    counts = np.bincount(encode_sequence(sequence), minlength=LETTERS_WITH_X)
+    return np.array([counts.max(), counts[UNKNOWN]], np.float32) / np.float32(len(sequence))
+
+
+def read_entry_cache(path: Path) -> dict[str, ChainFacts]:
+    """`mmcif_cache.json` by chain key. Raises FileFormatError for an entry of another format."""
+    found: dict[str, ChainFacts] = {}
+    for key, entry in _entries(path).items():
+        names, sequences = entry.get("chain_ids", []), entry.get("seqs", [])
+        if not isinstance(names, list) or not isinstance(sequences, list) or len(names) != len(sequences):
+            raise FileFormatError(path, f"chain_ids and seqs of '{key}' must be lists of equal length; {_FIX}")
+        resolution, day = _resolution(path, key, entry.get("resolution")), _day(path, key, entry.get("release_date"))
+        for name, sequence in zip(names, sequences, strict=True):
+            found[f"{key}_{name}"] = ChainFacts(_sequence(path, key, sequence), resolution, day)
+    return found
+
+
+def read_sets(path: Path) -> list[list[str]]:
+    """The sets of a file of clusters or of identical chains. Raises FileFormatError if there is none."""
+    sets = [names for line in lines_of(path) if (names := line.partition("#")[0].split())]
+    if not sets:
+        raise FileFormatError(path, "no chain names in it; give a file with the chains of a set in each line")
+    return sets
+
+
+class ClusterSizes:
+    """Sizes of clusters by chain. The entry may be in either case; so may the chain id, unless two chains differ in it only.
+
+    Cluster files of the PDB are upper case, chain folders are not; OpenFold compares all in upper case.
+    """
+
+    def __init__(self, clusters: list[list[str]]) -> None:
+        self._exact = {_folded_entry(name): len(names) for names in clusters for name in names}
+        self._folded = {name.upper(): len(names) for names in clusters for name in names}
+
+    def of(self, key: str) -> int:
+        """Chains of the cluster of `key`; UNKNOWN_CLUSTER if no cluster has it."""
+        return self._exact.get(_folded_entry(key), self._folded.get(key.upper(), UNKNOWN_CLUSTER))
+
+
+class EntityClusters:
+    """Clusters of entities, as in the PDB's `clusters-by-entity-40.txt`. Names of entries may be in either case."""
+
+    def __init__(self, clusters: list[list[str]]) -> None:
+        self._cluster_of = {name.upper(): number for number, names in enumerate(clusters) for name in names}
+
+    def sizes(self, entities: Iterable[str]) -> list[int]:
+        """For the entity of each chain of a data set (`1abc_1`), the number of these chains that are in its cluster;
+        UNKNOWN_CLUSTER if no cluster has it.
+
+        Chains are counted, not entities, because chains are drawn: sixty copies of a chain are one entity.
+        """
+        clusters = [self._cluster_of.get(entity.upper()) for entity in entities]
+        chains = Counter(clusters)
+        return [UNKNOWN_CLUSTER if cluster is None else chains[cluster] for cluster in clusters]
+
+
+def are_entities(clusters: list[list[str]]) -> bool:
+    """Whether a cluster file names entities: behind the last underscore of each name is a number. Chains that all have numbers
+    for names do not occur beyond single entries."""
+    return all(name.rpartition("_")[2].isdecimal() for names in clusters for name in names)
+
+
+def _folded_entry(name: str) -> str:
+    entry, separator, chain = name.rpartition("_")
+    return f"{entry.lower()}{separator}{chain}"
+
+
+def _entries(path: Path) -> dict[str, dict[str, Any]]:
+    cache = read_json(path, _FIX)
+    if not isinstance(cache, dict):
+        raise FileFormatError(path, f'expected {{name: {{"release_date": …}}}}; {_FIX}')
+    for key, entry in cache.items():
+        if not isinstance(entry, dict):
+            raise FileFormatError(
+                path, f"expected {{name: {{\"release_date\": …}}}}, '{key}' is {_short(entry)}; {_FIX}"
+            )
+        try:
+            split_key(key)
+        except UserError as error:
+            raise FileFormatError(path, f"{error}; {_FIX}") from error
+    return cache
+
+
+def _sequence(path: Path, key: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not (value == "" or (value.isascii() and value.isalpha())):
+        raise FileFormatError(path, f"the sequence of '{key}' is {_short(value)}, not letters; {_FIX}")
+    return value.upper()
+
+
+def _resolution(path: Path, key: str, value: Any) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise FileFormatError(path, f"the resolution of '{key}' is {_short(value)}, not a number of Å; {_FIX}")
+    return float(value)
+
+
+def _day(path: Path, key: str, value: Any) -> int:
+    if value is None:
+        return UNKNOWN_DAY
+    try:
+        return day_of(date.fromisoformat(str(value)[:10]))
+    except ValueError as error:
+        message = f"the release_date of '{key}' is {_short(value)}, not a date such as 2020-05-14; {_FIX}"
+        raise FileFormatError(path, message) from error
+
+
+def _cluster(path: Path, key: str, value: Any) -> int:
+    if value is None or value == UNKNOWN_CLUSTER:
+        return UNKNOWN_CLUSTER
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_CLUSTER:
+        raise FileFormatError(path, f"the cluster_size of '{key}' is {_short(value)}, not a number of chains; {_FIX}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"

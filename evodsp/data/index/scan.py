@@ -1,0 +1,357 @@
+"""Scanning a data set for its index (`evodsp.data.index.chain_index`), in parallel and in parts that survive a kill.
+
+The main process lists both folders, reads the caches and cuts the sorted chains into parts. Processes scan parts: they list
+the files of each chain and read the header of its structure (or its first alignment, if there is no structure) where no cache
+knows the chain. Each finished part is a JSON file in a hidden folder beside the output. A rerun with the same inputs takes the
+finished parts from there. What is written depends on the inputs only, not on the number of processes or on interruptions.
+
+Chains of the index are those that have alignments, or that a cache or the list of identical chains names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from evodsp.data.executors import executor
+from evodsp.data.formats import parse_obsolete
+from evodsp.data.formats.mmcif import Header, read_header
+from evodsp.data.index.chain_index import (
+    EMPTY_FOLDER,
+    FOLDER_OF_ITS_OWN,
+    IndexContent,
+    Source,
+    own_alignments,
+    write_index,
+)
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts
+from evodsp.data.index.config import FILES, FOLDERS, IndexConfig
+from evodsp.data.index.metadata import (
+    ChainFacts,
+    ClusterSizes,
+    EntityClusters,
+    are_entities,
+    day_of,
+    read_chain_cache,
+    read_entry_cache,
+    read_sets,
+    table_of,
+)
+from evodsp.data.pool import WorkerEndedError
+from evodsp.data.sources.alignment_database import StoredFile, read_databases, read_parts
+from evodsp.data.sources.chain_folder import (
+    chain_folders,
+    file_of_chain,
+    files_of_chain,
+    is_alignment,
+    is_empty_folder,
+    parse_alignment_file,
+)
+from evodsp.data.sources.layout import StructureListing, nested_structure, split_key
+from evodsp.errors import UserError
+from evodsp.files import remove_partial, whole_file
+from evodsp.geometry.alphabet import decode
+from evodsp.progress import progress
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedChain:
+    """What a scan found of a chain."""
+
+    key: str
+    facts: ChainFacts
+    structure: str
+    """Its structure file, relative to the folder; '' if there is none."""
+    database: str
+    """OpenFold's database with its alignments; '' for a folder."""
+    files: tuple[StoredFile, ...]
+    has_empty_folder: bool
+    problem: str
+    """Why its header or first alignment could not be read, '' if it could."""
+
+
+def assemble(chains: Iterable[ScannedChain], duplicates: Iterable[list[str]]) -> IndexContent:
+    """The arrays of an index. `chains`: sorted by key. `duplicates`: sets of identical chains."""
+    keys: list[str] = []
+    sequences: list[str] = []
+    structures: list[str] = []
+    problems: list[str] = []
+    facts: list[ChainFacts] = []
+    databases: dict[str, int] = {}
+    names: dict[str, int] = {}
+    chain_databases: list[int] = []
+    first_files = [0]
+    files: list[tuple[int, int, int]] = []
+    for chain in chains:
+        keys.append(chain.key)
+        sequences.append(chain.facts.sequence)
+        structures.append(chain.structure)
+        problems.append(chain.problem)
+        facts.append(chain.facts)
+        if chain.database:
+            chain_databases.append(databases.setdefault(chain.database, len(databases)))
+        else:
+            chain_databases.append(EMPTY_FOLDER if chain.has_empty_folder else FOLDER_OF_ITS_OWN)
+        files += [(names.setdefault(file.name, len(names)), file.offset, file.length) for file in chain.files]
+        first_files.append(len(files))
+    name_rows, offsets, lengths = np.array(files, np.int64).reshape(-1, 3).T
+    packed = PackedTexts.of(sequences)
+    table = table_of(PackedTexts.of(keys), facts)
+    content = IndexContent(
+        table=table,
+        sequences=packed,
+        structures=PackedTexts.of(structures),
+        problems=PackedTexts.of(problems),
+        databases=PackedTexts.of(databases),
+        file_names=PackedTexts.of(names),
+        chain_databases=np.array(chain_databases, np.int32),
+        first_files=np.array(first_files, np.int64),
+        file_name_rows=name_rows.astype(np.int32),
+        file_offsets=np.ascontiguousarray(offsets),
+        file_lengths=np.ascontiguousarray(lengths),
+    )
+    has_own = own_alignments(content)
+    row_of = {key: row for row, key in enumerate(keys)}
+    for same in duplicates:
+        rows = [row_of[key] for key in same if key in row_of]
+        owner = next((row for row in rows if has_own[row]), None)
+        for row in rows:
+            if owner is not None and not has_own[row]:
+                table.representatives[row] = owner
+    return replace(content, table=table)
+
+
+CHAINS_OF_PART = 500
+_FORM = 2
+"""The form in which a part describes a chain. Parts of another form, of an earlier version, are scanned again."""
+_FIRST_BYTES = 1 << 16
+"""The first record of an A3M file is looked for in these bytes before the whole file is parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTask:
+    """What is known of a chain before its files are read."""
+
+    key: str
+    structure: str
+    """The structure file of its entry, relative to the folder; '' if there is none."""
+    in_cache: bool
+    has_folder: bool
+    database: str = ""
+    """OpenFold's database with its alignments."""
+    files: tuple[StoredFile, ...] = ()
+    """Its files in the database."""
+    needs_entity: bool = False
+    """Whether the number of its entity is to be read, for clusters of entities."""
+    may_be_nested: bool = False
+    """Whether the folder of structures has a folder of the chain, where its structure may lie."""
+
+
+def make_index(config: IndexConfig) -> int:
+    """Scan and write the index of `config`, whose paths were checked, and show progress; returns the number of chains.
+
+    Raises UserError if there are no chains, or a cache or a list is broken. A structure or alignment that cannot be read is no
+    error: the index names it with the reason.
+    """
+    sources = [Source.of(name, path) for name in (*FOLDERS, *FILES) if (path := getattr(config, name)) is not None]
+    listed = {} if config.chain_data_cache is None else read_chain_cache(config.chain_data_cache)
+    facts = {} if config.mmcif_cache is None else read_entry_cache(config.mmcif_cache)
+    facts |= {key: _filled(known, facts.get(key, ChainFacts())) for key, known in listed.items()}
+    duplicates = [] if config.duplicates is None else read_sets(config.duplicates)
+    clusters = [] if config.cluster_file is None else read_sets(config.cluster_file)
+    by_entity = bool(clusters) and are_entities(clusters)
+    obsolete = {} if config.obsolete is None else parse_obsolete(config.obsolete)
+    named = {*listed, *(key for same in duplicates for key in same)}  # mmcif_cache lists all entries of the PDB
+    tasks = _tasks(config, facts, named, by_entity)
+    chunks = [tasks[at : at + CHAINS_OF_PART] for at in range(0, len(tasks), CHAINS_OF_PART)]
+    folder = config.output.with_name(f".{config.output.name}.parts")
+    _keep_parts(folder, _fingerprint(tasks, sources))
+    _scan(config, folder, chunks)
+    if by_entity:
+        sizes = EntityClusters(clusters).sizes(found["entity"] for _, found in _scanned(folder, chunks))
+    else:
+        of_chain = ClusterSizes(clusters)
+        sizes = [of_chain.of(task.key) for task in tasks]
+    scanned = (
+        _with_facts(task, found, facts, size)
+        for (task, found), size in zip(_scanned(folder, chunks), sizes, strict=True)
+    )
+    remove_partial(config.output.parent, {config.output.name})  # of a scan that was killed while it wrote
+    write_index(config.output, assemble(scanned, duplicates), sources, obsolete)
+    shutil.rmtree(folder)
+    return len(tasks)
+
+
+def _scanned(folder: Path, chunks: list[list[ChainTask]]) -> Iterator[tuple[ChainTask, dict[str, Any]]]:
+    """Each chain with what its part says of it."""
+    for number, chunk in enumerate(chunks):
+        yield from zip(chunk, json.loads(_part(folder, number).read_bytes()), strict=True)
+
+
+def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
+    """`known`, with what it does not say taken from `other`."""
+    return ChainFacts(
+        known.sequence or other.sequence,
+        other.resolution if math.isnan(known.resolution) else known.resolution,
+        other.release_day if known.release_day == UNKNOWN_DAY else known.release_day,
+        other.cluster_size if known.cluster_size == UNKNOWN_CLUSTER else known.cluster_size,
+    )
+
+
+def _tasks(
+    config: IndexConfig, facts: Mapping[str, ChainFacts], named: set[str], needs_entity: bool
+) -> list[ChainTask]:
+    """The chains of the index, sorted by key: those with alignments and `named`. Raises UserError if none has alignments."""
+    in_database = {key: database for database in read_databases(config.alignment_dir) for key in database.entries}
+    folders = set() if in_database else set(chain_folders(config.alignment_dir))
+    keys = sorted({*folders, *in_database, *named})
+    if not folders and not in_database:
+        raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
+    listing = StructureListing(config.structure_dir)
+    tasks = []
+    for key in keys:
+        try:
+            structure = listing.of_entry(split_key(key)[0]) or ""
+            may_be_nested = not structure and key in listing.folders
+        except UserError:  # the name is no chain key: it has no structure, and training reports it so
+            structure, may_be_nested = "", False
+        name, files = in_database[key].files(key) if key in in_database else ("", [])
+        of_key = (key, structure, key in facts, key in folders, name, tuple(files))
+        tasks.append(ChainTask(*of_key, needs_entity, may_be_nested))
+    return tasks
+
+
+def _fingerprint(tasks: list[ChainTask], sources: list[Source]) -> str:
+    """A digest of all that the parts depend on."""
+    digest = hashlib.sha256(repr([_FORM, *(vars(source) for source in sources)]).encode())
+    for task in tasks:
+        digest.update(repr(task).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _keep_parts(folder: Path, fingerprint: str) -> None:
+    """Make the folder of parts ready: parts of a scan of other inputs are deleted, those of this one are kept."""
+    plan = folder / "plan"
+    if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
+        shutil.rmtree(folder, ignore_errors=True)
+        with whole_file(plan) as partial:
+            partial.write_bytes(fingerprint.encode())
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
+
+def _scan(config: IndexConfig, folder: Path, chunks: list[list[ChainTask]]) -> None:
+    """Write the parts that are missing."""
+    missing = [number for number in range(len(chunks)) if not _part(folder, number).is_file()]
+    total = sum(map(len, chunks))
+    left = sum(len(chunks[number]) for number in missing)
+    alignments, structures = config.alignment_dir, config.structure_dir
+    if config.scheduler is not None:  # its workers may run in other folders
+        alignments, structures, folder = alignments.absolute(), structures.absolute(), folder.absolute()
+    pieces = [(alignments, structures, _part(folder, number), chunks[number]) for number in missing]
+    ended: WorkerEndedError | None = None
+    with progress("scanned chains", total, total - left) as advance:
+        for _, done in executor(config.scheduler, config.workers).map(scan_part, pieces):
+            if isinstance(done, WorkerEndedError):
+                ended = done
+            else:
+                advance(done)
+    if ended is not None:
+        raise UserError(f"{ended}: run the command again with fewer --workers") from ended
+
+
+def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[ChainTask]) -> int:
+    """Scan some chains and write what was found to `path`; returns their number. Runs in a process of its own."""
+    found = [_scan_chain(alignment_dir, structure_dir, task) for task in tasks]
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(found), encoding="ascii")
+    return len(tasks)
+
+
+def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
+    """What is written of a chain: its files, and what its header says if no cache does. `_FORM` names this form."""
+    files, structure = list(task.files), task.structure
+    facts, entity, problem, is_empty = ChainFacts(), "", "", False
+    try:
+        if task.has_folder:
+            found = files_of_chain(alignment_dir / task.key)
+            is_empty = not found and is_empty_folder(alignment_dir / task.key)
+            files = [StoredFile(name, 0, length) for name, length in found.items()]
+        if task.may_be_nested and (path := nested_structure(structure_dir, task.key)) is not None:
+            structure = str(path.relative_to(structure_dir))
+        if structure and (task.needs_entity or not task.in_cache):
+            facts, entity = _facts_of_header(structure_dir / structure, *split_key(task.key))
+        elif not task.in_cache:
+            facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
+    except (UserError, OSError) as error:
+        problem = " ".join(str(error).split())
+    columns = {"files": files, "empty": is_empty, "structure": structure, "facts": dataclasses.astuple(facts)}
+    return {**columns, "entity": entity, "problem": problem}
+
+
+def _facts_of_header(path: Path, entry: str, chain_id: str) -> tuple[ChainFacts, str]:
+    """What a header says of a chain, and its entity, such as 1abc_1 ('' if the file numbers none)."""
+    header = _header(path)
+    if not chain_id and len(header.sequences) == 1:
+        (chain_id,) = header.sequences
+    if chain_id not in header.sequences:
+        raise UserError(
+            f"{path}: no protein chain '{chain_id}'. Chains: {', '.join(sorted(header.sequences))}; drop the chain"
+        )
+    facts = ChainFacts(header.sequences[chain_id], header.resolution or 0.0, day_of(header.release_date))
+    number = header.entities.get(chain_id)
+    return facts, "" if number is None else f"{entry}_{number}"
+
+
+@lru_cache(maxsize=4)
+def _header(path: Path) -> Header:
+    """Chains are sorted, so those of an entry follow each other."""
+    return read_header(path)
+
+
+def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) -> str:
+    """The first row of the chain's first alignment; '' if it has none."""
+    first = next((file for file in files if is_alignment(Path(file.name).name)), None)
+    if first is None:
+        return ""
+    if task.database:
+        parts = read_parts(alignment_dir / task.database, task.key, [first], task.database)
+        ((source, _, data),) = parts
+    else:
+        source = str(file_of_chain(alignment_dir / task.key, first.name))
+        data = first_record(Path(source))
+    alignments = parse_alignment_file(source, data)
+    return decode(alignments[0].residues[0]) if alignments else ""
+
+
+def first_record(path: Path) -> bytes:
+    """The first record of an A3M file if it is short and not packed, otherwise the whole file."""
+    with path.open("rb") as file:
+        data = file.read(_FIRST_BYTES)
+        second = data.find(b"\n>", data.find(b">") + 1)
+        if path.suffix == ".a3m" and data.lstrip().startswith(b">") and second > 0:
+            return data[: second + 1]
+        return data + file.read()
+
+
+def _with_facts(
+    task: ChainTask, found: dict[str, Any], cached: dict[str, ChainFacts], cluster_size: int
+) -> ScannedChain:
+    facts = cached.get(task.key) or ChainFacts(*found["facts"])
+    if cluster_size != UNKNOWN_CLUSTER:
+        facts = replace(facts, cluster_size=cluster_size)
+    files = tuple(StoredFile(*file) for file in found["files"])
+    where = (found["structure"], task.database, files, found["empty"])
+    return ScannedChain(task.key, facts, *where, found["problem"])

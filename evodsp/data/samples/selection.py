@@ -1,0 +1,208 @@
+"""Which chains of a set a run takes: those of its list that have files, pass the filters, and are counted by the losses.
+
+The losses of the confidence heads count structures whose resolution is within bounds (supplement 1.9.6). A structure without a
+resolution (NMR, a prediction, often a file of one's own) has the resolution 0, as in AlphaFold2, and is not counted. A run on
+such chains alone learns no confidence, and its `train/plddt` is 0. Nobody sees why unless it is said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import compress
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Float64
+
+from evodsp.config import FilterConfig, LossConfig, Sampling
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.chain_table import ChainTable
+from evodsp.data.index.metadata import cached_table
+from evodsp.data.samples.sampling import left_out_by_filters, sampling_weights
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.layout import StructureListing
+from evodsp.errors import UserError
+from evodsp.reading.text_files import lines_of
+
+
+def chain_list(chains: str | list[str]) -> list[str]:
+    """The names in a list of chains: the list itself, or a text file with one name per line ('#' begins a comment).
+
+    Raises UserError if the file is missing, empty or no UTF-8 text, or if a name is listed twice.
+    """
+    source, names = "the list of chains", chains
+    if isinstance(chains, str):
+        source, path = chains, Path(chains)
+        if path.is_dir():
+            raise UserError(
+                f"{chains}: is a folder, but a list of chains is a file with one name per line; give the file, "
+                "or a list [102m_A, ...]"
+            )
+        if not path.is_file():
+            raise UserError(
+                f"{chains}: no such file of chain names; write one name per line, or give a list [102m_A, ...]"
+            )
+        names = [name for line in lines_of(path) if (name := line.partition("#")[0].strip())]
+    if not names:
+        raise UserError(f"{source}: no chain names in it; write one per line")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UserError(f"{source}: '{twice[0]}' is listed more than once; remove the repetition")
+    return list(names)
+
+
+Lacking = Literal["alignments", "structure", "record"]
+"""What a chain does not have; of a feature store, its record."""
+
+
+class Presence:
+    """Looks chains up in time that does not grow with their number. Whether files can be read is not checked."""
+
+    def __init__(self, store: ChainFiles | FeatureStore) -> None:
+        self.keys = store.keys()
+        """Chains with alignments, sorted."""
+        self._known = frozenset(self.keys)
+        self._unknown: Lacking = "record" if isinstance(store, FeatureStore) else "alignments"
+        self._is_resolved: Callable[[str], bool]
+        if isinstance(store, FeatureStore):
+            self._is_resolved = self._known.__contains__
+        elif store.index is not None:
+            self._is_resolved = frozenset(compress(store.index.keys[:], store.index.has_structure())).__contains__
+        elif store.structure_dir is not None:
+            self._listing = StructureListing(store.structure_dir)
+            self._is_resolved = self._is_listed
+        else:
+            self._is_resolved = store.has_structure
+
+    def lacks(self, key: str) -> Lacking | None:
+        """What the chain does not have; None if it has both."""
+        if key not in self._known:
+            return self._unknown
+        return None if self._is_resolved(key) else "structure"
+
+    def structures_without_alignments(self, structure_dir: Path) -> list[str]:
+        """Entries of a folder of structures (lower case, sorted) that have no chain with alignments."""
+        return StructureListing(structure_dir).entries_without(self.keys)
+
+    def _is_listed(self, key: str) -> bool:
+        try:
+            return self._listing.has(key)
+        except UserError:  # a folder whose name is no chain key
+            return False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The settings that filter and weight the chains of a set."""
+
+    where: str
+    """What the names of these settings begin with: data, or data.distillation."""
+    chain_data_cache: str | None
+    index: str | None
+    filters: FilterConfig
+    sampling: Sampling
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the filters leave chains out."""
+        return self.chain_data_cache is not None or self.sampling == "alphafold2"
+
+    @cached_property
+    def known(self) -> tuple[ChainTable, str] | None:
+        """What is known of the chains, and the file that says so; None if nothing is asked of it.
+
+        An index alone filters nothing: it may be there only to make a run start quickly.
+        """
+        if self.chain_data_cache is not None:
+            return cached_table(self.chain_data_cache), self.chain_data_cache
+        if not self.is_applied:
+            return None
+        if self.index is None:
+            raise UserError(
+                f"{self.where}.sampling is alphafold2, but {self.where}.chain_data_cache and {self.where}.index are null; give "
+                "OpenFold's chain_data_cache.json or an index (evodsp data index), which have the lengths and cluster sizes, "
+                f"or set {self.where}.sampling to uniform"
+            )
+        return ChainIndex(self.index).table, self.index
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The chains that pass the filters."""
+
+    keys: list[str]
+    weights: Float64[np.ndarray, " n"] | None
+    """The frequency with which each chain is drawn, in any unit; None: all are drawn equally often."""
+    left_out: dict[str, int]
+    """Numbers of chains by the reason, without reasons that leave none out."""
+
+    def line(self, kind: str) -> str:
+        """A line that says how many chains are left, and why others are not; '' if none is left out."""
+        total = len(self.keys) + sum(self.left_out.values())
+        said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        return f"{len(self.keys)} of {total} {kind} chains; left out: {said}" if said else ""
+
+
+def select(keys: list[str], selection: Selection) -> Selected:
+    """Filter and weight the chains `keys`. A chain that several filters leave out is counted with the first."""
+    if (known := selection.known) is None:
+        return Selected(keys, None, {})
+    table, source = known
+    row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
+    reasons = left_out_by_filters(table, selection.filters, f"{selection.where}.filters")
+    kept, counts = [], dict.fromkeys([f"not in {source}", *reasons], 0)
+    for key in keys:
+        row = row_of.get(key)
+        if row is None:
+            counts[f"not in {source}"] += 1
+        elif (why := next((reason for reason, rows in reasons.items() if rows[row]), None)) is not None:
+            counts[why] += 1
+        else:
+            kept.append(key)
+    weights = None if selection.sampling == "uniform" else sampling_weights(table)[[row_of[key] for key in kept]]
+    return Selected(kept, weights, {reason: count for reason, count in counts.items() if count})
+
+
+@dataclass(frozen=True)
+class CountedStructures:
+    """The rule of a run."""
+
+    loss: LossConfig
+    assumed: float | None
+    """What a structure without a resolution is taken to have, in Å; None for nothing."""
+    setting: str = "data.assumed_resolution"
+    """The setting that says so."""
+
+    def line(self, resolutions: Float[np.ndarray, " n"], chains: int, kind: str) -> str | None:
+        """A line about the chains that the losses do not count; None if they count all, or have no weight.
+
+        `resolutions`: in Å, 0 if there is none, NaN if unknown, of all or some of the `chains` chains. `kind`: what they are
+        called.
+        """
+        known = resolutions[~np.isnan(resolutions)]
+        terms, loss = self.loss.by_resolution, self.loss
+        low, high = loss.confidence_min_resolution, loss.confidence_max_resolution
+        # A resolution that was rounded to float32, as a table has it, is not outside of bounds that it was given as.
+        taken = np.where(known == 0, self.assumed or 0, known).astype(np.float32)
+        is_outside = (taken < np.float32(low)) | (taken > np.float32(high))
+        without, others = int((is_outside & (known == 0)).sum()), int((is_outside & (known != 0)).sum())
+        if not terms or not without + others:
+            return None
+        among = (
+            f"{chains:,} {kind} chains"
+            if len(known) == chains
+            else f"{len(known):,} {kind} chains whose resolution is known"
+        )
+        have = f"{without:,} of {among} have no resolution" if without else ""
+        which = f"{others:,}" if without else f"{others:,} of {among}"
+        outside = f"{which} have one outside of {low:g} to {high:g} Å" if others else ""
+        names = " and ".join([", ".join(terms[:-1]), terms[-1]] if terms[1:] else terms)
+        fix = f"; {self.setting} gives a resolution to chains without one" if without else ""
+        return (
+            f"{' and '.join(filter(None, (have, outside)))}: the loss {names} does not count them, as in AlphaFold2, so "
+            f"train/{terms[0]} is 0 in steps of such chains alone{fix}"
+        )

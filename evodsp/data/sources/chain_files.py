@@ -1,0 +1,218 @@
+"""Alignments and structures on disk, in OpenFold's and OpenProteinSet's layouts, addressed by chain key.
+
+A chain key is `<pdbid>_<chain>`, split at its last underscore; the chain id is the author's. The alignments of a chain are
+the files of the folder `<alignment_dir>/<key>/` or of OpenFold3's `<key>.npz` (`sources.chain_folder`), or entries of
+OpenFold's alignment database (`alignment_db_*.db` files and one `alignment_db.index`). Structures are
+`<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32
+
+from evodsp.data.formats.mmcif import read_chain, read_confidence
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
+from evodsp.data.sources.alignment_database import AlignmentDatabase, read_databases, read_parts
+from evodsp.data.sources.chain_folder import (
+    chain_folders,
+    file_of_chain,
+    files_of_chain,
+    has_files,
+    is_alignment,
+    is_search_result,
+    parse_alignments,
+    parse_search_result,
+    read_alignment_dir,
+    read_template_hits,
+    say_query_only,
+)
+from evodsp.data.sources.layout import split_key
+from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
+from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.structures import StructureFolder
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError, nearest
+from evodsp.geometry.alphabet import decode
+
+
+class ChainFiles:
+    """Alignments and structures by chain key. Construction reads no file; pickling transfers only the paths.
+
+    `alignment_dir`: chain folders, or the alignment database. `structure_dir`: structure files; None if there are none
+    (prediction). `index`: of both folders; then no folder is listed and no index of a database is parsed, and a chain without
+    alignments has those of an identical chain. Raises UserError if a directory does not exist.
+    """
+
+    def __init__(
+        self,
+        alignment_dir: str | Path,
+        structure_dir: str | Path | None = None,
+        index: ChainIndex | None = None,
+    ) -> None:
+        self.alignment_dir = Path(alignment_dir)
+        self.structure_dir = None if structure_dir is None else Path(structure_dir)
+        if not self.alignment_dir.is_dir():
+            raise UserError(f"{self.alignment_dir}: no such alignment directory; check the path")
+        self.index = index
+        self._structures = None if self.structure_dir is None else StructureFolder(self.structure_dir)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.alignment_dir, self.structure_dir, self.index)
+
+    def __repr__(self) -> str:
+        return f"ChainFiles('{self.alignment_dir}', '{self.structure_dir}')"
+
+    def keys(self) -> list[str]:
+        """Keys of all chains with alignments, sorted."""
+        if self.index is not None:
+            return list(compress(self.index.keys[:], self.index.has_alignments()))
+        if self._databases:
+            return sorted(key for database in self._databases for key in database.entries)
+        return chain_folders(self.alignment_dir)
+
+    def has_structure(self, key: str) -> bool:
+        """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
+        if self.index is not None:
+            row = self.index.keys.find(key)
+            return row is not None and self.index.structure(row) is not None
+        return self._structures is not None and self._structures.has_structure(key)
+
+    def chain(self, key: str) -> Chain:
+        """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
+        return read_chain(self._structure_file(key), split_key(key)[1])
+
+    def confidence(self, key: str) -> Float32[np.ndarray, " L"]:
+        """pLDDT of each residue of a predicted chain; see `read_confidence`."""
+        return read_confidence(self._structure_file(key), split_key(key)[1])
+
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
+        return self._folder(pdb_id).structure(pdb_id)
+
+    def _structure_file(self, key: str) -> Path:
+        folder = self._folder(key)
+        if self.index is not None and (name := self.index.structure(self.index.row(key))) is not None:
+            return folder.directory / name
+        return folder.file_of(key)
+
+    def _folder(self, key: str) -> StructureFolder:
+        if self._structures is None:
+            raise UserError(f"chain {key}: no structure directory was given; set it to the folder of .cif files")
+        return self._structures
+
+    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+        """The chain, read from its files (`parse_chain`)."""
+        return parse_chain(self, key, with_hits)
+
+    def query(self, key: str) -> ProteinSequence:
+        """The chain's sequence: from its structure (SEQRES) if there is one, else the first row of its first alignment."""
+        if self.has_structure(key):
+            return self.chain(key).query(key)
+        alignments = self._read_alignments(key, None)
+        if not alignments:
+            raise UserError(
+                f"chain {key}: its alignments are empty and it has no structure, so its sequence is unknown"
+            )
+        return ProteinSequence(name=key, letters=decode(alignments[0].residues[0]))
+
+    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
+        """The chain's alignments, sorted by file name. The first row of each is checked to be the query.
+
+        `query`: the chain's sequence, if it is known already; otherwise it is read from the structure, if there is one.
+        Raises UserError as `read_alignment_dir` does, with the nearest key if the chain has no alignments.
+        """
+        if query is None and self.has_structure(key):
+            query = self.query(key)
+        return self._read_alignments(key, query)
+
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
+        """Hits of the chain's template searches (`SEARCH_RESULTS`), in the order of the files; empty if there are none.
+
+        `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
+        """
+        if self.index is None and not self._databases:
+            return read_template_hits(self.alignment_dir / key, query)
+        return [
+            hit
+            for source, name, data in self._files(key)
+            if is_search_result(Path(name).name)
+            for hit in parse_search_result(source, query, data)
+        ]
+
+    def stale_sources(self) -> list[str]:
+        """What the index was made of and has changed since, as 'option path'; none without an index."""
+        if self.index is None:
+            return []
+        now_at = {"alignment_dir": self.alignment_dir}
+        return self.index.stale_sources(
+            now_at if self.structure_dir is None else {**now_at, "structure_dir": self.structure_dir}
+        )
+
+    def differs_from_index(self, key: str) -> bool:
+        """Whether the chain's folder has other files, or files of other sizes, than its index says; False without an index, and
+        for chains in a database. Lists the folder and reads no file."""
+        if self.index is None or (row := self.index.keys.find(key)) is None:
+            return False
+        owner, database, indexed = self.index.alignment_files(row)
+        if database is not None:
+            return False
+        return files_of_chain(self.alignment_dir / owner) != {file.name: file.length for file in indexed}
+
+    def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
+        if self.index is not None or self._databases:
+            return self._from_files(key, query)
+        directory = self.alignment_dir / key
+        if not has_files(directory):
+            raise UserError(
+                f"{self.alignment_dir}: no alignments of chain '{key}'; add its folder or drop the chain."
+                f"{nearest(key, self.keys())}"
+            )
+        return read_alignment_dir(directory, query)
+
+    @cached_property
+    def _databases(self) -> list[AlignmentDatabase]:
+        return read_databases(self.alignment_dir)
+
+    def _from_files(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
+        files = [(source, data) for source, name, data in self._files(key) if is_alignment(Path(name).name)]
+        is_empty = not files and self.index is not None and self.index.has_empty_folder(self.index.row(key))
+        if not files and not is_empty:
+            where = f"{self.alignment_dir}: no alignment (.a3m, .sto or .npz) of chain '{key}' in"
+            raise UserError(
+                f"{where} the {'database' if self.index is None else 'index'}; make it again or drop the chain"
+            )
+        alignments = parse_alignments(files)
+        if not alignments:
+            say_query_only(str(self.alignment_dir / key), "is empty" if is_empty else "empty alignments")
+        return matched_alignments(alignments, query)
+
+    def _files(self, key: str) -> Iterator[tuple[str, str, bytes | None]]:
+        """(source for messages, name, content or None if it is a file) of a chain's alignments and template searches, sorted by
+        name, from the index or the database."""
+        if self.index is None:
+            return self._database_files(key)
+        owner, database, files = self.index.alignment_files(self.index.row(key))
+        if database is not None:
+            return read_parts(self.alignment_dir / database, owner, files, self.index.path.name)
+        folder = self.alignment_dir / owner
+        return ((str(file_of_chain(folder, file.name)), file.name, None) for file in files)
+
+    def _database_files(self, key: str) -> Iterator[tuple[str, str, bytes]]:
+        """(source for messages, name, content) of a chain's alignments and template searches, sorted by name."""
+        found = next((database for database in self._databases if key in database.entries), None)
+        if found is None:
+            indices = ", ".join(database.index.name for database in self._databases)
+            raise UserError(
+                f"{self.alignment_dir}: no alignments of chain '{key}' in {indices}; make the index again or drop the chain."
+                f"{nearest(key, self.keys())}"
+            )
+        database, files = found.files(key)
+        return read_parts(self.alignment_dir / database, key, files, found.index.name)

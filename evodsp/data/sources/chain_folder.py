@@ -1,0 +1,178 @@
+"""The folder of one chain: which of its files are alignments, which are template searches, and reading them.
+
+Files lie in the folder itself (OpenFold) or in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), gzipped or not.
+OpenFold3's archive of all alignments of a chain lies beside the folder, as `<key>.npz`, or in it. The alignment database
+(`evodsp.data.sources.chain_files`) decides by the same file names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+from evodsp.data.formats import parse_a3m, parse_hhr, parse_hmmsearch, parse_preparsed, parse_stockholm
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.sources.query_check import all_monomers, matched_alignments
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError
+from evodsp.printing import logger
+from evodsp.reading.text_files import unpack
+
+_PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
+_ARCHIVE = ".npz"
+BESIDE = _ARCHIVE
+"""The name, relative to a chain's folder, of the archive beside it: what follows the chain's key."""
+_SUBFOLDERS = ("a3m", "sto", "hhr")
+_HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
+"""Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
+SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} or {_HMMSEARCH[-1]}.sto"
+"""The names of template searches, for messages."""
+_LARGEST_EMPTY = 4096
+"""Bytes that a file without text may have: blank lines, the header of a gzip archive."""
+_NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a complex; for templates
+
+
+def is_alignment(name: str) -> bool:
+    """Whether a file of that name is an alignment for the chain's MSA: .a3m, .sto and .npz, but not hmmsearch's."""
+    known = _format(name) in (*_PARSERS, _ARCHIVE)
+    return name == BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
+
+
+def is_search_result(name: str) -> bool:
+    """Whether a file of that name holds template hits: any .hhr (HHsearch), and hmm_output.sto,
+    hmmsearch_output.sto and pdb_hits.sto (hmmsearch)."""
+    name = name.removesuffix(".gz")
+    return not name.startswith(".") and (name.endswith(".hhr") or name.removesuffix(".sto") in _HMMSEARCH)
+
+
+def chain_folders(alignment_dir: Path) -> list[str]:
+    """The chains that have a folder, or an archive, in a folder of alignments, sorted."""
+    found = [item for item in os.scandir(alignment_dir) if not item.name.startswith(".")]
+    folders = {item.name for item in found if item.is_dir()}
+    return sorted(folders | {item.name.removesuffix(BESIDE) for item in found if item.name.endswith(BESIDE)} - {""})
+
+
+def has_files(directory: Path) -> bool:
+    """Whether there is a chain's folder, or an archive beside the place of one."""
+    return directory.is_dir() or _beside(directory).is_file()
+
+
+def is_empty_folder(directory: Path) -> bool:
+    """Whether a chain's folder is there without any file for alignments or templates: a search found nothing."""
+    return directory.is_dir() and not _files(directory)
+
+
+def file_of_chain(directory: str | Path, name: str) -> Path:
+    """The file of a chain's folder with that name relative to it."""
+    return _beside(directory) if name == BESIDE else Path(directory) / name
+
+
+def alignment_files(directory: str | Path) -> list[Path]:
+    """The alignments of a chain's folder, sorted by file name."""
+    return [path for path in _files(Path(directory)) if is_alignment(path.name)]
+
+
+def search_result_files(directory: str | Path) -> list[Path]:
+    """The template searches of a chain's folder, sorted by file name."""
+    return [path for path in _files(Path(directory)) if is_search_result(path.name)]
+
+
+def files_of_chain(directory: Path) -> dict[str, int]:
+    """The alignments and template searches of a chain's folder, sorted by file name: name relative to the folder, and bytes."""
+    found = [path for path in _files(directory) if is_alignment(path.name) or is_search_result(path.name)]
+    beside = _beside(directory)
+    return {BESIDE if path == beside else str(path.relative_to(directory)): path.stat().st_size for path in found}
+
+
+def parse_alignment_file(path: str | Path, data: bytes | None = None) -> list[Alignment]:
+    """The alignments of a file, parsed by its suffix; an archive holds several. `data`: the file's bytes, if they were read."""
+    kind = _format(Path(path).name)
+    if kind == _ARCHIVE:
+        return parse_preparsed(path, data, is_wanted=lambda name: not name.startswith(_NOT_FOR_THE_MSA))
+    parse: Callable[[str | Path, bytes | None], Alignment] = _PARSERS[kind]
+    return [parse(path, data)]
+
+
+def parse_search_result(path: str | Path, query: ProteinSequence, data: bytes | None = None) -> list[TemplateHit]:
+    """The hits of a template search, parsed by its name. `data`: the file's bytes.
+
+    An empty hmm_output.sto has no hits: hmmsearch leaves it if it finds nothing.
+    """
+    if Path(path).name.removesuffix(".gz").endswith(".hhr"):
+        return parse_hhr(path, data)
+    is_empty = data == b"" if data is not None else Path(path).is_file() and Path(path).stat().st_size == 0
+    return [] if is_empty else parse_hmmsearch(path, data, query=query.letters, listed=all_monomers(query))
+
+
+def parse_alignments(files: Iterable[tuple[str | Path, bytes | None]]) -> list[Alignment]:
+    """The alignments of files (path, and bytes if they were read already), in their order.
+
+    Empty files are left out: a search without a result leaves them.
+    """
+    return [
+        alignment for path, data in files if not _is_empty(path, data) for alignment in parse_alignment_file(path, data)
+    ]
+
+
+def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = None) -> list[Alignment]:
+    """All alignments of a chain's folder, sorted by file name; none, and a warning, if the folder or all of them are empty.
+
+    The first row of each must be the query: `query` if given, else the first file's first row. X matches any letter.
+
+    Raises UserError if the folder is missing or holds other files only, or if a first row is not the query.
+    """
+    directory = Path(directory)
+    if not has_files(directory):
+        raise UserError(f"{directory}: no such alignment directory; check the path or run the search for this chain")
+    files = alignment_files(directory)
+    if not files and (others := _files(directory)):
+        found = ", ".join(path.name for path in others[:5])
+        raise UserError(
+            f"{directory}: no alignment (.a3m, .sto or .npz) of the chain here ({found}); run the search for this chain"
+        )
+    alignments = parse_alignments((path, None) for path in files)
+    if not alignments:
+        say_query_only(str(directory), "empty alignments" if files else "is empty")
+    return matched_alignments(alignments, query)
+
+
+def read_template_hits(directory: str | Path, query: ProteinSequence) -> list[TemplateHit]:
+    """The hits of all template searches of a chain's folder, in the order of the files; empty if there are none.
+
+    Raises UserError if the folder is missing, FileFormatError for a broken file.
+    """
+    if not has_files(Path(directory)):
+        raise UserError(f"{directory}: no such folder of template searches; check the path")
+    return [hit for path in search_result_files(directory) for hit in parse_search_result(path, query)]
+
+
+def _is_empty(path: str | Path, data: bytes | None) -> bool:
+    """Whether a file, gzipped or not, has no text. `data`: its bytes, if they were read already."""
+    if data is None and Path(path).stat().st_size > _LARGEST_EMPTY:
+        return False
+    content = Path(path).read_bytes() if data is None else data
+    return len(content) <= _LARGEST_EMPTY and not unpack(path, content).strip(b"\0 \t\r\n")
+
+
+@cache
+def say_query_only(where: str, why: str) -> None:
+    """Warn, once in a process, that a chain has no alignment."""
+    logger(__name__).warning(f"{where}: {why}; the MSA of the chain is its sequence alone")
+
+
+def _files(directory: Path) -> list[Path]:
+    folders = [directory, *(directory / name for name in _SUBFOLDERS)]
+    found = [path for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_file()]
+    beside = _beside(directory)
+    return sorted([*found, *([beside] if beside.is_file() else [])], key=lambda path: path.name)
+
+
+def _beside(directory: str | Path) -> Path:
+    """OpenFold3's archive of the chain, beside its folder."""
+    return Path(f"{directory}{BESIDE}")
+
+
+def _format(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix

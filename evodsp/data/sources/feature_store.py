@@ -1,0 +1,160 @@
+"""A feature store: chains that were parsed once (`evodsp data build`), read as training needs them.
+
+    <store>/store.json     version, checksums of the indices, obsolete entries
+    <store>/chains/        a table (`evodsp.data.sources.shards`) of chains: structure, MSA, template hits
+    <store>/templates/     a table of structures, of the entries that the hits name; absent without templates
+
+`<store>` is a path, or any address that fsspec knows (`s3://…`, `gs://…`, `https://…`), if its package is installed.
+Samples are the same, bit by bit, as those that are made from the files.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import date
+from typing import Any
+
+from fsspec.core import url_to_fs
+
+from evodsp.data.records import Chain, Structure
+from evodsp.data.sources.parsed_chain import ParsedChain
+from evodsp.data.sources.record_codec import decode_chain, decode_parsed
+from evodsp.data.sources.shards import Table
+from evodsp.data.templates.filters import HitLimits
+from evodsp.data.templates.source import TemplateSource
+from evodsp.errors import FileFormatError, UserError, nearest
+
+FORMAT_VERSION = 1
+DESCRIPTION = "store.json"
+CHAINS, TEMPLATES = "chains", "templates"
+_MOST_COMPARED = 10_000
+"""The nearest name of a misspelt chain is looked for among at most this many."""
+
+
+class FeatureStore:
+    """A feature store opened for reading. Pickling transfers only its address.
+
+    Raises UserError if there is none, if a newer version of evodsp made it, or if its indices are damaged.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        try:
+            system, folder = url_to_fs(address)
+            description = json.loads(system.cat_file(f"{folder}/{DESCRIPTION}"))
+        except (OSError, ImportError) as error:
+            raise UserError(
+                f"{address}: no feature store there ({DESCRIPTION}: {getattr(error, 'strerror', None) or error}); check the "
+                "address, or make the store with 'evodsp data build'"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            message = "not the description of a feature store; check the address, or copy the store again"
+            raise FileFormatError(f"{address}/{DESCRIPTION}", message) from error
+        if (version := _entry(address, description, "format_version", int)) > FORMAT_VERSION:
+            raise UserError(
+                f"{address}: has format version {version}, this evodsp reads up to {FORMAT_VERSION}; use a newer evodsp"
+            )
+        tables = _entry(address, description, "tables", dict)
+        self.obsolete: dict[str, str | None] = _entry(address, description, "obsolete", dict)
+        """Withdrawn entries among the templates, with their successors."""
+        self.min_plddt: float | None = _entry(address, description, "plan", dict).get("min_plddt")
+        """Predicted structures: atoms of residues below this pLDDT are masked. None: experiments."""
+        self._chains = Table(system, f"{folder}/{CHAINS}", _entry(address, tables, CHAINS, str))
+        self.structures = None
+        """The templates' structures; None if the store was built without them."""
+        if TEMPLATES in tables:
+            self.structures = StoredStructures(
+                address, Table(system, f"{folder}/{TEMPLATES}", _entry(address, tables, TEMPLATES, str))
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.address,)
+
+    def __repr__(self) -> str:
+        return f"FeatureStore('{self.address}')"
+
+    def __len__(self) -> int:
+        return len(self._chains)
+
+    def __contains__(self, key: object, /) -> bool:
+        return key in self._chains
+
+    def keys(self) -> list[str]:
+        """Keys of all chains, sorted."""
+        return self._chains.keys()
+
+    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+        """The chain. Raises UserError, with the nearest key, if the store does not have it or if its record is damaged."""
+        data = self._chains.read(key)
+        if data is None:
+            names = self.keys() if len(self) <= _MOST_COMPARED else []
+            raise UserError(
+                f"{self.address}: no chain '{key}' in the feature store; leave it out or build the store with it."
+                f"{nearest(key, names)}"
+            )
+        return _decoded(self.address, key, lambda: decode_parsed(data, with_hits))
+
+    def template_source(self, max_date: date | None = None) -> TemplateSource | None:
+        """The source of templates; None if the store was built without them. `max_date`: latest release date."""
+        if self.structures is None:
+            return None
+        return TemplateSource(self.structures, HitLimits(max_date=max_date), self.obsolete)
+
+
+class StoredStructures:
+    """Template structures of a feature store. Pickling transfers only its address."""
+
+    def __init__(self, address: str, table: Table) -> None:
+        self._address, self._table = address, table
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopened_structures, (self._address,)
+
+    def has_structure(self, key: str) -> bool:
+        """Whether the store has the chain's entry (whether the entry has the chain is not checked)."""
+        return bool(self._table.chains_of(key.rpartition("_")[0]))
+
+    def chain(self, key: str) -> Chain:
+        """The chain. Raises UserError if its entry does not have it, or is not in the store."""
+        data = self._table.read(key)
+        if data is None:
+            raise UserError(
+                f"{self._address}: no chain '{key}' among the templates of the feature store; build it again"
+            )
+        return _decoded(self._address, key, lambda: decode_chain(data))
+
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of the entry. Raises UserError if it is not in the store."""
+        chains = [self.chain(key) for key in self._table.chains_of(pdb_id)]
+        if not chains:
+            raise UserError(
+                f"{self._address}: no entry '{pdb_id}' among the templates of the feature store; build it again"
+            )
+        first = chains[0]
+        by_id = {chain.chain_id: chain for chain in chains}
+        return Structure(first.pdb_id, first.method, first.resolution, first.release_date, by_id)
+
+    def release_date(self, pdb_id: str) -> date | None:
+        """When the entry was released, None if that is not known."""
+        return next((self._table.released(key) for key in self._table.chains_of(pdb_id)), None)
+
+
+def _reopened_structures(address: str) -> StoredStructures:
+    structures = FeatureStore(address).structures
+    assert structures is not None  # the store had them when this was pickled
+    return structures
+
+
+def _decoded(address: str, key: str, decode: Any) -> Any:
+    try:
+        return decode()
+    except ValueError as error:
+        raise FileFormatError(address, f"the record of '{key}' is {error}; build the store again") from error
+
+
+def _entry(address: str, description: Any, name: str, kind: type) -> Any:
+    value = description.get(name) if isinstance(description, dict) else None
+    if not isinstance(value, kind):
+        message = f"'{name}' is missing or has another type; copy the feature store again"
+        raise FileFormatError(f"{address}/{DESCRIPTION}", message)
+    return value

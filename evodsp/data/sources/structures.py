@@ -1,0 +1,124 @@
+"""A folder of structure files (`evodsp.data.sources.layout`), and the release dates of its entries."""
+
+from __future__ import annotations
+
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from evodsp.data.formats.mmcif import read_chain, read_release_date, read_structure
+from evodsp.data.records import Chain, Structure
+from evodsp.data.sources.layout import entry_of, names_of, nested_structure, split_key, structure_file
+from evodsp.errors import FileFormatError, UserError, nearest
+from evodsp.reading.text_files import read_json
+
+CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
+"""OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: in the folder, beside it, or
+in `data_caches/` beside it."""
+
+
+@runtime_checkable
+class TemplateStructures(Protocol):
+    """A source of the structures of templates; `StructureFolder` implements it."""
+
+    def has_structure(self, key: str) -> bool:
+        """Whether there is a file for the chain's entry."""
+
+    def chain(self, key: str) -> Chain:
+        """The chain. Raises UserError if the entry does not have it, FileFormatError if the file is broken."""
+
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of the entry. Raises FileFormatError if the file is broken."""
+
+    def release_date(self, pdb_id: str) -> date | None:
+        """When the entry was released, None if that is not known."""
+
+
+class StructureFolder:
+    """Structures by entry or by chain key. Construction reads no file; pickling transfers only the path.
+
+    Raises UserError if the folder does not exist.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        if not self.directory.is_dir():
+            raise UserError(f"{self.directory}: no such structure directory; check the path")
+        self._dates: dict[str, date | None] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.directory,)
+
+    def __repr__(self) -> str:
+        return f"StructureFolder('{self.directory}')"
+
+    def has_structure(self, key: str) -> bool:
+        """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
+        return self._file(key) is not None
+
+    def chain(self, key: str) -> Chain:
+        """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
+        return read_chain(self.file_of(key), split_key(key)[1])
+
+    def file_of(self, key: str) -> Path:
+        """The chain's structure file. Raises UserError, with the nearest name, if there is none."""
+        return self._file(key) or self._existing(split_key(key)[0], key)
+
+    def structure(self, pdb_id: str) -> Structure:
+        """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
+        return read_structure(self._existing(pdb_id, pdb_id))
+
+    def release_date(self, pdb_id: str) -> date | None:
+        """When the entry was released: from the caches (`CACHE_NAMES`) if they list it, else from its file; None if neither
+        has the date. Raises FileFormatError for a broken cache or file."""
+        if pdb_id not in self._dates:
+            cached = self._cached_dates.get(pdb_id.lower())
+            path = structure_file(self.directory, pdb_id) if cached is None else None
+            self._dates[pdb_id] = cached if path is None else read_release_date(path)
+        return self._dates[pdb_id]
+
+    @cached_property
+    def _cached_dates(self) -> dict[str, date]:
+        """Release dates in the caches, by lower-case entry."""
+        dates: dict[str, date] = {}
+        for name in CACHE_NAMES:
+            parent = self.directory.parent
+            for path in (self.directory / name, parent / name, parent / "data_caches" / name):
+                if path.is_file():
+                    dates = _read_dates(path, by_chain=name == CACHE_NAMES[1]) | dates
+                    break
+        return dates
+
+    def _file(self, key: str) -> Path | None:
+        """The chain's structure file: of its entry, or in the folder of the chain."""
+        return structure_file(self.directory, split_key(key)[0]) or nested_structure(self.directory, key)
+
+    def _existing(self, pdb_id: str, wanted: str) -> Path:
+        if (path := structure_file(self.directory, pdb_id)) is not None:
+            return path
+        names = {entry_of(path) for path in self.directory.iterdir()}
+        raise UserError(
+            f"{self.directory}: no {names_of(pdb_id)} of '{wanted}'; add the file or drop the chain."
+            f"{nearest(pdb_id, names)}"
+        )
+
+
+def _read_dates(path: Path, by_chain: bool) -> dict[str, date]:
+    """Release dates by lower-case entry; entries without one are left out."""
+    fix = "make the cache again, or remove it"
+    cache = read_json(path, fix)
+    if not isinstance(cache, dict):
+        raise FileFormatError(path, f'expected {{name: {{"release_date": …}}}}; {fix}')
+    dates: dict[str, date] = {}
+    for key, entry in cache.items():
+        text = entry.get("release_date") if isinstance(entry, dict) else None
+        if text is None:
+            continue
+        try:
+            released = date.fromisoformat(str(text)[:10])
+        except ValueError as error:
+            message = f"the release_date of '{key}' is {text!r}, not a date such as 2020-05-14; {fix}"
+            raise FileFormatError(path, message) from error
+        dates[(key.rpartition("_")[0] if by_chain else key).lower()] = released
+    return dates
