@@ -59,7 +59,7 @@ def lines_of(*functions: Any) -> set[int]:
     return {number for start, length in found for number in range(start, start + length)}
 
 
-LOGITS = lines_of(chunked._weights, chunked._narrow_product, chunked._Attention)
+LOGITS = lines_of(chunked._weights, chunked._Attention)
 """Where the logits of attention are computed."""
 
 
