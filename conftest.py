@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import tests.process  # noqa: F401  (before evodsp)
+from tests.builders.kept_parsers import kept_parsers
 from tests.ranks import RankPool
 from tests.selection import (  # noqa: F401  (hooks of pytest)
     pytest_addoption,
@@ -26,6 +28,17 @@ def pytest_configure(config: pytest.Config) -> None:
         missing = [name for name in ("golden/INDEX.txt", "data/README.md") if not (SHARED / name).is_file()]
         if missing:
             raise pytest.UsageError(f"{SHARED} is there but {', '.join(missing)} is not: parity cannot be tested")
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the garbage collector, which took a twentieth of the time, need not look through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At its end an interpreter lets go of everything."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +62,13 @@ def triton_installed() -> None:
     """Skips a test that interprets or compiles kernels where Triton is not installed."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed (the extra `triton`; `make test` adds it)")
+
+
+@pytest.fixture(scope="module")
+def parsers() -> Iterator[None]:
+    """Command lines in this process have one parser."""
+    with kept_parsers():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,10 @@ def run() -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with `code`, which the end of the interpreter would change in two cases.
+    """End the process with `code`, which a usual exit of the interpreter would change in two cases.
 
-    It lets go of the handlers of signals first: another request to stop would then end a run that has saved. And a rank that
-    failed may have a daemon thread inside a call to torch's store: ending that thread sometimes aborts the process (SIGABRT).
+    It removes signal handlers first, so another request to stop would kill a run that has already saved. And a failed rank
+    may have a daemon thread inside a call to torch's store; ending that thread sometimes aborts the process (SIGABRT).
     """
     if code == STOPPED:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -34,7 +34,7 @@ def leave(code: int) -> NoReturn:
         if (util := sys.modules.get("multiprocessing.util")) is not None:
             shutil.rmtree(util.get_temp_dir(), ignore_errors=True)
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # `main` has said it
+            with suppress(OSError, ValueError):  # `main` has printed the message
                 stream.flush()
         os._exit(code)
     sys.exit(code)

@@ -1,10 +1,10 @@
-"""The command line's parser: jsonargparse, with the names of options checked before it parses and errors of one line.
+"""The command line's parser: jsonargparse, with option names checked before parsing, and errors of one line.
 
-Typed dataclasses become options (`--model.evoformer.blocks 8`) and their attribute docstrings the help. No torch is imported
-here, so that help is quick. `OneLineErrors` can be mixed into Lightning's parser class.
+Typed dataclasses become options (`--model.evoformer.blocks 8`) and their attribute docstrings the help. This module does
+not import torch, so that help is quick. `OneLineErrors` can be mixed into Lightning's parser class.
 
-Names of options are checked before jsonargparse sees them (`given_settings.py`). What it refuses after that is said in its own
-words, behind the place of the setting that they quote; of a setting of a plain type, in ours.
+Option names are checked before jsonargparse sees them (`given_settings.py`). Its later errors keep its own words, behind
+the place of the setting that they quote; for settings of a plain type the message is evodsp's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OneLineErrors(ArgumentParser):
 
     given: tuple[Given, ...] = ()
     alone: Mapping[str, str] = MappingProxyType({})
-    """What options mean that are given without a value, by their names without dashes."""
+    """Values of options that are given without a value, by their names without dashes."""
     several: frozenset[str] = frozenset()
     """See `Names`."""
     former: Mapping[str, str] = MappingProxyType({})
@@ -72,8 +72,8 @@ class OneLineErrors(ArgumentParser):
             ) from error
 
     def instantiate_settings(self, config: Any) -> Any:
-        """The typed settings of a parsed `config`. A value out of range is a UserError with the config file's line; so is an
-        object, such as a logger, that cannot be made.
+        """The typed settings of a parsed `config`. Raises UserError with the config file's line for a value out of range,
+        and for an object, such as a logger, that cannot be made.
         """
         with self.located():
             try:
@@ -95,8 +95,8 @@ class OneLineErrors(ArgumentParser):
         raise UserError(self.explain(message)) from ex
 
     def explain(self, message: str) -> str:
-        """jsonargparse's message as one line, behind the place of the first setting that it quotes; of a setting with a plain
-        type, what is expected and what was found."""
+        """jsonargparse's message as one line, behind the place of the first setting that it quotes. For a setting of a
+        plain type the message says what was expected and what was found."""
         quoted, names = re.findall(r"""["']([\w.+]+)["']""", message), self.names
         message = " ".join(_about_class(message).split())
         key = next((name for name in quoted if name in names.known), None)
@@ -112,10 +112,10 @@ class OneLineErrors(ArgumentParser):
         return f"{f'--{key}: ' if place == '--' else place}{message}; {see}"
 
     def where(self, key: str, detail: str = "") -> str:
-        """What to write before `key`: '--' if the command line sets it, 'file:line: ' if a config file does, 'VARIABLE: ' if an
-        environment variable does and counts, else the place of its group, or nothing.
+        """The prefix of `key` in messages: '--' if the command line sets it, 'file:line: ' if a config file does,
+        'VARIABLE: ' if an environment variable does and counts, else the prefix of its group, or nothing.
 
-        `detail`: an account of a wrong value. jsonargparse reads all variables, also those that do not count.
+        `detail`: jsonargparse's account of a wrong value. jsonargparse reads all variables, also those that do not count.
         """
         variable = self._variable(key)
         value = os.environ.get(variable) if self.default_env else None
@@ -127,11 +127,13 @@ class OneLineErrors(ArgumentParser):
         return places.get(key, "")
 
     def _variable(self, key: str) -> str:
-        """The environment variable of an option."""
+        """Name of the environment variable of an option."""
         return f"{self.env_prefix}_{key.replace('.', '__')}".upper()
 
     def _check_environment(self) -> None:
-        """Raise UserError for a variable that is named like an option of a group, and is none: nobody would read it."""
+        """Raise UserError for an environment variable that is named like an option of a group but is none, because it would
+        be ignored.
+        """
         names = self.names
         known = {self._variable(key): key for key in names.known} if self.default_env else {}
         for name, value in os.environ.items():
@@ -145,8 +147,8 @@ class OneLineErrors(ArgumentParser):
                 raise UserError(f"environment variable {name}: no such setting.{close} See '{self.prog} --help'")
 
     def _check_lists(self) -> None:
-        """Raise UserError if a config file gives an argument without a name other than as a list of words: jsonargparse's
-        message names neither the file nor what is expected, and it fails on a mapping."""
+        """Raise UserError if a config file gives a positional argument other than as a list of words. jsonargparse's
+        message names neither the file nor the expected value, and it fails on a mapping."""
         unnamed = {action.dest for action in self._actions if not action.option_strings}
         for key, place, value in ((one.key, one.place, one.value) for one in self.given if one.key in unnamed):
             items = value.value if isinstance(value, yaml.SequenceNode) else [None]
@@ -157,8 +159,8 @@ class OneLineErrors(ArgumentParser):
 
 
 def _about_class(message: str) -> str:
-    """What an account of all types that were tried says of the class that a setting names; else all of it. Of arguments of a
-    class a parser of this module has made a line already."""
+    """From jsonargparse's account of all types that it tried, the part about the class that a setting names; else all of
+    it. For arguments of a class, a parser of this module has already written one line."""
     lines = message.splitlines()
     if ours := next((line for line in lines if line.endswith("--help'")), None):
         return ours.lstrip(" -").rpartition(" See '")[0].rstrip(".")
@@ -171,22 +173,22 @@ def _about_class(message: str) -> str:
 
 
 class HelpFormatter(DefaultHelpFormatter):
-    """Help without entries for whole groups of options given as files; wide enough for one-line usage."""
+    """A help formatter without entries for groups of options given as files, and wide enough for one-line usage."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"max_help_position": 44, "width": 120, **kwargs})
 
     def _get_type_str(self, action: argparse.Action) -> str | None:
-        """The type as a user would write it, such as str | list[str] | null; none where the choices are listed already."""
+        """The type as a user would write it, such as str | list[str] | null; empty if the choices are listed already."""
         hint = getattr(action, "_typehint", None) or action.type
         return None if hint is None or get_origin(hint) is Literal else type_words(hint, " | ")
 
     def _expand_help(self, action: argparse.Action) -> str:
-        """Without a docstring's indentation, which --print_config=comments would keep."""
+        """The help without a docstring's indentation, which --print_config=comments would keep."""
         return re.sub(r"\n +", "\n", super()._expand_help(action))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Keep the lines of a text; indented ones (examples) are not wrapped."""
+        """Keep the line breaks of a text; indented lines (examples) are not wrapped."""
         lines = text.splitlines()
         return "\n".join(
             x if x.startswith("  ") else super(HelpFormatter, self)._fill_text(x, width, indent) for x in lines
@@ -198,7 +200,7 @@ class HelpFormatter(DefaultHelpFormatter):
 
 
 def type_words(hint: Any, between: str = " or ") -> str:
-    """A type as a user would write its values: int or null, 'one' or 'two', path."""
+    """A type in the words of a user, such as: int or null, 'one' or 'two', path."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return between.join(type_words(one, between) for one in arguments)
@@ -210,20 +212,22 @@ def type_words(hint: Any, between: str = " or ") -> str:
 
 
 def is_plain(hint: Any) -> bool:
-    """Whether the values of a type are numbers, texts, and lists of them: no objects of a class that a setting names."""
+    """Whether the values of a type are numbers, texts and lists of them, instead of objects of a class that a setting
+    names.
+    """
     if get_origin(hint) is Literal or hint in (bool, int, float, str, Path, NoneType, dict, list):
         return True
     return get_origin(hint) in (Union, UnionType, list, dict, tuple) and all(map(is_plain, get_args(hint)))
 
 
 def _omegaconf_errors() -> tuple[type[Exception], ...]:
-    """What OmegaConf raises; nothing if it is not loaded, which help would wait for."""
+    """The exceptions of OmegaConf; none if it is not loaded. Loading it would slow down the help."""
     omegaconf = sys.modules.get("omegaconf")
     return () if omegaconf is None else (omegaconf.errors.OmegaConfBaseException,)
 
 
 def _as_list(option: str, words: list[str]) -> list[str]:
-    """`words` with one list of all values in the place of an `option` that is given several times."""
+    """`words` in which repetitions of `option` are replaced by one list of all its values."""
     values = values_of(option, words)
     if len(values) < 2:
         return words

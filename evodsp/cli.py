@@ -165,8 +165,8 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "score",
             "compare predictions with known structures",
-            settings="evodsp.inference.score_config:ScoreConfig",
-            runner="evodsp.inference.report:run",
+            settings="evodsp.inference.score.config:ScoreConfig",
+            runner="evodsp.inference.score.scores:run",
             required="--predictions DIR --structures DIR [--train CHAINS] [--held_out CHAINS] --output DIR",
             description="Compare predictions with known structures: a table of lDDT-CA, RMSD, GDT-TS and TM-score, how far "
             "pLDDT can be trusted, and a picture of each chain. It needs the extra `plots` for the pictures.",
@@ -174,7 +174,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "search",
             "find alignments for sequences, on a server or with a local program",
-            settings="evodsp.inference.search_config:SearchConfig",
+            settings="evodsp.search.config:SearchConfig",
             runner="evodsp.inference.search:run",
             required="INPUT... (--msa_server URL | --program NAME --database PATH) --output DIR",
             description="Find alignments for the records of FASTA files: on a server with ColabFold's protocol, to which the "
@@ -186,7 +186,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "estimate",
             "say what memory and time a prediction needs, without running it",
-            settings="evodsp.inference.estimate_config:EstimateConfig",
+            settings="evodsp.inference.config:EstimateConfig",
             runner="evodsp.inference.estimate:run",
             required="(INPUT... | --residues N) [--checkpoint FILE | --weights NAME]",
             description="Say what memory and time a prediction needs, what there is, and what to change if it does not fit. "

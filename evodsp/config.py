@@ -15,8 +15,8 @@ from evodsp.errors import SettingError, UserError, nearest
 from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SIZE, Range, check_numbers
 
 MatmulPrecision = Literal["highest", "high"]
-"""How a GPU multiplies float32 matrices. `highest`: in float32. `high`: in TF32 where the GPU has it, which keeps 10 bits of
-each factor instead of 23 and is several times faster."""
+"""Precision in which a GPU multiplies float32 matrices. `highest`: in float32. `high`: in TF32 where the GPU has it, which
+keeps 10 bits of each factor instead of 23 and is several times faster."""
 
 
 def check_matmul(setting: str, value: str) -> None:
@@ -39,7 +39,7 @@ RANGES: dict[str, Range] = {
     "pair_dropout": BELOW_ONE,
     "dropout": BELOW_ONE,
 }
-"""Allowed values of the model's numbers by field name; other integers are sizes of at least 1."""
+"""Allowed values of the model's numbers by field name. Other integers are sizes of at least 1."""
 
 
 def check_model_numbers(settings: Any, where: str) -> None:
@@ -48,7 +48,7 @@ def check_model_numbers(settings: Any, where: str) -> None:
     `where`: the dotted name of `settings`, such as 'model'. A group of options replaced by a single value (`evoformer: 3`) is a
     SettingError too, and so is a distance range that ends before it starts.
     """
-    kind = ModelConfig if isinstance(settings, ModelConfig) else type(settings)  # without what TrainingConfig adds
+    kind = ModelConfig if isinstance(settings, ModelConfig) else type(settings)  # without TrainingConfig's own fields
     hints = get_type_hints(kind)
     for item in dataclasses.fields(kind):
         value, hint, key = getattr(settings, item.name), hints[item.name], f"{where}.{item.name}"
@@ -326,7 +326,7 @@ def _published(number: int, ptm: bool) -> ModelConfig:
 
 PRESETS: dict[str, ModelConfig] = {
     **{f"model_{n}{'_ptm' * ptm}": _published(n, ptm) for n in range(1, 6) for ptm in (False, True)},
-    # For a few small proteins on a laptop's CPU: the model of configs/quickstart.yaml.
+    # `small` is the model of configs/quickstart.yaml, for a few small proteins on a laptop's CPU.
     "small": ModelConfig(
         channels=ChannelsConfig(msa=64, pair=32, extra_msa=16, single=64),
         extra_msa=dataclasses.replace(_SMALL_STACK, blocks=1),
@@ -334,7 +334,7 @@ PRESETS: dict[str, ModelConfig] = {
         structure_module=StructureModuleConfig(iterations=4, heads=4, angle_channels=64),
         heads=HeadsConfig(plddt_channels=32),
     ),
-    # For tests: all sizes differ, so that a transposed axis fails.
+    # `test` is for tests. All sizes differ, so that a transposed axis fails.
     "test": ModelConfig(
         channels=ChannelsConfig(msa=12, pair=10, extra_msa=6, single=14),
         extra_msa=EvoformerConfig(
@@ -389,7 +389,7 @@ class LossConfig:
 
     @property
     def by_resolution(self) -> list[str]:
-        """The terms with a weight that count only structures of such a resolution."""
+        """The terms with a weight that count only structures within the bounds of the resolution."""
         return [name for name in ("plddt", "experimentally_resolved", "pae") if getattr(self, name) != 0]
 
     def __post_init__(self) -> None:
@@ -405,17 +405,17 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """Which implementation each operator of the model uses: auto, triton, chunked, sdpa, flash_attn, cuequivariance
-    or reference.
+    """The implementation of each operator of the model: auto, triton, chunked, sdpa, flash_attn, cuequivariance or
+    reference.
 
-    auto takes the first that works on the device. At the start of a run each one is compared with the formula, on the device,
-    and passed over with a warning if it differs or fails. The log says what was chosen.
+    auto takes the first that works on the device. At the start of a run each implementation is compared with the formula on
+    the device, and passed over with a warning if it differs or fails. The log names the chosen ones.
     """
 
     RESUME: ClassVar[str] = "same"
 
     backend: str = "auto"
-    """Implementation of all operators that it has."""
+    """Backend for all operators that it implements."""
     attention: str | None = None
     """Implementation of attention without a pair bias (MSA columns); null: kernels.backend."""
     biased_attention: str | None = None
@@ -484,7 +484,7 @@ class FeatureConfig:
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Which chains are trained on (supplement 1.2.5), from what a table says of them; null turns a filter off."""
+    """Filters of the training chains (supplement 1.2.5), by the values in a table of chains; null turns a filter off."""
 
     RESUME: ClassVar[str] = "applied"
 
@@ -497,14 +497,14 @@ class FilterConfig:
 
 
 FILTERS_OF_PREDICTIONS = FilterConfig(max_resolution=None)
-"""Of a self-distillation set: predicted structures have no resolution."""
+"""Filters of a self-distillation set, whose predicted structures have no resolution."""
 
 Sampling = Literal["uniform", "alphafold2"]
-"""How chains are drawn: equally often, or by length and cluster size."""
+"""Rule for drawing chains: equally often, or by length and cluster size."""
 
 
 def check_selection(filters: FilterConfig, sampling: str, where: str) -> None:
-    """Raise SettingError for a filter out of range, or an unknown sampling. `where`: what precedes their names."""
+    """Raise SettingError for a filter out of range, or an unknown sampling. `where`: prefix of their names in messages."""
     check_numbers(filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, f"{where}.filters.")
     if sampling not in get_args(Sampling):
         raise SettingError(f"{where}.sampling", f"'{sampling}'", " or ".join(get_args(Sampling)))

@@ -1,9 +1,10 @@
-"""Fetches files: what was begun is continued, what is damaged is fetched again, and a file appears only when it is whole.
+"""Fetches files. An interrupted download is continued, a damaged file is fetched again, and a file appears only when it is
+whole.
 
-The standard library downloads (`evodsp.reading.answers`). pooch (1.9) fetches whole files only, of 5 GB for one model, and
-begins them anew; huggingface_hub (2.4: 19 MB with hf_xet) continues, but reads its own hub only; fsspec's http sends requests
-with no limit of time for a whole answer, and follows redirections from https to http. `evodsp.lock` keeps processes apart that
-fetch the same file.
+Downloads use the standard library (`evodsp.reading.answers`). pooch (1.9) fetches whole files only, of 5 GB for one model,
+and starts again after an interruption; huggingface_hub (2.4: 19 MB with hf_xet) continues, but reads its own hub only;
+fsspec's http has no time limit for a whole answer, and follows redirections from https to http. `evodsp.lock` prevents two
+processes from fetching the same file.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ from evodsp.reading.quoting import quoted
 ATTEMPTS = 4
 BLOCK = 1 << 20
 FILE_S = 6 * 3600.0
-"""Seconds that a file may take, where the caller says nothing else."""
+"""Default time limit of a file in seconds."""
 LARGEST = 1 << 36
-"""Bytes of a file whose size is not known: 64 GiB."""
+"""Largest number of bytes of a file whose size is not known: 64 GiB."""
 _HEAD_S = 120.0
 _DIGITS = 15
-"""Of a size in bytes that can be true."""
+"""Largest number of digits of a plausible size in bytes."""
 
 
 def size_at(address: str) -> int | None:
-    """The size in bytes of what is at an http address, if the server says it. Raises as `evodsp.reading.answers.ask` does."""
+    """The size in bytes of the file at an http address, if the server gives it. Raises the errors of
+    `evodsp.reading.answers.ask`.
+    """
     with ask(address, _HEAD_S, 0, method="HEAD") as answer:
         length = answer.headers.get("Content-Length", "")
     return int(length) if length.isascii() and length.isdecimal() and len(length) <= _DIGITS else None
@@ -40,10 +43,10 @@ def size_at(address: str) -> int | None:
 def opened(
     address: str, start: int = 0, end: int | None = None, seconds: float = FILE_S, most: int = LARGEST
 ) -> tuple[HTTPResponse, int]:
-    """What is at an http address from byte `start` on (to `end`, exclusive), and where the answer begins.
+    """The content of an http address from byte `start` on (to `end`, exclusive), and the byte at which it begins.
 
-    That is `start`, or 0 if the server sends whole files only. `seconds`: in which all of it has to arrive. `most`: its
-    bytes. Raises as `evodsp.reading.answers.ask` does, also when it is read.
+    It begins at `start`, or at 0 if the server sends whole files only. `seconds`: time limit for the whole answer. `most`:
+    largest number of bytes. Raises the errors of `evodsp.reading.answers.ask`, also when the answer is read.
     """
     headers = {}
     if start or end is not None:
@@ -59,11 +62,12 @@ def fetch_file(
     damage: Callable[[Path], str | None] = lambda path: None,
     advance: Callable[[int], object] = lambda more: None,
 ) -> str | None:
-    """Fetch one file to `target`. Returns why that is impossible, or None.
+    """Fetch one file to `target`. Returns the reason for a failure, or None.
 
-    `open_at`: opens it at a position, and says where it begins, as `opened` does. `size`: in bytes, if known. `damage`: what is
-    wrong with the file that was fetched, or None. `advance`: is told of every further byte; also of those that were there, and
-    with a negative number of those that are lost.
+    `open_at`: function that opens the file at a position and returns the position at which it begins, like `opened`.
+    `size`: size in bytes, if known. `damage`: function that returns the defect of a fetched file, or None. `advance`:
+    function that takes the number of further bytes, including those of an earlier download; a negative number for lost
+    bytes.
     """
     partial = target.with_name(f".{target.name}.partial")
     partial.parent.mkdir(parents=True, exist_ok=True)
@@ -143,5 +147,5 @@ def _size(path: Path) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free space on the disk of a folder, which need not exist yet."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free

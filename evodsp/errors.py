@@ -43,6 +43,6 @@ class FileFormatError(UserError):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """' Did you mean X?' with the choice nearest to `word`, or an empty string if none is similar."""
+    """' Did you mean X?' with the choice nearest to `word`, or an empty string if no choice is similar."""
     found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" Did you mean '{found[0]}'?" if found else ""

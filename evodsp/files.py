@@ -1,8 +1,8 @@
-"""Writing files and folders that are either complete or absent: write under a temporary name, then rename.
+"""Writes files and folders that are either complete or absent: they are written under a temporary name, then renamed.
 
-The temporary name lies beside the target, because a rename replaces its target in one step only within one file system.
-A process that is killed leaves at most a hidden `.<name>.<pid>.partial`; the target is then as it was before. `remove_partial`
-removes what was left.
+The temporary name lies beside the target, because a rename replaces its target in one step only within one file system. A
+process that is killed leaves at most a hidden `.<name>.<pid>.partial`; the target is then as it was before.
+`remove_partial` removes these leftovers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is no file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial_name(path)
     try:
@@ -60,7 +60,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
     created = [folder for folder in path.parents if not folder.exists()]  # innermost first
     partial = _partial_name(path)
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process that had our process id
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same process id
         partial.mkdir(parents=True)
         yield partial
         _replace_folder(path, partial)
@@ -76,9 +76,10 @@ _PARTIAL = re.compile(r"\.(.+)\.\d+\.partial")
 
 
 def remove_partial(folder: Path, names: Collection[str] | None = None) -> None:
-    """Delete what killed processes have left in `folder` of the files and folders `names`; None: of all.
+    """Delete the partial files and folders that killed processes have left in `folder`: those for the targets `names`;
+    None: for all.
 
-    No other process may be writing one of them. What cannot be deleted stays.
+    No other process may be writing one of them. Files that cannot be deleted stay.
     """
     if not folder.is_dir():
         return

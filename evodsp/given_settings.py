@@ -1,7 +1,7 @@
-"""The settings that a command line and its YAML files give, by name: before a parser is there.
+"""Reads the names of the settings that a command line and its YAML files give, before a parser exists.
 
-A name that is no option is refused here, with the file's line and the nearest name, so that a mistyped option of `evodsp fit`
-is answered before Lightning is imported, and no parser's message has to be understood.
+A name that is no option is refused here, with the file's line and the nearest name. So a mistyped option of `evodsp fit` is
+reported before Lightning is imported, and no parser's message has to be understood.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Given:
 
     key: str
     place: str
-    """What a message writes before the key: '--', or 'file:line: '."""
+    """Prefix of the key in messages: '--', or 'file:line: '."""
     value: str | yaml.Node | None
 
 
@@ -34,15 +34,15 @@ class Names:
 
     prog: str
     known: frozenset[str]
-    """Of options, without dashes, and of arguments without a name. What is below one of them jsonargparse checks."""
+    """Names of options, without dashes, and of positional arguments. jsonargparse checks the names below one of them."""
     from_files: bool = True
-    """Whether --config names files of these options, and not one of another command's."""
+    """Whether --config names files of these options, and not a file of another command."""
     several: frozenset[str] = frozenset()
-    """Of options that may be given once more for each of several values."""
+    """Names of options that may be repeated, once for each value."""
     open: frozenset[str] = frozenset()
-    """Groups whose names somebody else checks."""
+    """Groups whose names are checked elsewhere."""
     former: Mapping[str, str] = field(default_factory=dict)
-    """What a message says of settings that earlier versions had."""
+    """For each setting of an earlier version, the message for those who still use it."""
 
     def group(self, key: str) -> str:
         """'a group of options (a, b, …)', with the options of the group `key`; empty if there are none."""
@@ -62,7 +62,7 @@ class Names:
         return any(x in self.open or (x in self.known and not self.below(x)) for x in upper)
 
     def check(self, key: str, place: str, kind: str, value: str | None) -> None:
-        """Raise UserError if `key` is unknown, or a group whose value is a text that is no file of its options."""
+        """Raise UserError if `key` is unknown, or if it is a group whose value is not the name of an existing file."""
         if key in self.former:
             raise UserError(f"{place.removeprefix('--')}{key} {self.former[key]}")
         if not self.has(key):
@@ -76,8 +76,8 @@ class Names:
 
 
 def given_settings(words: list[str], names: Names) -> list[Given]:
-    """What config files set and then what the command line sets. Raises UserError for an unknown name, for what is given
-    twice (one value would be lost without a word), or empty (a variable of the shell that is not set, for instance), and for a
+    """The settings of the config files, then those of the command line. Raises UserError for an unknown name, for a setting
+    that is given twice (one value would be lost silently) or empty (an unset shell variable, for instance), and for a
     config file that is no mapping of options."""
     options: list[Given] = []
     for word, after in itertools.pairwise([*words, "--"]):
@@ -97,7 +97,7 @@ def given_settings(words: list[str], names: Names) -> list[Given]:
 def _settings_of_file(file: str, names: Names) -> Iterator[Given]:
     is_file = Path(file).is_file()
     if not names.from_files and not is_file:
-        return  # the command says what it cannot read
+        return  # the command reports the files that it cannot read
     if not is_file:
         raise UserError(f"{file}: {'not a file' if Path(file).exists() else 'no such file'}; check --config")
     top = compose_yaml(Path(file))
@@ -109,7 +109,9 @@ def _settings_of_file(file: str, names: Names) -> Iterator[Given]:
 
 
 def _settings_below(file: str, node: yaml.Node | None, above: str, names: Names | None) -> Iterator[Given]:
-    """The settings in a `node`, whose names begin with `above`. `names`: to check them by; None: of another command."""
+    """The settings in a YAML `node`; their names begin with `above`. `names`: the allowed names; None for the file of
+    another command.
+    """
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         place = f"{file}:{name.start_mark.line + 1}: "
         if name.tag == "tag:yaml.org,2002:merge":
@@ -125,7 +127,7 @@ def _settings_below(file: str, node: yaml.Node | None, above: str, names: Names 
 
 
 def _check_name(key: str, name: yaml.Node, value: yaml.Node, place: str, names: Names) -> None:
-    """Raise UserError if a file's `name`, in full `key`, is no option's, or is that of a group without options."""
+    """Raise UserError if a file's `name`, in full `key`, is not that of an option, or is that of a group without options."""
     if name.tag != "tag:yaml.org,2002:str":
         raise UserError(f"{place}the name of an option is a text; write it in quotes, or remove the line")
     empty = value.tag == "tag:yaml.org,2002:null"
@@ -155,7 +157,7 @@ def _refuse_repeated_keys(file: str, node: Any) -> None:
 
 
 def with_underscores(words: list[str]) -> list[str]:
-    """`--extra-msa` and `--extra_msa` are the same option."""
+    """The word with underscores in an option's name: `--extra-msa` and `--extra_msa` are the same option."""
     return [
         name.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") else word
         for word in words

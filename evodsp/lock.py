@@ -1,9 +1,10 @@
-"""One process at a time in a folder: a file that the kernel locks, and that says who holds it.
+"""Lets one process at a time work in a folder, by a file that the kernel locks and that names the lock's holder.
 
-The file is locked with flock for as long as the work takes. The kernel gives the lock to one process, also where several want
-what a killed one has left, and takes it back when the process ends in any way, also in another container of the machine. lockf
-was not taken: a process loses it when any of its parts closes the file, such as a logger that copies the folder. The weakness
-of flock is that a forked child keeps it, which the message then says. filelock waits, but does not say for whom.
+The file is locked with flock for as long as the work takes. The kernel gives the lock to one process, also if several claim
+the lock of a killed one, and releases it when the process ends in any way, also in another container of the machine. lockf
+is not used, because a process loses that lock when any of its parts closes the file, such as a logger that copies the
+folder. A weakness of flock is that a forked child keeps it; the message then says so. filelock waits, but does not say for
+whom.
 
 Of machines that share a folder, NFS and most parallel file systems give the lock to one process of all of them; others give one
 to each machine. Therefore the file names its holder too (host, process, SLURM job) and is touched every minute. While it is,
@@ -31,11 +32,12 @@ from evodsp.output import output_errors
 from evodsp.printing import tell
 
 BEAT_S = 60.0
-"""Seconds between two signs of life."""
+"""Seconds between two signs of life of the holder."""
 SILENT_S = 5 * BEAT_S
-"""After so long without one, a process of another machine is gone."""
+"""Seconds without a sign of life after which a process of another machine counts as gone."""
 SETTLE_S = 0.5
-"""On a file system without flock: how long a process that wrote the file waits for others that write it at the same moment."""
+"""On a file system without flock: seconds that a process waits after writing the file for others that write it at the same
+moment."""
 _WAIT_S = 0.1
 _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
@@ -45,8 +47,8 @@ _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 def lock(path: Path, output: Path, does: str) -> Iterator[None]:
     """Hold the lock `path`, whose folder is created, for the work on `output`; the file is removed afterwards.
 
-    `does`: what the work is, such as 'trains there', for the other's message. Raises UserError if another process holds the
-    lock, or if the file cannot be written.
+    `does`: the work as a verb, such as 'trains there', for the message of the other process. Raises UserError if another
+    process holds the lock, or if the file cannot be written.
     """
     with output_errors(output):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,7 @@ def waited_lock(path: Path) -> Iterator[None]:
 
 
 def holder(path: Path) -> str | None:
-    """Which process holds the lock `path`, as 'process 7 on node1', or None."""
+    """The process that holds the lock `path`, as 'process 7 on node1', or None."""
     try:
         file = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -89,7 +91,7 @@ def holder(path: Path) -> str | None:
 
 
 class _HeldError(Exception):
-    """Another process holds the lock. `entries`: what the file says of it."""
+    """Another process holds the lock. `entries`: content of the lock file."""
 
     def __init__(self, entries: dict[str, Any]) -> None:
         super().__init__(entries)
@@ -105,13 +107,13 @@ class _HeldError(Exception):
         return named
 
     def hint(self, path: Path) -> str:
-        """What to do if this is wrong, which it cannot be on one machine."""
+        """Advice for a lock that is held wrongly, which cannot happen on one machine."""
         is_here = self.entries.get("host") == socket.gethostname()
         return "" if is_here else f" (or delete {path}, if that process is gone)"
 
 
 def _take(path: Path) -> int:
-    """Lock the file and write into it who we are. Returns its descriptor. Raises _HeldError and OSError."""
+    """Lock the file and write this process's identity into it. Returns its descriptor. Raises _HeldError and OSError."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -129,13 +131,13 @@ def _take(path: Path) -> int:
 
 
 def _take_file(path: Path, file: int) -> dict[str, Any] | None:
-    """Lock an open file. Returns what it says of an earlier holder, which is gone; None if the file is no longer at `path`,
-    because its holder ended and removed it meanwhile. Raises _HeldError."""
+    """Lock an open file. Returns its content, which names an earlier holder that is gone; None if the file is no longer at
+    `path`, because its holder ended and removed it meanwhile. Raises _HeldError."""
     is_locked = _flock(file)
     entries = _read(file)
     if is_locked is False:
         end = time.monotonic() + 1.0
-        while not entries and time.monotonic() < end:  # its holder is about to write it
+        while not entries and time.monotonic() < end:  # the holder is about to write it
             time.sleep(0.01)
             entries = _read(file)
         raise _HeldError(entries)
@@ -147,7 +149,7 @@ def _take_file(path: Path, file: int) -> dict[str, Any] | None:
 
 
 def _flock(file: int) -> bool | None:
-    """Whether the file is locked now; None if its file system knows no such locks."""
+    """Whether the file is now locked; None if its file system has no such locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -160,7 +162,9 @@ def _flock(file: int) -> bool | None:
 
 
 def _sign(path: Path, file: int) -> None:
-    """Write into the file who we are. Raises _HeldError if another process wrote last, which only happens without flock."""
+    """Write this process's identity into the file. Raises _HeldError if another process wrote last, which only happens
+    without flock.
+    """
     own = {"host": socket.gethostname(), "pid": os.getpid(), "born": _born(os.getpid()), "job": _job()}
     content = json.dumps(own).encode()
     try:
@@ -188,13 +192,13 @@ def _kept(path: Path, file: int) -> Iterator[None]:
         ended.set()
         beat.join()
         if _is_at(path, file) and _read(file) == own:
-            path.unlink(missing_ok=True)  # before it is unlocked: who has it open looks again
+            path.unlink(missing_ok=True)  # before it is unlocked, because openers look again
         os.close(file)
 
 
 def _beat(file: int, ended: threading.Event) -> None:
     while not ended.wait(BEAT_S):
-        with suppress(OSError):  # the file system is away: the work itself will say so
+        with suppress(OSError):  # the file system is unavailable, and the work itself will report it
             os.utime(file)
 
 
@@ -206,7 +210,7 @@ def _is_at(path: Path, file: int) -> bool:
 
 
 def _is_gone(file: int, entries: dict[str, Any], is_locked: bool) -> bool:
-    """Whether the process that the file names has ended. `is_locked`: this process has the kernel's lock."""
+    """Whether the process that the file names has ended. `is_locked`: whether this process has the kernel's lock."""
     if entries.get("host") == socket.gethostname():
         return is_locked or entries.get("pid") == os.getpid() or not _lives(entries)
     if entries.get("job") and entries.get("job") == _job():
@@ -215,16 +219,17 @@ def _is_gone(file: int, entries: dict[str, Any], is_locked: bool) -> bool:
 
 
 def _lives(entries: dict[str, Any]) -> bool:
-    """Whether a process of this machine lives."""
+    """Whether a process of this machine is alive."""
     born = _born(entries.get("pid"))
     return born is not None and born == entries.get("born")
 
 
 def _born(pid: Any) -> str | None:
-    """When a process of this machine began (in ticks since the machine did), which a later process of the same number did not.
+    """The start time of a process of this machine (in ticks since the machine's), which no later process with the same
+    number shares.
 
-    None if there is no such process, or if it has ended and its parent has not noticed (in a container it may never). A system
-    without /proc knows only whether there is one.
+    None if there is no such process, or if it has ended and its parent has not noticed (in a container it may never).
+    Without /proc only the existence of the process is known.
     """
     try:
         entries = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -247,7 +252,7 @@ def _job() -> str | None:
 
 
 def _read(file: int) -> dict[str, Any]:
-    """What the file says; nothing if it is empty or torn."""
+    """The content of the file; empty if the file is empty or torn."""
     try:
         entries = json.loads(os.pread(file, 1 << 16, 0))
     except (OSError, ValueError, RecursionError):

@@ -34,10 +34,10 @@ def lddt(
 ) -> Float[Tensor, "*b"] | Float[Tensor, "*b i"]:
     """Local distance difference test, 0 to 1 (Mariani et al. 2013), without checks of stereochemistry.
 
-    Among the true distances below `cutoff` (Å) between atoms of different residues, the fraction that the prediction keeps to
-    within 0.5, 1, 2 and 4 Å, averaged over the four. 1 where there is nothing to score, as in AF2. The cost is (R A)^2, so
-    prefer atom14 to atom37. `per_residue`: one score per residue, from the distances of its atoms. `rows`: a slice of step one;
-    only distances from the atoms of these residues to all atoms are used.
+    Among the true distances below `cutoff` (Å) between atoms of different residues, the fraction that the prediction keeps
+    to within 0.5, 1, 2 and 4 Å, averaged over the four. The score is 1 if no distance counts, as in AF2. The cost is (R
+    A)^2, so prefer atom14 to atom37. `per_residue`: one score per residue, from the distances of its atoms. `rows`: a slice
+    of step one; only distances from the atoms of these residues to all atoms are used.
     """
     residues, atoms = mask.shape[-2:]
     predicted, true = (x.float() if x.dtype.itemsize < 4 else x for x in (predicted, true))
@@ -83,7 +83,7 @@ def _lddt_counts(
 
 
 def _distances(x: Float[Tensor, "*b n 3"], y: Float[Tensor, "*b m 3"]) -> Float[Tensor, "*b n m"]:
-    """Distances, not by a matrix product: its rounding would decide whether a distance near a threshold counts."""
+    """Distances, computed without a matrix product, whose rounding would decide whether a distance near a threshold counts."""
     return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist")
 
 
@@ -105,8 +105,8 @@ def lddt_ca(
 def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], weight: Float[Tensor, "*b N"]) -> Rigid:
     """The rigid motion that brings `mobile` nearest to `target` in the weighted least-squares sense (Kabsch 1976).
 
-    Always a proper rotation, never a reflection. With fewer than three atoms, one of many equally good motions. Batch axes
-    broadcast.
+    It is always a proper rotation, never a reflection. With fewer than three atoms it is one of many equally good motions.
+    Batch axes broadcast.
     """
     dtype = mobile.dtype
     mobile, target, weight = mobile.double(), target.double(), weight.double()
@@ -114,7 +114,8 @@ def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], 
     mobile_centre, target_centre = (weight * mobile).sum(-2), (weight * target).sum(-2)
     weighted = weight * (mobile - mobile_centre.unsqueeze(-2))
     covariance = weighted.transpose(-1, -2) @ (target - target_centre.unsqueeze(-2))
-    # What is not finite stops the decomposition. The centres then are not finite either, and so is the motion.
+    # Values that are not finite would stop the decomposition. The centres then are not finite either, and neither is the
+    # motion.
     u, _, vh = torch.linalg.svd(covariance.where(covariance.isfinite(), 0))
     # If the best orthogonal map is a reflection, flip the axis of the smallest singular value, which is the last.
     keep_hand = torch.ones_like(covariance[..., 0])
@@ -128,7 +129,7 @@ def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], 
 def rmsd(
     predicted: Float[Tensor, "*b N 3"], true: Float[Tensor, "*b N 3"], mask: Float[Tensor, "*b N"]
 ) -> Float[Tensor, "*b"]:
-    """Root-mean-square deviation after optimal superposition, in Å. 0 without atoms."""
+    """Root-mean-square deviation after optimal superposition, in Å. It is 0 without atoms."""
     mobile, target = predicted.double(), true.double()
     moved = superpose(mobile, target, mask).unsqueeze(-1).apply(mobile)
     square = ((moved - target).square().sum(-1) * mask).sum(-1) / mask.sum(-1).clamp(min=1e-12)
@@ -146,8 +147,9 @@ def gdt_ts(
     The largest fraction of CA atoms that a superposition brings to within a cutoff, averaged over the cutoffs 1, 2, 4 and 8 Å,
     each with its own best superposition. `cutoffs` (0.5, 1, 2, 4) give GDT-HA.
 
-    The result is a lower bound, as in every program: `_search` tries a limited number of superpositions. On perturbed random
-    chains of 30 to 150 residues a search from every fragment found at most 0.02 more (for `tm_score` 0.011). 0 without atoms.
+    The result is a lower bound, as in every program: `_search` tries a limited number of superpositions. On perturbed
+    random chains of 30 to 150 residues a search from every fragment found at most 0.02 more (for `tm_score` 0.011). The
+    score is 0 without atoms.
     """
 
     def score(mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"]) -> Float[Tensor, ""]:
@@ -166,8 +168,9 @@ def tm_score(
 ) -> Float[Tensor, "*b"]:
     """Template modelling score, 0 to 1 (Zhang & Skolnick 2004), of CA atoms paired by residue.
 
-    The largest mean of 1 / (1 + (d / d0)^2) over the superpositions of `_search`: a lower bound, as in the TM-score program,
-    whose scheme this follows with fewer seeds. Length and d0 count the unmasked residues. 0 without atoms.
+    The largest mean of 1 / (1 + (d / d0)^2) over the superpositions of `_search`: a lower bound, as in the TM-score
+    program, whose scheme this follows with fewer seeds. Length and d0 count the unmasked residues. The score is 0 without
+    atoms.
     """
 
     def score(mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"]) -> Float[Tensor, ""]:

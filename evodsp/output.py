@@ -1,4 +1,4 @@
-"""Output paths that cannot be written: found before the work starts where possible, and one line instead of a traceback."""
+"""Reports output paths that cannot be written: before the work starts if possible, and in one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from evodsp.errors import UserError
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ESTALE)
-"""Errors of a file system that need not name the file."""
+"""Errors of a full disk, which may not name the file."""
 
 
 def check_output(path: Path) -> None:
-    """Raise UserError if `path` is a device or a pipe, or cannot be created or written because of the folders above it. Creates
-    nothing."""
+    """Raise UserError if `path` is a device or a pipe, or cannot be created or written because of the folders above it. It
+    creates nothing."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(f"--output {path}: is a device or a pipe, not a file; give another --output")
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
@@ -54,8 +54,8 @@ def output_errors(path: Path) -> Iterator[None]:
 
 
 def stdout_fails() -> bool:
-    """Whether nothing more can be printed: the disk behind a redirection is full. Called after an error. Prints an empty line,
-    because Python forgets what it could not write."""
+    """Whether printing fails because the disk behind a redirection is full. It is called after an error, and prints an
+    empty line to find out, because Python forgets the text that it could not write."""
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()

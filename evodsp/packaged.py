@@ -19,9 +19,10 @@ def packaged_folder(kind: Literal["configs", "data"]) -> Path:
 
 
 def packaged_config(named: Path) -> Path | None:
-    """The packaged config that `named` means: quickstart is configs/quickstart.yaml. None for a path, or a file of the user's.
+    """The packaged config with the name `named`: quickstart is configs/quickstart.yaml. None for a path, or for a file of
+    the user's.
 
-    Raises UserError for the name of neither.
+    Raises UserError for a name that is neither.
     """
     if named.name != str(named) or named.suffix or named.exists():
         return None
@@ -34,9 +35,9 @@ def packaged_config(named: Path) -> Path | None:
 
 
 def packaged_data(path: str) -> str | None:
-    """Where the packaged file is that a packaged config calls data/...; None for other values.
+    """The path of the packaged file that a packaged config calls data/...; None for other values.
 
-    None also where the working folder has that file, as a checkout's root has.
+    None also if the working folder has that file, as a checkout's root has.
     """
     inside = Path(path)
     if inside.parts[:1] != ("data",) or inside.exists():
@@ -45,6 +46,6 @@ def packaged_data(path: str) -> str | None:
 
 
 def where_packaged(path: Path) -> str:
-    """For a message about a missing data/…: where the one that comes with evodsp is. Empty if there is none."""
+    """For a message about a missing data/…: the place of the file that comes with evodsp, or an empty text."""
     found = packaged_data(str(path))
     return f"; the one that comes with evodsp is {found}" if found is not None and Path(found).exists() else ""

@@ -1,4 +1,6 @@
-"""All that evodsp prints and logs goes through here: text of others is shown and cannot act (`evodsp.reading.quoting`)."""
+"""Prints and logs everything that evodsp writes, so that foreign text is shown without acting on the terminal
+(`evodsp.reading.quoting`).
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def tell(text: str) -> None:
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger of a module. What it logs is printable, whoever handles it and in whatever process."""
+    """The logger of a module. Its messages are escaped for every handler and in every process."""
     found = logging.getLogger(name)
     found.addFilter(_printable_record)
     return found
@@ -48,8 +50,8 @@ class _Record(logging.LogRecord):
 
 
 def escape_others() -> None:
-    """Escape also what other libraries log and warn of, and tracebacks, in this process. For a process that is evodsp's own: a
-    program that imports evodsp prints as it likes."""
+    """Also escape the log messages and warnings of other libraries, and tracebacks, in this process. Call it only in
+    evodsp's own processes: a program that imports evodsp prints as it likes."""
     logging.setLogRecordFactory(_Record)
     format_warning = warnings.formatwarning
     warnings.formatwarning = lambda *given, **named: printable(format_warning(*given, **named))

@@ -1,4 +1,6 @@
-"""Progress of long work on standard error, with the time left: a bar on a terminal, otherwise a line every 20 seconds."""
+"""Shows the progress of long work on standard error, with the time left: a bar on a terminal, otherwise a line every 20
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ SECONDS_BETWEEN_LINES = 20.0
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest unit of which it has at least two: '95 s', '12 min', '3.4 h'; 'inf s' if a file says so."""
+    """A time in the largest unit of which it has at least two: '95 s', '12 min', '3.4 h'. An infinite time is 'inf s'."""
     if not math.isfinite(seconds):
         return f"{seconds} s"
     minutes = round(seconds / 60)
@@ -24,7 +26,9 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Yield a function that is told how many more of `total` are finished. `done`: finished before, in an earlier run."""
+    """Yield a function that takes the number of further items, of `total`, that are finished. `done`: number finished in an
+    earlier run.
+    """
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import (

@@ -1,4 +1,4 @@
-"""Which numbers and sizes a setting may have, and the check of them in one line."""
+"""The allowed numbers and sizes of settings, and their check with a message of one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evodsp.errors import SettingError
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a setting may have, which are finite."""
+    """The numbers that a setting may have. All are finite."""
 
     least: int
     below: int | None = None
@@ -38,15 +38,15 @@ class Range:
 SIZE, COUNT, POSITIVE = Range(1), Range(0), Range(0, least_excluded=True)
 FRACTION = Range(0, most=1)
 BELOW_ONE = Range(0, 1)
-"""Of dropout, which scales by 1 / (1 - p), and of decays."""
+"""Range of dropout rates, which scale by 1 / (1 - p), and of decays."""
 SEED = Range(0, 2**32)
-"""NumPy's generators take no others."""
+"""Range of seeds that NumPy's generators take."""
 
 
 def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> None:
     """Raise SettingError for the first number of `settings` out of its range. None, which turns a setting off, is in range.
 
-    `settings`: a dataclass, or a dictionary of options. `ranges`: by name. `where`: what precedes the names in messages,
+    `settings`: a dataclass, or a dictionary of options. `ranges`: ranges by name. `where`: prefix of the names in messages,
     such as 'data.train.' or '--'.
     """
     for name, allowed in ranges.items():

@@ -48,7 +48,7 @@ def key_words(key: Any) -> tuple[Any, Any]:
 def at_least(word: Any, rate: float) -> Any:
     """Whether the uniform number that `word` gives (see `Draws.uniform_at`) is at least `rate`, which is rounded to fp32.
 
-    `word`: int64 array or tensor. Compares integers, without making the uniform number.
+    `word`: int64 array or tensor. It compares integers instead of computing the uniform number.
     """
     return word >= math.ceil(float(np.float32(rate)) * (1 << 24)) << 8
 

@@ -1,4 +1,4 @@
-"""Reads the config file of a run, for the commands that take a part of it without being that run.
+"""Reads the config file of a run, for commands that use a part of it without running it.
 
 A config may be a path, or the name of one that comes with evodsp: --config quickstart.
 """
@@ -50,7 +50,7 @@ def with_packaged_configs(words: Sequence[str]) -> list[str]:
 
 
 def _config_words(option: str, value: str, later: set[str]) -> list[str]:
-    """`later`: options that follow, with underscores, so that none is given twice."""
+    """`later`: the options that follow, with underscores, which must not be given twice."""
     file = packaged_config(Path(value))
     if file is None:
         return [option, value]
@@ -63,13 +63,13 @@ def _config_words(option: str, value: str, later: set[str]) -> list[str]:
 
 
 def _read(config: Path) -> dict[str, Any]:
-    # Here, so that the help of the commands does not wait for it.
+    # This import is here so that the help of the commands does not wait for it.
     from omegaconf import OmegaConf
 
     check_yaml(config)
     try:
         content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
-    except Exception as error:  # of what is between ${ and }
+    except Exception as error:  # from the part between ${ and }
         raise UserError(
             f"--config {config}: cannot be read ({quoted(error)}); check what is between ${{ and }}"
         ) from error
@@ -88,7 +88,7 @@ def _texts(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, s
 
 
 def _with_texts(content: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    """A nested mapping whose texts are changed."""
+    """A nested mapping with its texts replaced."""
     return {
         name: _with_texts(value, change)
         if isinstance(value, Mapping)

@@ -15,6 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop(
+    "PYTHONDONTWRITEBYTECODE", None
+)  # or every program that a test starts compiles the package again: a second
 install(["evodsp", "scripts.paper.transformer", "scripts.paper.methods"])
 
 import torch  # noqa: E402  (it reads the number of threads when it is imported)

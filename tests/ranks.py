@@ -3,17 +3,20 @@
 `pool.run(n, function, *arguments)` calls a module-level function on ranks 0 … n-1, with a gloo process group of these
 ranks as its first argument. The results are returned in rank order. Every rank uses one thread.
 
-Ranks are forks of one process that has imported what they need, because an import takes seconds.
+Ranks are forks of one process that has imported what they need and has trained and predicted once, because that takes seconds.
 """
 
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import signal
+import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 MAX_RANKS = 4
-TIMEOUT = 300.0
+TIMEOUT, AFTER_A_FAILURE = 300.0, 5.0
 IMPORTED = ("evodsp.training.command", "evodsp.inference.command", "torch._dynamo")
 
 Target = Callable[[int, int, str, Connection], None]
@@ -57,25 +60,28 @@ class RankPool:
             self._start()
         for pipe in self._pipes[:ranks]:
             pipe.send((ranks, function, arguments))
-        results, failed = [], {}
-        for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(TIMEOUT):
-                self.stop()
-                raise TimeoutError(f"rank {rank} gave no answer within {TIMEOUT} s")
-            succeeded, value = pipe.recv()
-            if succeeded:
-                results.append(value)
-            else:
-                failed[rank] = value
+        results, failed, left = {}, {}, dict(zip(self._pipes[:ranks], range(ranks), strict=True))
+        deadline = time.monotonic() + TIMEOUT
+        while left and (ready := wait(list(left), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                succeeded, value = pipe.recv()
+                (results if succeeded else failed)[left.pop(pipe)] = value
+                if not succeeded:  # the others may wait for it for ever
+                    deadline = min(deadline, time.monotonic() + AFTER_A_FAILURE)
+        if failed or left:
+            self.stop()
         if failed:
-            self.stop()  # the other ranks may wait for the failed one forever
-            raise RankError(failed)
-        return results
+            raise RankError(dict(sorted(failed.items())))
+        if left:
+            raise TimeoutError(f"rank {min(left.values())} gave no answer within {TIMEOUT} s")
+        return [results[rank] for rank in range(ranks)]
 
     def stop(self) -> None:
-        """Kill the processes."""
+        """Kill the processes; where branches are counted (tests/coverage.ini), so that they write down what they have seen."""
+        number = signal.SIGTERM if "coverage" in sys.modules else signal.SIGKILL
         for pipe, process in zip(self._pipes, self._processes, strict=True):
-            os.kill(process, signal.SIGKILL)
+            os.kill(process, number)
             pipe.close()
         self._processes, self._pipes = [], []
 
@@ -128,6 +134,12 @@ def _bear(pipe: Connection, checked: bool) -> None:
         import tests.process  # noqa: F401
     for name in IMPORTED:
         import_module(name)
+    if checked:
+        from tests.builders.first_run import run_first
+
+        run_first()
+    gc.collect()
+    gc.freeze()  # else collections in the forks would copy the memory that they share
     pipe.send("ready")
     context = mp.get_context("fork")
     while True:
@@ -162,6 +174,30 @@ class UncheckedPool(RankPool):
     """Ranks without the checks of shapes, which torch.compile cannot trace."""
 
     checked = False
+
+
+def in_a_fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a module-level function in a new process without the checks of shapes. Raises RankError if it fails."""
+    _, (pipe,) = _parent(checked=False).forks(1, _call)
+    with pipe:
+        pipe.send((function, arguments))
+        succeeded, value = pipe.recv()
+    if not succeeded:
+        raise RankError({0: value})
+    return value
+
+
+def _call(_: int, __: int, ___: str, pipe: Connection) -> None:
+    end_with_parent()
+    import torch
+
+    torch.set_num_threads(1)
+    mp.current_process()._config["daemon"] = False  # it may start processes
+    function, arguments = pipe.recv()
+    try:
+        pipe.send((True, function(*arguments)))
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
 
 
 def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:

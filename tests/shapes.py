@@ -101,25 +101,28 @@ def _checked(of: Callable[..., Any], read: Callable[[], dict[str, Any]]) -> Call
     hints = cache(read)
     if "<locals>" not in of.__qualname__:
         _unread.append(hints)
-    passed: set[Any] = set()
+    passed: dict[Any, set[Any]] = {}  # kinds of results by kinds of arguments
     made: list[_Checks] = []
 
     @wraps(of)
     def function(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
-        given = (*map(_kind, arguments), *[(name, _kind(value)) for name, value in named.items()])
-        if given not in passed:
+        given = tuple([kind if (kind := type(value)) in _plain else _kind(value) for value in arguments])
+        if named:
+            given = (given, tuple([(name, _kind(value)) for name, value in named.items()]))
+        results = passed.get(given)
+        if results is None:
             if not made:
                 made.append(_Checks(of, hints()))
             if made[0].every_call:
                 return made[0].every_call(*arguments, **named)
             made[0].check(arguments, named)
-            passed.add(given)
+            results = passed[given] = set()
         result = of(*arguments, **named)
-        both = (given, _kind(result))
-        if both not in passed:
+        kind = _kind(result)
+        if kind not in results:
             made[0].check(arguments, named, result)
-            passed.add(both)
+            results.add(kind)
         return result
 
     return function
@@ -136,6 +139,8 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 def _kind(value: Any) -> Any:
     """All that a check sees of a value. Of a list or a dict that is one item, as for beartype."""
     kind = type(value)
+    if kind in _plain:
+        return kind
     if _has_shape(kind):
         return kind, value.dtype, value.shape
     if kind is tuple:
@@ -144,7 +149,14 @@ def _kind(value: Any) -> Any:
         return kind, *map(_kind, value[:1])
     if kind is dict:
         return kind, *((_kind(key), _kind(one)) for key, one in islice(value.items(), 1))
-    return value if kind is type else kind
+    if kind is type:
+        return value
+    _plain.add(kind)
+    return kind
+
+
+_plain: set[type] = set()
+"""Types of which a check sees nothing but the type."""
 
 
 @cache

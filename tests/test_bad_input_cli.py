@@ -34,6 +34,8 @@ from evodsp.weights.checkpoint import read_checkpoint, save_model
 from tests.builders.command_lines import last_options
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 
+pytestmark = pytest.mark.usefixtures("parsers")
+
 KEY, OTHER_KEY = SEQUENCES
 QUERY, OTHER = SEQUENCES.values()
 A3M = f"alignments/{KEY}/uniref90_hits.a3m"

@@ -11,9 +11,11 @@ import yaml
 
 from evodsp import __version__
 from evodsp.__main__ import leave
+from evodsp.__main__ import run as program
 from evodsp.cli import COMMANDS, main
 from evodsp.launch.parent import STOPPED
 from evodsp.training.options import PresetParser, TrainerOptions, add_arguments, own_names
+from tests.ranks import in_a_fork
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +23,17 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "evodsp", *words], capture_output=True, text=True, env=environment)
 
 
-@pytest.mark.parametrize("command", ["", "data", "weights", *COMMANDS])
+OFTEN = ("", "fit", "predict", "data build")
+"""Commands whose help `make test` looks at in a process of its own. What the others import, a test below sees."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.verify])
+        for name in ("", "data", "weights", *COMMANDS)
+    ],
+)
 def test_help_answers_at_once(command: str) -> None:
     """An import of torch or Lightning on the way to the help: seconds. (About 0.2 s here, and not much more on a busy machine:
     the time of the processor counts.)"""
@@ -73,22 +85,22 @@ def test_what_cannot_be_printed_at_the_end(disk: bool, code: int, said: str) -> 
 
 
 def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
-    """Catches a traceback, and the blame on `--output`, which can be written. The commands are forks of one process that has
-    imported what they need."""
-    sizes = "--gpus=2 --preset=small --residues=32 --msa=16 --extra_msa=32 --global_batch=2"
-    commands = [["plan", *sizes.split(), f"--output={tmp_path / 'plan.html'}"], ["fit", "--print_config"]]
-    program = (
-        "import os, sys\nimport evodsp.training.command\nfrom evodsp.__main__ import run\n"
-        f"for words in {commands!r}:\n"
-        "    if not (child := os.fork()):\n        sys.argv[1:] = words\n        run()\n"
-        "    print('exit code', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr, flush=True)"
-    )
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300
-        )
-    said = "evodsp: error: standard output cannot be written (No space left on device)\nexit code 1\n"
-    assert done.stderr == said * len(commands)
+    """Catches a traceback, and the blame on `--output`, which can be written."""
+    sizes = "--gpus=2 --preset=test --residues=8 --msa=4 --extra_msa=4 --global_batch=2"
+    for words in (["plan", *sizes.split(), f"--output={tmp_path / 'plan.html'}"], ["fit", "--print_config"]):
+        code = in_a_fork(exit_code_on_a_full_disk, words, tmp_path / "stderr")
+        said = "evodsp: error: standard output cannot be written (No space left on device)\n"
+        assert (code, (tmp_path / "stderr").read_text()) == (1, said)
+
+
+def exit_code_on_a_full_disk(words: list[str], stderr: Path) -> int:
+    """Of `evodsp *words`, whose messages are written to a file."""
+    if not (child := os.fork()):
+        for path, descriptor in (("/dev/full", 1), (str(stderr), 2)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+        sys.argv[1:] = words
+        program()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_help_imports_neither_torch_nor_lightning() -> None:
@@ -237,13 +249,13 @@ def test_every_listed_command_runs_something() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[1].glob("configs/*.yaml")), ids=lambda path: path.name)
-def test_every_config_is_valid(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_config_is_valid(path: Path, capsys: pytest.CaptureFixture[str], parsers: None) -> None:
     """A key of a committed config that the code renamed."""
     assert main(["fit", "--config", str(path), "--print_config"]) == 0
     assert "max_steps" in capsys.readouterr().out
 
 
-def test_the_printed_config_with_comments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_config_with_comments(capsys: pytest.CaptureFixture[str], parsers: None) -> None:
     """Catches comments that change a value, or a package that is missing to write them."""
     printed = []
     for option in ("--print_config", "--print_config=comments"):

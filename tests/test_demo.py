@@ -37,7 +37,7 @@ def test_the_quick_start_learns_its_proteins_and_their_relatives(
             model = tmp_path / "initial" / "checkpoints" / "last.ckpt"
         words = ["--fasta", str(fasta), "--alignments", "data/alignments", "--checkpoint", str(model)]
         assert main(["predict", *words, "--output", str(tmp_path / name)]) == 0
-    from evodsp.inference.report import write_report
+    from evodsp.inference.score.scores import write_report
 
     splits = {split: (ROOT / "data" / f"{split}.txt").read_text().split() for split in ("train", "validation")}
     scores = {}

@@ -71,7 +71,7 @@ FEW_ROWS = [
     for part in ("train", "validation")
     for rows, n in (("msa_clusters", 4), ("extra_msa", 4))
 ]
-STRUCTURE = ["--model.structure_module.iterations=1"]
+ONE_OF_EACH = ["--model.structure_module.iterations=1", "--model.evoformer.blocks=1", "--model.extra_msa.blocks=1"]
 SMALL = [
     *FEW_ROWS,
     "--data.train.crop_size=16",
@@ -79,7 +79,7 @@ SMALL = [
     "--data.train.recycles=0",
     "--data.validation.recycles=0",
     f"--data.samples_per_epoch={STEPS}",
-    *STRUCTURE,
+    *ONE_OF_EACH,
     "--trainer.enable_progress_bar=false",
     "--data.validation_chains=[s005_A]",
 ]
@@ -118,7 +118,7 @@ class Reader:
             "data doctor": self.doctor,
             "data build": self.build,
             "plan": self.plan,
-            "estimate": run,
+            "estimate": lambda words: run([*words, "--residues=16", "--preset=test"]),
             "search": check_options,  # its database is a hundred gigabytes
             "selftest": check_options,  # needs GPUs; tests/selftest runs it
             "report": self.report,
@@ -152,7 +152,8 @@ class Reader:
         assert (Path(output) / "checkpoints" / "last.ckpt").is_file()
 
     def validate(self, words: list[str]) -> None:
-        run([*words, *FEW_ROWS, "--data.validation.recycles=0", *STRUCTURE])
+        one = ["--data.validation_chains=[s005_A]", "--data.validation.crop_size=16", "--data.validation.recycles=0"]
+        run([*words, *FEW_ROWS, *one, *ONE_OF_EACH])
 
     def predict(self, words: list[str]) -> None:
         """All files that the page's table names must be there."""
@@ -318,24 +319,14 @@ def like_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("start_ranks", [False, pytest.param(True, marks=pytest.mark.verify)])
-def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_and_block_runs(
+    start_ranks: bool, like_the_root: Path, monkeypatch: pytest.MonkeyPatch, parsers: None
+) -> None:
     """A renamed option or import, a command that the one before it spoils, a result that is elsewhere, wrong YAML."""
     reader = Reader(start_ranks)
     for block in (block for page in PAGES for block in blocks(page)):
         try:
-            if block.included is not None:  # only programs; the test of the programs runs them
-                assert block.included.startswith("scripts/examples/frameworks/"), "no rule tests this file"
-                assert (ROOT / block.included).is_file()
-            elif block.language == "python":
-                run_python(block, monkeypatch)
-            elif block.language == "yaml":
-                run_yaml(block, like_the_root)
-            elif block.language == "bash":
-                for command in block.commands():
-                    reader.follow(block.page, command)
-            else:
-                assert block.language in ("text", ""), f"no rule for a block of {block.language}"
-                assert block.language or block.page in INCLUDED, "name the block's language"
+            run_block(block, reader, like_the_root, monkeypatch)
         except BaseException as error:
             error.add_note(f"{block.place}:\n{block.text}")
             raise
@@ -345,6 +336,23 @@ def test_every_command_and_block_runs(start_ranks: bool, like_the_root: Path, mo
     assert {path.name for path in like_the_root.iterdir()} - {"block.yaml"} == {
         *("data", "configs", "scripts", "runs", "predictions"),
     }
+
+
+def run_block(block: Block, reader: Reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the block's language."""
+    if block.included is not None:  # only programs; the test of the programs runs them
+        assert block.included.startswith("scripts/examples/frameworks/"), "no rule tests this file"
+        assert (ROOT / block.included).is_file()
+    elif block.language == "python":
+        run_python(block, monkeypatch)
+    elif block.language == "yaml":
+        run_yaml(block, folder)
+    elif block.language == "bash":
+        for command in block.commands():
+            reader.follow(block.page, command)
+    else:
+        assert block.language in ("text", ""), f"no rule for a block of {block.language}"
+        assert block.language or block.page in INCLUDED, "name the block's language"
 
 
 def run_python(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from evodsp import printing
 from evodsp.cli import main
-from evodsp.inference.report import ChainScores, write_scores
 from evodsp.inference.run_log import run_log
+from evodsp.inference.score.scores import ChainScores, write_scores
 from evodsp.printing import escape_others, logger, show, tell
 from evodsp.progress import progress
 from evodsp.reading.quoting import printable

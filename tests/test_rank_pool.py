@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests import ranks
+
 PROGRAM = "from tests.ranks import RankPool; from tests.test_rank_pool import hang; RankPool(2).run(2, hang)"
 
 
@@ -44,3 +46,20 @@ def test_ranks_end_with_a_test_run_that_is_killed(number: signal.Signals) -> Non
         for pid in pids:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
+
+
+def fail_on_rank_1(group: Any) -> None:
+    """Rank 0 waits for rank 1."""
+    if torch.distributed.get_rank(group) == 1:
+        raise ValueError("planted")
+    torch.distributed.barrier(group)
+
+
+def test_a_failed_rank_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a test that fails after five minutes, and says that a rank gave no answer, because another one has failed."""
+    monkeypatch.setattr(ranks, "AFTER_A_FAILURE", 0.5)
+    pool = ranks.RankPool(2)
+    with pytest.raises(ranks.RankError) as error:
+        pool.run(2, fail_on_rank_1)
+    assert list(error.value.traces) == [1]
+    assert "planted" in error.value.traces[1]

@@ -1,8 +1,8 @@
 """The alphabet of residues: letters, three-letter names, integer codes, and how sequences are encoded and decoded.
 
 Codes are AlphaFold2's: the 20 amino acids are 0..19 in the order of `RESTYPES`, X (unknown) is 20, the gap of an alignment
-21, the mask token of the masked-MSA loss 22. Every array of residues uses them; files with another numbering are translated
-where they are parsed. Needs numpy only.
+21, the mask token of the masked-MSA loss 22. Every array of residues uses these codes; files with another numbering are
+translated when they are parsed. This module imports numpy only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESTYPE_1TO3: dict[str, str] = {
     "A": "ALA", "R": "ARG", "N": "ASN", "D": "ASP", "C": "CYS", "Q": "GLN", "E": "GLU", "G": "GLY", "H": "HIS", "I": "ILE",
     "L": "LEU", "K": "LYS", "M": "MET", "F": "PHE", "P": "PRO", "S": "SER", "T": "THR", "W": "TRP", "Y": "TYR", "V": "VAL",
 }  # fmt: skip
-"""Three-letter names of the 20 amino acids. X has none: see `residue_name`."""
+"""Three-letter names of the 20 amino acids. X has no entry here; `residue_name` names it."""
 RESTYPES: tuple[str, ...] = tuple(RESTYPE_1TO3)
 RESTYPES_WITH_X: tuple[str, ...] = (*RESTYPES, "X")
 RESTYPE_ORDER: dict[str, int] = {letter: code for code, letter in enumerate(RESTYPES_WITH_X)}
@@ -47,7 +47,8 @@ _DECODE = np.frombuffer("".join((*RESTYPES_WITH_X, "-")).encode(), np.uint8)
 
 
 def encode(letters: str) -> Int8[np.ndarray, " L"]:
-    """Codes of the letters of an alignment, either case, '-' for a gap. Ambiguous letters: see `ALIGNMENT_CODES`.
+    """Codes of the letters of an alignment, either case, '-' for a gap. `ALIGNMENT_CODES` defines the codes of ambiguous
+    letters.
 
     Raises UserError, with the position, for any other character.
     """

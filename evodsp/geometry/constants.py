@@ -1,4 +1,4 @@
-"""Constant tables as tensors. Each is copied to a device once, because a copy from the host makes the host wait for the GPU."""
+"""Constant tables as tensors. Each table is copied to a device once, because a copy makes the host wait for the GPU."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class Constant:
-    """A table that never changes, such as those of `geometry.residues`, on every device and in every dtype that asks for it."""
+    """A table that never changes, such as those of `geometry.residues`, with one copy per device and dtype in use."""
 
     def __init__(self, table: Shaped[np.ndarray, "..."]) -> None:
         self._table = table
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Shaped[Tensor, "..."]:
-        """The whole table. Callers share it and must not change it."""
+        """The whole table. Callers share this tensor and must not change it."""
         held = self._copies.get((device, dtype))
         if held is None:
             with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
                 held = torch.as_tensor(self._table).to(device, dtype)
-            if type(held) is Tensor:  # a fake tensor is of use to its own mode alone
+            if type(held) is Tensor:  # a fake tensor can only be used in its own mode
                 self._copies[device, dtype] = held
         return held
 

@@ -1,8 +1,9 @@
 """Torsion angles <-> rigid-group frames <-> atoms, and the labels made from them (supplement 1.8.4 and 1.8.5).
 
-Shape legend: *b batch axes, R residues. Rigid groups: backbone, omega, phi, psi, chi1..chi4. Torsion angles are those of the
-last seven groups, as (sin, cos). Frames as 12 numbers: rotation row by row, then translation. Positions in Å. Missing residues
-have masks and coordinates of zero; everything computed from them is masked and finite, gradients included.
+Shape legend: *b batch axes, R residues. Rigid groups: backbone, omega, phi, psi, chi1..chi4. Torsion angles are those of
+the last seven groups, as (sin, cos). Frames are stored as 12 numbers: rotation row by row, then translation. Positions are
+in Å. Missing residues have masks and coordinates of zero; everything computed from them is masked and finite, gradients
+included.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from evodsp.geometry.constants import Constant
 from evodsp.geometry.residues import CA, C, N, O
 from evodsp.geometry.rigid import Rigid
 
-_RENAMED = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes over
+_RENAMED = residues.RENAMING_MATRICES.argmax(-1)  # [21, 14] the slot whose name each slot takes
 _RENAMED_SLOT = Constant(_RENAMED)
 _IS_AMBIGUOUS = Constant((np.arange(14) != _RENAMED).astype(np.float32))
 _GROUP_OF_ATOM14 = Constant(np.eye(8, dtype=np.float32)[residues.RESTYPE_ATOM14_TO_RIGID_GROUP])  # [21, 14, 8] one-hot
@@ -72,13 +73,13 @@ def frames_to_atom14(frames: Rigid, aatype: Int[Tensor, "*b"]) -> Float[Tensor, 
 
 
 def atom14_to_atom37(atom14: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
-    """Values [*b, 37, ...] per atom name from values [*b, 14, ...] per atom of the residue. Zero for absent atoms."""
+    """Values [*b, 37, ...] per atom name from values [*b, 14, ...] per atom of the residue. Absent atoms get zero."""
     mask = _ATOM37_MASK.per_residue(aatype, atom14)
     return _select(atom14, _ATOM14_OF_37, aatype) * _trailing(mask, atom14)
 
 
 def atom37_to_atom14(atom37: Tensor, aatype: Int[Tensor, "*b"]) -> Tensor:
-    """Values [*b, 14, ...] per atom of the residue from values [*b, 37, ...] per atom name. Zero for absent atoms."""
+    """Values [*b, 14, ...] per atom of the residue from values [*b, 37, ...] per atom name. Absent atoms get zero."""
     mask = _ATOM14_MASK.per_residue(aatype, atom37)
     return _select(atom37, _ATOM37_OF_14, aatype) * _trailing(mask, atom37)
 
@@ -88,14 +89,14 @@ def atom37_to_torsion_angles(
 ) -> dict[str, Tensor]:
     """Torsion angles omega (of the bond before the residue), phi, psi, chi1..chi4 of given structures.
 
-    The preceding residue is the preceding one of the arrays, so missing residues must be included (and masked).
-    Returns `torsion_angles_sin_cos` [*b, R, 7, 2]; `alt_torsion_angles_sin_cos`, with the symmetric side-chain angles turned
-    by pi; `torsion_angles_mask` [*b, R, 7], 1 where all four atoms are present. Undefined angles are (0, 0).
+    The preceding residue is the preceding entry of the arrays, so missing residues must be included (and masked). Returns
+    `torsion_angles_sin_cos` [*b, R, 7, 2]; `alt_torsion_angles_sin_cos`, with the symmetric side-chain angles turned by pi;
+    `torsion_angles_mask` [*b, R, 7], 1 where all four atoms are present. Undefined angles are (0, 0).
     """
     mask = mask.to(positions.dtype)
     atoms = torch.cat([positions, mask.unsqueeze(-1)], -1)  # [*b, R, 37, xyz and mask]
     before = torch.cat([torch.zeros_like(atoms[..., :1, :, :]), atoms[..., :-1, :, :]], -3)
-    # One slot at a time: a list of slots would be copied to the device in each call.
+    # Slots are taken one at a time, because a list of slots would be copied to the device in each call.
     previous_ca, previous_c, n, ca, c, o = (
         *(before[..., slot, :] for slot in (CA, C)), *(atoms[..., slot, :] for slot in (N, CA, C, O))
     )  # fmt: skip
@@ -183,7 +184,7 @@ def pseudo_beta(
 def pseudo_beta(
     aatype: Int[Tensor, "*b"], positions: Float[Tensor, "*b 37 3"], mask: Float[Tensor, "*b 37"] | None = None
 ) -> Float[Tensor, "*b 3"] | tuple[Float[Tensor, "*b 3"], Float[Tensor, "*b"]]:
-    """CB position, CA for glycine; with a mask also whether that atom is present."""
+    """CB position (CA for glycine); with a mask, also 1 where that atom is present."""
     beta = _select(positions, _PSEUDO_BETA, aatype).squeeze(-2)
     return beta if mask is None else (beta, _select(mask, _PSEUDO_BETA, aatype).squeeze(-1))
 
@@ -221,6 +222,6 @@ def _trailing(mask: Tensor, values: Tensor) -> Tensor:
 
 
 def _select(values: Tensor, table: Constant, aatype: Int[Tensor, "*b"]) -> Tensor:
-    """From values [*b, n, ...] per atom, gather the m slots that the table [21, m] lists per residue type: [*b, m, ...]."""
+    """Gather from values [*b, n, ...] per atom the m slots that the table [21, m] lists per residue type: [*b, m, ...]."""
     slots = table.on(aatype.device, torch.int64)[aatype.long()]
     return torch.take_along_dim(values, _trailing(slots, values), dim=aatype.ndim)

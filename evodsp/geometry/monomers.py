@@ -1,4 +1,4 @@
-"""One-letter codes of the monomers that structure files name: the amino acids and what was made of them.
+"""One-letter codes of the monomers that structure files name: amino acids and their modified forms.
 
 The table is AlphaFold2's (`evodsp/geometry/tables/monomer_letters.csv` names its source), because published alignments and
 searches were made with it: pyroglutamate (PCA) is E, D-amino acids are their L form, selenocysteine (SEC) is A.

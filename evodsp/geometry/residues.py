@@ -1,7 +1,8 @@
 """Facts about the 20 amino acids and the unknown residue X: atoms, rigid groups, torsion angles, symmetries (supplement 1.8.4).
 
 The facts are the tables in `evodsp/geometry/tables`; everything else is derived from them here, once, at import. Only numpy
-is imported, so that data-loading workers start fast. Positions in Å. Residue types are numbered as in `geometry.alphabet`.
+is imported, so that data-loading workers start fast. Positions are in Å. Residue types are numbered as in
+`geometry.alphabet`.
 
 Rigid groups of a residue: 0 backbone, 1 omega, 2 phi, 3 psi, 4..7 chi1..chi4. Each is a frame that rotates about a bond.
 The atoms of a residue are stored in one of two layouts. atom37 has one slot for every atom name; atom14 has only the slots
@@ -146,7 +147,7 @@ def _default_frames() -> Float32[np.ndarray, "21 8 4 4"]:
 
 
 RESTYPE_RIGID_GROUP_DEFAULT_FRAME: Float32[np.ndarray, "21 8 4 4"] = _default_frames()
-"""Homogeneous matrix of each group's frame at torsion angle zero, in the parent group's frame. Translations in Å."""
+"""Homogeneous matrix of each group's frame at torsion angle zero, in the parent group's frame. Translations are in Å."""
 
 
 def _base_atoms() -> Int32[np.ndarray, "21 8 3"]:

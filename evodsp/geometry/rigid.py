@@ -59,14 +59,16 @@ class Rigid:
 
     @classmethod
     def from_quaternion(cls, quaternion: Float[Tensor, "*b 4"], translation: Float[Tensor, "*b 3"]) -> Rigid:
-        """From unit quaternions (w, x, y, z). The caller normalises them (algorithm 23)."""
+        """The rotations of unit quaternions (w, x, y, z), with translations. The caller normalises the quaternions
+        (algorithm 23).
+        """
         products = (quaternion.unsqueeze(-1) * quaternion.unsqueeze(-2)).flatten(-2)
         rotation = (products.unsqueeze(-2) * _ROTATION_OF_PRODUCTS.like(quaternion)).sum(-1)
         return cls(rotation.unflatten(-1, (3, 3)), translation)
 
     @classmethod
     def from_flat12(cls, flat: Float[Tensor, "*b 12"]) -> Rigid:
-        """From 9 rotation entries, row by row, and 3 translation entries: the form in which labels store frames."""
+        """Motions from 9 rotation entries, row by row, and 3 translation entries: the form in which labels store frames."""
         return cls(flat[..., :9].unflatten(-1, (3, 3)), flat[..., 9:])
 
     def to_flat12(self) -> Float[Tensor, "*b 12"]:
@@ -85,7 +87,7 @@ class Rigid:
         return Rigid(rotation, translation.squeeze(-1) + self.translation)
 
     def apply(self, points: Float[Tensor, "*points 3"]) -> Float[Tensor, "*out 3"]:
-        """The points moved by self. The points' leading axes broadcast with the batch."""
+        """The points moved by self. The leading axes of the points broadcast with the batch."""
         return rotated(self.rotation, points.unsqueeze(-1)).squeeze(-1) + self.translation
 
     def apply_inverse(self, points: Float[Tensor, "*points 3"]) -> Float[Tensor, "*out 3"]:
@@ -130,7 +132,7 @@ class Rigid:
         return cls(rotations, torch.cat([m.translation for m in motions], _axis(dim, 1)))
 
 
-torch.export.register_dataclass(Rigid)  # a tree of tensors: FSDP2 looks for tensors in trees only
+torch.export.register_dataclass(Rigid)  # registered as a pytree, because FSDP2 finds tensors in pytrees only
 
 
 def _axis(dim: int, trailing: int) -> int:
@@ -166,7 +168,9 @@ def rotated(rotation: Float[Tensor, "*b 3 3"], points: Float[Tensor, "*points 3 
 
 
 class _Rotated(torch.autograd.Function):
-    """The sums, with their gradients as sums too. Left to autograd, three products take five times as many operators."""
+    """rotation @ points as sums, with gradients as sums too. With autograd alone, three products take five times as many
+    operators.
+    """
 
     @staticmethod
     def forward(ctx: Any, rotation: Tensor, points: Tensor) -> Tensor:

@@ -5,15 +5,14 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
-from evodsp.inference.begun import give_up
+from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.devices import device_of
+from evodsp.inference.devices import RankOutOfMemoryError, device_of
 from evodsp.inference.failures import FAILURES
 from evodsp.inference.groups import Groups
 from evodsp.inference.inputs import as_files
-from evodsp.inference.memory_errors import LeftAlone
+from evodsp.inference.jobs import check_launch
 from evodsp.inference.predict import predict_records
-from evodsp.inference.preparation import check_launch
 from evodsp.inference.run_log import run_log
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
@@ -54,8 +53,9 @@ def _run(config: PredictConfig, words: list[str]) -> int:
         with run_log(config.output, words, _say) if here.rank == 0 else nullcontext(_silent) as say:
             try:
                 outcome = predict_records(config, say, group, groups)
-            except LeftAlone as error:
-                give_up(config, error.failure)
+            except RankOutOfMemoryError as error:
+                again = "the same command without --overwrite" if config.overwrite else "the same command"
+                AttemptNotes(config.output, config.memory_options).give_up(error.failure, again)
         stop()
     # evodsp's own launcher would take 1 for a rank that died; it looks for the list of failures itself.
     return 1 if outcome.failures and not launched_by_evodsp() else 0

@@ -1,5 +1,5 @@
-"""The confidence of a prediction and what it is based on, as matplotlib figures. This module imports matplotlib, so it is
-imported late."""
+"""Figures of a prediction's confidence and of the alignments behind it. This module imports matplotlib, so it is imported
+late."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
-from evodsp.inference.coverage import Coverage
-from evodsp.inference.plots import draw_plddt
-from evodsp.inference.residue_charts import PAE_COLOURS
+from evodsp.inference.pages.coverage import Coverage
+from evodsp.inference.pages.residue_charts import BANDS, PAE_COLOURS
 
 
 class ConfidenceFigure(Figure):
@@ -77,3 +76,17 @@ def coverage_figure(found: Coverage, title: str) -> Figure:
     figure.colorbar(image, ax=axes, label="identity to the query")
     figure.suptitle(title, fontsize=12)
     return figure
+
+
+def draw_plddt(axes: Axes, plddt: Float[np.ndarray, " R"]) -> None:
+    """The curve of pLDDT over the bands of the AlphaFold database."""
+    residues = np.arange(1, len(plddt) + 1)
+    top = 100.0
+    for lower, colour, name in BANDS:
+        axes.axhspan(lower, top, color=colour, alpha=0.22, linewidth=0)
+        axes.text(1.015, (lower + top) / 2, name, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
+        top = lower
+    axes.plot(residues, plddt, color="#202020", linewidth=1.4)
+    axes.set(xlabel="residue", ylabel="pLDDT (0 to 100)", title=f"Predicted confidence, mean pLDDT {plddt.mean():.1f}")
+    axes.set_xlim(1, max(len(plddt), 2))
+    axes.set_ylim(0, 100)

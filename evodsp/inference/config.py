@@ -1,4 +1,4 @@
-"""Settings of a prediction run. This module does not import torch, so `evodsp predict --help` is quick."""
+"""Settings of `evodsp predict` and `evodsp estimate`. This module does not import torch, so that their help is quick."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name
 
+_OF_MEMORY = (
+    "device", "precision", "working_memory", "msa_clusters", "extra_msa", "ensembles", "kernels", "plan", "parallel",
+)  # fmt: skip
+
 
 def sources_of(inputs: Sequence[Path], fasta: Path | None) -> Sequence[Path]:
     """The inputs, of which a single one may be given as --fasta. Raises UserError if both are given."""
@@ -27,6 +31,52 @@ def sources_of(inputs: Sequence[Path], fasta: Path | None) -> Sequence[Path]:
     if inputs:
         raise UserError(f"--fasta {fasta} is given beside {inputs[0]}; give all inputs without --fasta")
     return (fasta,)
+
+
+@dataclass(frozen=True)
+class PassSettings:
+    """How the model passes over the features of a target."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the model's layers."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Precision of float32 matrix products on a GPU."""
+    ensembles: int = 1
+    """Number of feature sets whose representations are averaged in each pass."""
+    stop_tolerance: float | None = None
+    """Largest change of CA-CA distances (Å) at which recycling stops early; None: it never does."""
+    working_memory: str = "auto"
+    """Memory of each rank for what a layer computes beside the representations: the option of this name."""
+    ranks: int = 1
+    """Number of ranks that share a structure."""
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    """How the ranks communicate."""
+
+    @property
+    def half(self) -> bool:
+        """Whether layers compute in bf16."""
+        return self.precision == "bf16"
+
+
+@dataclass(frozen=True)
+class SizeSettings:
+    """The feature sizes that a user gives in place of the checkpoint's; None: the checkpoint's."""
+
+    recycles: int | None = None
+    msa_clusters: int | None = None
+    extra_msa: int | None = None
+
+
+@dataclass(frozen=True)
+class TemplateSettings:
+    """Where templates come from, and which are allowed."""
+
+    folder: Path | None
+    """Folder of structures; None: no templates."""
+    latest: date | None
+    """Latest release date of a template; None: no limit."""
+    obsolete: Path | None
+    """The PDB's list of withdrawn entries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +220,41 @@ class PredictConfig:
 
     @property
     def sources(self) -> Sequence[Path]:
-        """What to predict: the inputs."""
+        """The inputs to predict."""
         return sources_of(self.inputs, self.fasta)
+
+    @property
+    def passes(self) -> PassSettings:
+        """How the model runs."""
+        return PassSettings(
+            self.precision,
+            self.matmul_precision,
+            self.ensembles,
+            self.stop_tolerance,
+            self.working_memory,
+            self.parallel.sequence,
+            self.plan,
+        )
+
+    @property
+    def sizes(self) -> SizeSettings:
+        """The feature sizes that the user gave."""
+        return SizeSettings(self.recycles, self.msa_clusters, self.extra_msa)
+
+    @property
+    def template_settings(self) -> TemplateSettings:
+        """Where templates come from."""
+        return TemplateSettings(self.templates, self.latest_template, self.obsolete)
+
+    @property
+    def memory_options(self) -> dict[str, str]:
+        """The options that decide how much memory a record needs, and how much there is."""
+        return {name: str(getattr(self, name)) for name in _OF_MEMORY}
+
+    @property
+    def seed_numbers(self) -> list[int]:
+        """The seeds of the predictions."""
+        return list(range(self.first_seed, self.first_seed + self.seeds))
 
     @property
     def weights_names(self) -> list[str]:
@@ -187,3 +270,84 @@ class PredictConfig:
     def latest_template(self) -> date | None:
         """`max_template_date` as a date. Raises UserError if it is not a date."""
         return parse_latest_date("--max_template_date", self.max_template_date)
+
+
+@dataclass(frozen=True)
+class EstimateConfig:
+    """A prediction that is not run, and its machine. Raises UserError if a value is out of range."""
+
+    inputs: Sequence[Path] = ()
+    """What `evodsp predict` would be given: FASTA or A3M files, folders of either, or - for standard input. Every
+    record is estimated with an alignment as deep as the model takes."""
+    fasta: Path | None = None
+    """A FASTA file, as in earlier versions. The same as giving it without an option."""
+    residues: int | None = None
+    """Length of a sequence, instead of inputs."""
+    checkpoint: Path | None = None
+    """Model: a checkpoint, or another program's parameters, as in `evodsp predict`."""
+    weights: str | None = None
+    """Model: AlphaFold2's published parameters by name, such as model_1_ptm. Their file is not needed."""
+    preset: str | None = None
+    """Model of this name, such as model_1_ptm; beside --checkpoint the one that the parameters belong to. null: model_1_ptm."""
+    device: str = "auto"
+    """auto: the GPU of this machine, or its processor. cpu or cuda. Or a kind of GPU: a100, h100, h200, b200, or the path of
+    your own file (see `evodsp plan`)."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the model's layers, as in `evodsp predict`. So are the settings below."""
+    matmul_precision: MatmulPrecision = "highest"
+    """Products of float32 matrices on a GPU: highest or high."""
+    recycles: int | None = None
+    """Recycling iterations after the first pass; null: as in training."""
+    ensembles: int = 1
+    """Feature sets drawn for each pass."""
+    msa_clusters: int | None = None
+    """Rows of the clustered MSA; null: as in training."""
+    extra_msa: int | None = None
+    """Rows of the extra MSA; null: as in training."""
+    working_memory: str = "auto"
+    """Memory of each rank for what a layer computes beside the representations. auto: 1/32 of the GPU's memory, 256MiB on a
+    CPU."""
+    parallel: SequenceConfig = field(default_factory=SequenceConfig)
+    """Ranks that share one structure."""
+    plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    """How the ranks communicate."""
+    output: Path | None = None
+    """JSON file for the numbers; null: they are only printed."""
+
+    def __post_init__(self) -> None:
+        sizes = ("residues", "ensembles", "msa_clusters", "extra_msa")
+        check_numbers(self, {**dict.fromkeys(sizes, SIZE), "recycles": COUNT}, "--")
+        check_preset(self.preset)
+        check_matmul("--matmul_precision", self.matmul_precision)
+        if (self.residues is None) != bool(self.sources):
+            given = "neither is given" if self.residues is None else "both are given"
+            raise UserError(f"evodsp estimate takes INPUT... or --residues N, but {given}; give one of them")
+        if self.weights is not None:
+            check_name(self.weights)
+            for name in ("checkpoint", "preset"):
+                if (other := getattr(self, name)) is not None:
+                    raise UserError(f"--weights {self.weights} and --{name} {other} are both given; give one model")
+        if self.working_memory not in ("auto", "all"):
+            memory_size("--working_memory", self.working_memory)
+
+    @property
+    def sources(self) -> Sequence[Path]:
+        """The inputs."""
+        return sources_of(self.inputs, self.fasta)
+
+    @property
+    def passes(self) -> PassSettings:
+        """How the model would run."""
+        return PassSettings(
+            self.precision,
+            self.matmul_precision,
+            self.ensembles,
+            working_memory=self.working_memory,
+            ranks=self.parallel.sequence,
+            plan=self.plan,
+        )
+
+    @property
+    def sizes(self) -> SizeSettings:
+        """The feature sizes that the user gave."""
+        return SizeSettings(self.recycles, self.msa_clusters, self.extra_msa)

@@ -1,11 +1,13 @@
-"""`evodsp estimate`: says, before a prediction runs, what memory and time it needs, and what to change if it does not fit."""
+"""`evodsp estimate`, and the check before a target runs: what memory and time a prediction needs, and what to change if it does
+not fit. `evodsp.planner.prediction` calculates both."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
+import os
 from collections import defaultdict
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,91 +15,168 @@ import torch
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import EstimateConfig, PassSettings
 from evodsp.inference.devices import device_of, working_memory
-from evodsp.inference.estimate_config import EstimateConfig
 from evodsp.inference.inputs import read_inputs
-from evodsp.inference.needs import There, changes, prediction_of, seconds, size, text, there, there_named
-from evodsp.inference.provenance import feature_config
-from evodsp.planner.prediction import WORKING_SHARE, Prediction, pair_share, prediction_memory, prediction_times
+from evodsp.inference.models import check_ranks, feature_config
+from evodsp.model.alphafold import AlphaFold
+from evodsp.planner.prediction import (
+    Machine,
+    PlannedPrediction,
+    changes,
+    prediction_memory,
+    prediction_needs,
+    size,
+    working_memory_of,
+)
+from evodsp.planner.program import SampleSizes
 from evodsp.printing import show
-from evodsp.ranges import memory_size
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
+
+TINY = 1e12
+"""Multiplications of a target that is so quick that nobody needs to be told."""
+_SURE = 0.75
+"""Share of the calculated memory that is needed for certain: it has been a fifth too high and a fifth too low
+(scripts/benchmarks/results/estimate_check.csv). A target that needs more than is free even so is refused; one that may fit is
+tried."""
+_GRID = 1.04
+"""Ratio of the sizes that are calculated before a target runs: targets in between share the larger one's result."""
 
 
 def run(settings: EstimateConfig, words: list[str]) -> int:
     """Print the estimate of each length, write the JSON file, and return the exit code: 1 if one does not fit."""
-    on, memory = _place(settings)
-    model, features = _model(settings)
-    config = _as_predicted(settings)
-    features = feature_config(config, features)
+    machine, memory = _place(settings)
+    model, trained = _model(settings)
+    features = feature_config(settings.sizes, trained)
+    rows, templates = features.msa_clusters - features.max_templates, features.max_templates
+    templates = max(1, templates) if model.templates.enabled else 0
     found = []
-    for residues, of in sorted(_lengths(settings).items()):
-        what = prediction_of(config, model, features, residues, memory, on)
-        _check_ranks(what)
-        found.append(_estimate(what, of, on))
+    for residues, names in sorted(_lengths(settings).items()):
+        check_ranks(settings.parallel.sequence, residues, rows)
+        sizes = SampleSizes(residues, rows, features.extra_msa, templates)
+        what = _planned(settings.passes, model, sizes, features.recycles + 1, memory, machine)
+        found.append(_estimate(what, names, machine))
     show(
-        f"{on.name}, {settings.precision}, {features.recycles + 1} passes a seed, {features.msa_clusters} MSA rows, "
-        f"{features.extra_msa} extra ones, {what.sizes.templates} templates. Times are a model's, not measured."
+        f"{machine.name}, {settings.precision}, {features.recycles + 1} passes a seed, {features.msa_clusters} MSA rows, "
+        f"{features.extra_msa} extra ones, {templates} templates. Times are a model's, not measured."
     )
-    for one in found:
-        show("\n".join(one["lines"]))
+    for lines, _ in found:
+        show("\n".join(lines))
+    entries = [entry for _, entry in found]
     if settings.output is not None:
         with whole_file(settings.output) as partial:
-            rows = [{key: value for key, value in one.items() if key != "lines"} for one in found]
-            partial.write_text(json.dumps(rows, indent=1) + "\n")
-    return 0 if all(one["fits"] for one in found) else 1
+            partial.write_text(json.dumps(entries, indent=1) + "\n")
+    return 0 if all(entry["fits"] for entry in entries) else 1
 
 
-def _estimate(what: Prediction, names: list[str], on: There) -> dict[str, Any]:
-    """The numbers of a length, and the lines that say them."""
+def check_needs(
+    name: str,
+    residues: int,
+    batch: Mapping[str, torch.Tensor],
+    model: AlphaFold,
+    settings: PassSettings,
+    try_anyway: bool,
+) -> str | None:
+    """A line that says what a target needs whose features are made; None for a tiny one. Called on rank 0.
+
+    Raises UserError if the target does not fit, unless `try_anyway`.
+    """
+    device = next(model.parameters()).device
+    rows = [batch[key].shape[2] for key in ("msa_feat", "extra_msa")]
+    templates = batch["template_mask"].shape[2] if model.config.templates.enabled else 0
+    sets = batch["aatype"].shape[1]
+    if sets * _multiplications(model, residues, rows) < TINY:
+        return None
+    sizes = SampleSizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
+    machine, memory = Machine.here(device), working_memory(settings.working_memory, device)
+    what = _planned(settings, model.config, sizes, sets // settings.ensembles, memory, machine)
+    needs = prediction_needs(what, machine.device, machine.links)
+    total, weights = needs.memory.total, needs.memory.weights
+    there = weights + (0 if what.on_gpu else needs.memory.features)  # the model and the features are in memory already
+    free = machine.free_for(int(os.environ.get("LOCAL_WORLD_SIZE", what.ranks))) + there
+    line = needs.line("the model", free)
+    if total <= free:
+        return line
+    if _SURE * total <= free or try_anyway:
+        return f"{line}; it may not fit"
+
+    def fits(changed: PlannedPrediction) -> bool:
+        return machine.fits(prediction_memory(changed).total - weights, changed.ranks)
+
+    helps = changes(what, fits)
+    each = f" on each of {what.ranks} ranks" if what.ranks > 1 else ""
+    instead = f"change one of: {', '.join(helps)}" if helps else "no setting makes it fit: take a larger machine"
+    raise UserError(
+        f"{name}: {residues:,} residues need {size(total)} of memory{each}, "
+        f"and {size(free)} are free ({machine.name}); {instead}. --try_anyway true runs it all the same"
+    )
+
+
+def _planned(
+    settings: PassSettings, model: ModelConfig, sizes: SampleSizes, passes: int, memory: int | None, machine: Machine
+) -> PlannedPrediction:
+    """The prediction as the planner takes it. `passes`: their number for a seed. `memory`: the working memory in bytes."""
+    return PlannedPrediction(
+        model,
+        sizes,
+        passes=passes,
+        ensembles=settings.ensembles,
+        ranks=settings.ranks,
+        half=settings.half,
+        tf32=settings.matmul_precision == "high",
+        on_gpu=not machine.shared,
+        memory=memory,
+        plan=settings.plan,
+    )
+
+
+def _estimate(what: PlannedPrediction, names: list[str], machine: Machine) -> tuple[list[str], dict[str, Any]]:
+    """The lines that tell the needs of a length, and the entry of the JSON file. `names`: the records of this length."""
     label = f"{what.sizes.residues:,} residues" + (f" ({_some(names)})" if names else "")
-    ranks = what.ranks
-    free = on.free // ranks if on.shared else on.free
-    if not on.fits(pair_share(what), ranks):
-        return _hopeless(what, names, label, free)
-    memory = prediction_memory(what)
-    fits, took = on.fits(memory.total, ranks), seconds(what, on)
-    parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory) if field.name != "at"}
+    free = machine.free_for(what.ranks)
+    head = {"residues": what.sizes.residues, "names": names, "ranks": what.ranks}
+    if not machine.fits(what.pair_share, what.ranks):  # to follow the pass of such a chain would take minutes
+        pair = what.pair_share
+        line = (
+            f"{label}: does not fit; the pair representation alone takes {size(pair)} on each rank, and {size(free)} are "
+            "free; raise --parallel.sequence, take larger devices, or split the sequence into domains"
+        )
+        entry = {**head, "bytes": {"pair": pair}, "total_bytes": pair, "at": "pair", "free_bytes": free, "fits": False}
+        return [line], {**entry, "seconds_a_seed": None, "changes": []}
+    needs = prediction_needs(what, machine.device, machine.links)
+    memory, parts = needs.memory, needs.memory.parts
+    fits = machine.fits(memory.total, what.ranks)
     lines = [
-        text(label, what, memory, free, took),
+        needs.line(label, free),
         "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value) + f"; most in: {memory.at}",
     ]
-    entry = {
-        "residues": what.sizes.residues,
-        "names": names,
-        "ranks": ranks,
-        "bytes": parts,
-        "total_bytes": memory.total,
-    }
-    entry |= {"at": memory.at, "free_bytes": free, "fits": fits, "seconds_a_seed": took}
-    if ranks > 1 and on.device is not None:
-        one = prediction_times(what, on.device, on.links)
+    entry = {**head, "bytes": parts, "total_bytes": memory.total, "at": memory.at, "free_bytes": free, "fits": fits}
+    entry["seconds_a_seed"] = needs.seconds
+    if what.ranks > 1 and (one := needs.one_pass) is not None:
         entry |= {"communicated_bytes_a_pass": one.bytes, "collectives_a_pass": one.calls}
         lines.append(f"  communication of a rank: {size(one.bytes)} in {one.calls:,} collectives a pass")
     if not fits:
-        helps = changes(what, lambda changed: on.fits(prediction_memory(changed).total, changed.ranks))
+        helps = changes(what, lambda changed: machine.fits(prediction_memory(changed).total, changed.ranks))
         lines.append("  does not fit; it would with " + (", or ".join(helps) or "no setting: take a larger device"))
         entry["changes"] = helps
-    return {**entry, "lines": lines}
+    return lines, entry
 
 
 def _some(names: list[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _place(settings: EstimateConfig) -> tuple[There, int | None]:
-    """Where it would run, and the working memory in bytes."""
-    kind = settings.device.partition(":")[0]
-    if kind in ("auto", "cpu", "cuda"):
+def _place(settings: EstimateConfig) -> tuple[Machine, int | None]:
+    """The machine of the prediction, and the working memory in bytes."""
+    if settings.device.partition(":")[0] in ("auto", "cpu", "cuda"):
         device = device_of(settings.device)
-        return there(device), working_memory(settings.working_memory, device)
-    on = there_named(settings.device)
+        return Machine.here(device), working_memory(settings.working_memory, device)
+    machine = Machine.named(settings.device)
     if settings.working_memory != "auto":
-        return on, working_memory(settings.working_memory, torch.device("cpu"))
-    assert on.device is not None
-    return on, int(on.device.memory_gib * 2**30) // WORKING_SHARE if on.device.on_gpu else memory_size("", "256MiB")
+        return machine, working_memory(settings.working_memory, torch.device("cpu"))
+    assert machine.device is not None, "a named device has rates"
+    return machine, working_memory_of(machine.device)
 
 
 def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
@@ -108,37 +187,6 @@ def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
         raise UserError(f"{settings.checkpoint}: no such checkpoint; check --checkpoint")
     model = load_model(settings.checkpoint, preset=settings.preset)
     return model.config, load_features(settings.checkpoint, settings.preset)
-
-
-def _as_predicted(settings: EstimateConfig) -> PredictConfig:
-    """The settings of the prediction."""
-    own = {field.name for field in dataclasses.fields(PredictConfig)}
-    shared = {
-        name: value
-        for name, value in vars(settings).items()
-        if name in own - {"device", "inputs", "fasta", "checkpoint", "weights", "output"}
-    }
-    here = Path()
-    return PredictConfig(fasta=here, alignments=here, checkpoint=here, output=here, **shared)
-
-
-def _hopeless(what: Prediction, names: list[str], label: str, free: int) -> dict[str, Any]:
-    """`_estimate` of a chain whose pair representation alone does not fit. To follow its pass would take minutes."""
-    share = pair_share(what)
-    line = (
-        f"{label}: does not fit; the pair representation alone takes {size(share)} on each rank, and {size(free)} are free; "
-        "raise --parallel.sequence, take larger devices, or split the sequence into domains"
-    )
-    entry = {"residues": what.sizes.residues, "names": names, "ranks": what.ranks, "bytes": {"pair": share}}
-    entry |= {
-        "total_bytes": share,
-        "at": "pair",
-        "free_bytes": free,
-        "fits": False,
-        "seconds_a_seed": None,
-        "changes": [],
-    }
-    return {**entry, "lines": [line]}
 
 
 def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:
@@ -156,10 +204,14 @@ def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:
     return found
 
 
-def _check_ranks(what: Prediction) -> None:
-    most = min(what.sizes.residues, what.sizes.clusters)
-    if what.ranks > most:
-        raise UserError(
-            f"--parallel.sequence is {what.ranks}, but with {what.sizes.residues} residues and {what.sizes.clusters} rows of "
-            f"the clustered MSA it can be at most {most}; lower it"
-        )
+def _multiplications(model: AlphaFold, residues: int, rows: list[int]) -> int:
+    """About how many a pass takes: each parameter meets each pair of residues, or each residue of each row."""
+    stacks = ((model.evoformer, rows[0]), (model.extra_msa_stack, rows[1]))
+    return sum(sum(p.numel() for p in stack.parameters()) * residues * max(residues, own) for stack, own in stacks)
+
+
+def _rounded(number: int) -> int:
+    """The next larger number of a grid, so that targets of similar sizes share a calculation."""
+    if number <= 32:
+        return number
+    return math.ceil(_GRID ** math.ceil(math.log(number, _GRID) - 1e-9))

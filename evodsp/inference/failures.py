@@ -15,7 +15,7 @@ FAILURES = "failures.json"
 
 
 @dataclass(frozen=True)
-class Failure:
+class RecordFailure:
     """A record without a result, or without a part of it."""
 
     name: str
@@ -27,11 +27,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of all records."""
+    """The results and failures of all records."""
 
     results: list[PredictionResult]
-    """In the order of the input."""
-    failures: list[Failure]
+    """The results in the order of the input."""
+    failures: list[RecordFailure]
 
     @property
     def line(self) -> str:
@@ -40,14 +40,14 @@ class Outcome:
         return f"{len(self.results) - kept:,} done, {kept:,} kept, {len(self.failures):,} failed"
 
 
-def none_usable(failures: Sequence[Failure]) -> UserError:
+def none_usable(failures: Sequence[RecordFailure]) -> UserError:
     """The error of a run that has no result: the first record's, and how many there were."""
     others = f". None of the {len(failures):,} records can be predicted" if len(failures) > 1 else ""
     return UserError(failures[0].reason + others)
 
 
-def write_failures(output: Path, failures: Sequence[Failure]) -> None:
-    """Write <output>/failures.json; without failures, remove that of an earlier run."""
+def write_failures(output: Path, failures: Sequence[RecordFailure]) -> None:
+    """Write <output>/failures.json; without failures, remove the file of an earlier run."""
     path = output / FAILURES
     if failures:
         with whole_file(path) as partial:

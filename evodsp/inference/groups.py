@@ -28,7 +28,8 @@ class Groups:
     """One rank's view of the groups. All ranks make it together, and again for each run."""
 
     def __init__(self, everyone: Group, own: Group | None) -> None:
-        """`everyone`: all ranks; groups are consecutive ranks of it, equally many. `own`: this rank's; None: it is alone."""
+        """`everyone`: all ranks; each group has equally many consecutive ranks of it. `own`: the group of this rank; None: it
+        is alone."""
         self.everyone, self.own = everyone, own
         size = 1 if own is None else own.size
         self.number, self.count = everyone.rank // size, everyone.size // size
@@ -43,7 +44,7 @@ class Groups:
         return Groups(self.everyone, self.own)
 
     def places(self, total: int) -> Iterator[int]:
-        """Those of the places 0 … `total` - 1 that this group takes, one after another. All ranks of the group get the same."""
+        """The places from 0 to `total` - 1 that this group takes, one after another. All ranks of the group get the same."""
         while (place := from_first(self._take, self.own)) < total:
             yield place
 
@@ -54,7 +55,8 @@ class Groups:
         return place
 
     def finish(self, lines: Sequence[str]) -> None:
-        """Say that a place is done, and what was reported of it. Called by every rank of the group."""
+        """Tell the other groups that a place is done, and the `lines` that were reported of it. Every rank of the group calls
+        this."""
         if self._leads:
             set_texts(self._store, f"said/{self.number}/{self._store.add(f'said/{self.number}', 0)}", lines)
             self._store.add(f"said/{self.number}", 1)
@@ -76,7 +78,8 @@ class Groups:
         return False
 
     def gathered(self, found: Mapping[int, Result], total: int) -> dict[int, Result]:
-        """What all groups have `found` for `total` records, by number. Called by all ranks, when all records are done."""
+        """The results that all groups have `found` for `total` records, by number. All ranks call this, when all records are
+        done."""
         parts = all_of(found if self._leads else {}, self.everyone)
         results = {number: result for part in parts for number, result in part.items()}
         if lost := total - len(results):
@@ -85,10 +88,10 @@ class Groups:
 
 
 def share(costs: Sequence[int], work: Callable[[int, Report], Result], report: Report, groups: Groups) -> list[Result]:
-    """What becomes of all items, in their order. The dearest are taken first, so that no group is left with one at the end.
+    """The results of all items, in their order. The dearest item is taken first, so that no group is left with one at the end.
 
-    `costs`: of each item. `work`: does the item of this number, and reports lines. Rank 0 of all reports the lines of other
-    groups when an item is done. All ranks call this, and get the same.
+    `costs`: the cost of each item. `work`: a function that does the item of a number, and reports lines. Rank 0 of all
+    reports the lines of other groups when an item is done. All ranks call this, and get the same.
     """
     dearest_first = sorted(range(len(costs)), key=lambda item: -costs[item])
     is_first, found = groups.everyone.rank == 0, dict[int, Result]()

@@ -1,4 +1,4 @@
-"""What a user gives to predict: FASTA and A3M files, folders of either, standard input. The records in them are read here.
+"""The inputs of a prediction: FASTA and A3M files, folders of either, standard input. The records in them are read here.
 
 A file is A3M if its name says so (.a3m, .a3m.gz): its first sequence is the query, its name the record's, and the file is the
 record's alignment. Everything else is FASTA. Of a folder, files are read whose names say that they are one of both. Standard
@@ -20,7 +20,7 @@ from evodsp.data.formats.a3m import name_if_a3m, query_of_a3m
 from evodsp.data.formats.fasta import SINGLE_CHAINS
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
-from evodsp.inference.failures import Failure
+from evodsp.inference.failures import RecordFailure
 from evodsp.packaged import where_packaged
 
 STANDARD_INPUT = Path("-")
@@ -38,32 +38,33 @@ class InputRecord:
     alignment: Path | None
     """The A3M file that it is the first sequence of; None for FASTA."""
     notes: tuple[str, ...]
-    """What the user has to know of it, lines for the log."""
+    """Lines for the log: the user has to know them about this record."""
     piped: bytes | None = None
     """The content of `alignment` if it is no file, but standard input."""
 
 
-def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[Failure]]:
-    """The records of all inputs, in the order in which they are given (files of a folder by name); and those that are broken.
+def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[RecordFailure]]:
+    """The records of all inputs, in the order in which they are given (files of a folder by name); and a failure for each
+    broken one.
 
-    A file that cannot be read is a Failure under its path. Raises UserError if an input does not exist, is given twice, or is a
-    folder without a file to read.
+    A file that cannot be read is a RecordFailure under its path. Raises UserError if an input does not exist, is given twice,
+    or is a folder without a file to read.
     """
     records: list[InputRecord] = []
-    failures: list[Failure] = []
+    failures: list[RecordFailure] = []
     places: dict[str, str] = {}
     for path in _files(inputs):
         try:
             found = list(_records(path))
         except UserError as error:
-            failures.append(Failure(str(path), str(error)))
+            failures.append(RecordFailure(str(path), str(error)))
             continue
         for name, place, record in found:
             reason = str(record) if isinstance(record, UserError) else None
             if reason is None and name in places:
                 reason = f"{place}: the name '{name}' is that of the record at {places[name]}; rename one of the two"
             if reason is not None:
-                failures.append(Failure(name, reason))
+                failures.append(RecordFailure(name, reason))
             elif isinstance(record, InputRecord):
                 places[name] = place
                 records.append(record)
@@ -191,7 +192,7 @@ def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
 
 
 def _maybe_nucleotides(name: str, letters: str) -> tuple[str, ...]:
-    """What to say of a sequence of bases. U has become C by now; some repeats of real proteins have two of the letters."""
+    """A note on a sequence of bases. U has become C by now; some repeats of real proteins have two of the letters."""
     found = set(letters)
     if len(letters) < _SHORTEST_OF_BASES or not found <= set("ACGTNX") or len(found & set("ACGT")) < 3:
         return ()
@@ -202,7 +203,7 @@ def _maybe_nucleotides(name: str, letters: str) -> tuple[str, ...]:
 
 
 def _maybe_an_alignment(sequences: Sequence[ProteinSequence | UserError]) -> tuple[str, ...]:
-    """What to say of standard input that has no gaps, but could be an alignment for all that."""
+    """A note on standard input that has no gaps, but could be an alignment for all that."""
     lengths = {len(sequence) if isinstance(sequence, ProteinSequence) else None for sequence in sequences}
     if len(sequences) < 2 or len(lengths) > 1:
         return ()
@@ -213,7 +214,7 @@ def _maybe_an_alignment(sequences: Sequence[ProteinSequence | UserError]) -> tup
 
 
 def _piped_a3m(data: bytes) -> Path | None:
-    """What the file would be called if standard input is A3M; None for FASTA. Raises UserError if no file can be called so."""
+    """The name of a file for standard input that is A3M; None for FASTA. Raises UserError if no file can have the name."""
     name = name_if_a3m(data)
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""The models of a prediction: one checkpoint, or several whose predictions are ranked together, and what each is called.
+"""The models of a prediction: one checkpoint, or several whose predictions are ranked together; their names and feature sizes.
 
 A model's name begins the names of its files. It is the checkpoint's file name, with the folders above it as far as they are
 needed to tell models apart: runs/a/checkpoints/best.ckpt and runs/b/checkpoints/best.ckpt are a_best and b_best.
@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from evodsp.config import FeatureConfig
+from evodsp.data.samples.feature_axes import check_config
 from evodsp.errors import UserError
-from evodsp.inference.targets import content_digest, fingerprint
+from evodsp.inference.config import SizeSettings
+from evodsp.inference.targets import Target, content_digest, fingerprint
 from evodsp.weights.parameter_file import parameter_file
+
+SIZES = ("recycles", "msa_clusters", "extra_msa")
+"""Options whose default is the value used in training."""
 
 _SUFFIXES = (".ckpt", ".npz", ".pt")
 _OF_DEEPSPEED = ("latest", "checkpoint", "*mp_rank_*")
 _TELLS_NOTHING = "checkpoints"
-"""The folder of checkpoints within that of every run."""
+"""The folder of checkpoints within the folder of every run."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class NamedModel:
 
     path: Path
     name: str | None
-    """None for the only model of a run: its files have no name before them."""
+    """None if the run has one model; file names then have no model prefix."""
     digest: str
     """The fingerprint of its file."""
 
@@ -73,3 +79,47 @@ def _names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise UserError(f"--checkpoint: '{paths[0]}' and another one have names that files cannot tell apart; rename one")
+
+
+def feature_config(sizes: SizeSettings, trained: FeatureConfig) -> FeatureConfig:
+    """The checkpoint's feature sizes without cropping, with the options that the user gave in their place."""
+    given = {name: value for name in SIZES if (value := getattr(sizes, name)) is not None}
+    features = replace(trained, crop_size=None, uniform_recycling=False, **given)
+    check_config(features)
+    return features
+
+
+def with_template_row(features: FeatureConfig, takes_templates: bool) -> FeatureConfig:
+    """`features` with at least one template if the model reads templates: it needs the features' arrays, even if the sizes
+    allow no template. The added one is always absent."""
+    if features.max_templates or not takes_templates:
+        return features
+    return replace(features, max_templates=1, msa_clusters=features.msa_clusters + 1)
+
+
+def check_target_fits_ranks(ranks: int, features: FeatureConfig, target: Target) -> None:
+    """Raise UserError if there are more ranks than residues or MSA rows of `target`."""
+    check_ranks(ranks, len(target.query), features.msa_clusters - features.max_templates, f"{target.query.name}: ")
+
+
+def check_ranks(ranks: int, residues: int, rows: int, before: str = "") -> None:
+    """Raise UserError if there are more ranks than residues or MSA rows: each rank needs one of both.
+
+    `before`: the beginning of the message.
+    """
+    if ranks > min(rows, residues):
+        raise UserError(
+            f"{before}--parallel.sequence is {ranks}, but with {residues} residues and {rows} rows of the clustered MSA it "
+            f"can be at most {min(rows, residues)}; lower it"
+        )
+
+
+def sizes_line(features: FeatureConfig, trained: FeatureConfig, ensembles: int) -> str:
+    """The log's line of sizes, for example 'sizes: recycles 1 (default 3), msa_clusters 512, extra_msa 5120'."""
+    sizes = []
+    for name in SIZES:
+        used, default = getattr(features, name), getattr(trained, name)
+        sizes.append(f"{name} {used}" if used == default else f"{name} {used} (default {default})")
+    if ensembles > 1:
+        sizes.append(f"ensembles {ensembles}")
+    return f"sizes: {', '.join(sizes)}"

@@ -1,8 +1,10 @@
-"""The passes of the model for one seed of a target: running them, their times, and the structure that comes out."""
+"""The passes of the model for one seed of a target: their progress, their times, and the structure that comes out."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,13 +13,14 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32
 
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import PassSettings
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm, highest_pae
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
+from evodsp.progress import progress
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,13 @@ class SeedRun:
         return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
 
 
-def layer_dtype(config: PredictConfig) -> torch.dtype:
+def layer_dtype(settings: PassSettings) -> torch.dtype:
     """The dtype of the model's layers."""
-    return torch.bfloat16 if config.precision == "bf16" else torch.float32
+    return torch.bfloat16 if settings.half else torch.float32
 
 
 def run_passes(
-    model: AlphaFold, batch: dict[str, torch.Tensor], config: PredictConfig
+    model: AlphaFold, batch: dict[str, torch.Tensor], settings: PassSettings
 ) -> tuple[ModelOutput, tuple[float, ...]]:
     """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
     device = next(model.parameters()).device
@@ -67,9 +70,9 @@ def run_passes(
 
     hook = model.structure_module.register_forward_hook(mark)
     try:
-        half = torch.autocast(device.type, torch.bfloat16, enabled=layer_dtype(config) == torch.bfloat16)
-        with torch.inference_mode(), float32_matmul(config.matmul_precision), half:
-            output = model(batch, ensembles=config.ensembles, stop_tolerance=config.stop_tolerance or 0.0)
+        half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
+        with torch.inference_mode(), float32_matmul(settings.matmul_precision), half:
+            output = model(batch, ensembles=settings.ensembles, stop_tolerance=settings.stop_tolerance or 0.0)
     finally:
         hook.remove()
     return output, tuple(after - before for before, after in pairwise(marks))
@@ -124,3 +127,20 @@ def _collected(
     """The first `length` (L) rows and columns, on the first rank. `rows`: this rank's."""
     whole = model.exchange.collect(rows, "i", whole=batch["seq_mask"].shape[-1])
     return None if whole is None else whole[0, :length, :length].cpu().numpy()
+
+
+@contextmanager
+def block_progress(model: AlphaFold, what: str, passes: int) -> Iterator[None]:
+    """Count the blocks of the extra-MSA stack and the Evoformer that the model runs within this context.
+
+    `passes`: how many passes there are at most. On a GPU the count runs ahead of the device within a pass: blocks are launched,
+    not awaited.
+    """
+    blocks = [*model.extra_msa_stack.blocks, *model.evoformer.blocks]
+    with progress(f"{what}: blocks of {passes} pass{'es' * (passes > 1)}", total=passes * len(blocks)) as advance:
+        hooks = [block.pair_stack.register_forward_hook(lambda *_: advance(1)) for block in blocks]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.inference.coverage import coverage
+from evodsp.inference.pages.coverage import coverage
 from evodsp.inference.prediction import Prediction, RankedStructure
 from evodsp.inference.results import PredictionResult, stem
 

@@ -17,25 +17,22 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_folder
-from evodsp.inference.batch_page import INDEX, write_batch_page
-from evodsp.inference.begun import note_progress, noted
+from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.devices import device_of, working_memory
-from evodsp.inference.failures import FAILURES, Failure, Outcome, none_usable, page_problem, write_failures
+from evodsp.inference.devices import device_of, memory_errors, working_memory
+from evodsp.inference.earlier_results import EarlierResult, copy_files, find_earlier
+from evodsp.inference.failures import FAILURES, Outcome, RecordFailure, none_usable, page_problem, write_failures
 from evodsp.inference.groups import Groups, share
-from evodsp.inference.jobs import Inputs, Job
-from evodsp.inference.memory_errors import memory_errors
-from evodsp.inference.models import NamedModel
+from evodsp.inference.jobs import Job, RunInputs, prepare, read_inputs_and_models
+from evodsp.inference.models import NamedModel, sizes_line
+from evodsp.inference.pages.batch_page import INDEX, write_batch_page
+from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.passes import layer_dtype
 from evodsp.inference.plot_files import write_plots
-from evodsp.inference.preparation import prepare, read_inputs_and_models
-from evodsp.inference.provenance import sizes_line
 from evodsp.inference.relaxation import missing_relaxations, relax_prediction
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
 from evodsp.inference.run_log import Report, counted
 from evodsp.inference.seeds import Finished, predict_seeds
-from evodsp.inference.stored import Stored, copy_files, find_stored
-from evodsp.inference.target_page import write_target_page
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels.registry import choose, summary
@@ -64,12 +61,12 @@ def predict_records(
     `report` gets one line per stage, one per record that fails, and a last one that counts them. The records that failed are
     listed in <output>/failures.json. Raises UserError if no record can be predicted: then nothing has been written. If that
     is known from the inputs, no model has run.
-    A target's folder appears only when its files are complete. Of a long chain they are at first those of the first seeds.
+    A target's folder appears only when its files are complete. The folder of a long chain holds the first seeds at first.
 
     `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
     function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
     its records and writes their files, and the other ranks need no access to them. A UserError is raised on every rank of a
-    group, but LeftAlone on a single one. A record that ended earlier runs is left out (`evodsp.inference.begun`).
+    group, but RankOutOfMemoryError on a single one. A record that ended earlier runs is left out (`evodsp.inference.attempts`).
     """
     device = device_of(config.device)
     everyone = group if groups is None else groups.everyone
@@ -82,7 +79,7 @@ def predict_records(
     names = {target.query.name for target in inputs.targets}  # other runs may be writing other records here
     from_first(partial(remove_partial, config.output, names), everyone)
     results: dict[str, PredictionResult] = {}
-    # One model after the other: one is in memory, and each is loaded once. What is written is complete for the models so far.
+    # One model after the other: one is in memory, and each is loaded once. The files are complete for the models so far.
     for number, (model, trained) in enumerate(inputs.models):
         if model.name is not None:
             report(f"model {model.name}, {number + 1} of {len(inputs.models)}: {model.path}")
@@ -109,13 +106,13 @@ def predict_records(
 def _predict_with(
     named: NamedModel,
     trained: FeatureConfig,
-    inputs: Inputs,
+    inputs: RunInputs,
     config: PredictConfig,
     device: torch.device,
     report: Report,
     group: Group | None,
     groups: Groups | None,
-) -> list[PredictionResult | Failure]:
+) -> list[PredictionResult | RecordFailure]:
     """Predict every target with one model. `trained`: the feature sizes of its checkpoint."""
     everyone = group if groups is None else groups.everyone
     work = prepare(named, trained, inputs, config, device, everyone, ranks=1 if group is None else group.size)
@@ -129,7 +126,7 @@ def _predict_with(
         kernels, choices = choose(
             config.kernels,
             device,
-            layer_dtype(config),
+            layer_dtype(config.passes),
             gradients=False,
             on_all_ranks=lambda value: all_of(value, everyone),
         )
@@ -142,7 +139,7 @@ def _predict_with(
     for failure in work.failures:
         report(f"failed: {failure.reason}")
 
-    def run(number: int, say: Report) -> PredictionResult | Failure:
+    def run(number: int, say: Report) -> PredictionResult | RecordFailure:
         place = f"[{number + 1}/{len(work.jobs)}]"
         return _predict_job(work.jobs[number], place, say, model, config, features, group)
 
@@ -160,8 +157,9 @@ def _predict_job(
     config: PredictConfig,
     features: FeatureConfig,
     group: Group | None,
-) -> PredictionResult | Failure:
-    """Predict one record, unless its results are kept, and report what became of it. `place`: among all records."""
+) -> PredictionResult | RecordFailure:
+    """Predict one record, unless its results are kept, and report the outcome. `place`: its number among all records, for the
+    log."""
     report(f"{place} {job.target.query.name}: {counted(len(job.target.query), 'residue')}")
     for note in job.target.notes:
         report(f"  {note}")
@@ -173,9 +171,9 @@ def _predict_job(
         folder = config.output / result.name
         report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
-    with noted(config, job.target.query.name, group) as left_out:
+    with _notes(config).noted(job.target.query.name, group) as left_out:
         found = left_out or _predict_target(job, model, config, features, report, group)
-    if isinstance(found, Failure):
+    if isinstance(found, RecordFailure):
         report(f"  failed: {found.reason}")
     return found
 
@@ -187,30 +185,30 @@ def _predict_target(
     features: FeatureConfig,
     report: Report,
     group: Group | None,
-) -> PredictionResult | Failure:
+) -> PredictionResult | RecordFailure:
     """Predict the seeds of one target that are missing, and write its files. All ranks return the same.
 
-    Raises UserError if the output cannot be written, and LeftAlone on a rank of several that has no memory left.
+    Raises UserError if the output cannot be written, and RankOutOfMemoryError on a rank of several that has no memory left.
     """
     if job.stored is not None:
         earlier = len(job.stored.result.mean_plddt)
         what = f"{counted(earlier, 'seed')} of an earlier run" if job.model is None else _already(earlier)
         report(f"  {what} kept")
-    pieces: Iterable[Finished | Failure] = [Finished({}, {})]  # without a seed to predict, a format is missing
+    pieces: Iterable[Finished | RecordFailure] = [Finished({}, {})]  # without a seed to predict, a format is missing
     if job.seeds:
         assert model is not None
-        pieces = predict_seeds(job, model, config, features, report, group)
+        pieces = predict_seeds(job, model, config.passes, features, config.try_anyway, report, group)
     result: PredictionResult | None = None
-    failure: Failure | None = None
+    failure: RecordFailure | None = None
     for piece in pieces:
-        if isinstance(piece, Failure):
+        if isinstance(piece, RecordFailure):
             failure = piece
             break
         if result is not None:  # the folder holds this run's first seeds, and the next ones are added
             job = replace(job, stored=from_first(partial(_stored, job, config), group))
         start = time.perf_counter()
         written = from_first(partial(_write, job, piece, config), group)
-        if isinstance(written, Failure):
+        if isinstance(written, RecordFailure):
             return written
         result = written
         best = result.mean_plddt[result.best]
@@ -228,17 +226,21 @@ def _predict_target(
     return replace(failure, reason=f"{failure.reason}; {before}", some_written=True)
 
 
+def _notes(config: PredictConfig) -> AttemptNotes:
+    return AttemptNotes(config.output, config.memory_options)
+
+
 def _already(number: int) -> str:
     return f"{counted(number, 'prediction')} already there"
 
 
-def _stored(job: Job, config: PredictConfig) -> Stored | None:
-    """What the folder of a job's results holds now."""
-    return find_stored(config.output / job.target.query.name, job.settings, overwrite=False, model=job.model)
+def _stored(job: Job, config: PredictConfig) -> EarlierResult | None:
+    """The results that a job's folder holds now."""
+    return find_earlier(config.output / job.target.query.name, job.settings, overwrite=False, model=job.model)
 
 
-def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionResult | Failure:
-    """Write a target's folder. Raises UserError if that is impossible; a structure that no file can hold is a Failure."""
+def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionResult | RecordFailure:
+    """Write a target's folder. Raises UserError if that is impossible; a structure that no file can hold is a RecordFailure."""
     query = job.target.query
     folder = config.output / query.name
     start = time.perf_counter()
@@ -262,9 +264,9 @@ def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionRes
             if timings := finished.timings:
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
-        note_progress(config, query.name)
+        _notes(config).note_progress(query.name)
     except UserError as error:
-        return Failure(query.name, str(error))
+        return RecordFailure(query.name, str(error))
     except OSError as error:
         raise UserError(
             f"{folder}: cannot be written ({error.strerror}); make room, or choose another --output"
@@ -273,7 +275,7 @@ def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionRes
 
 
 def _relax(result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> bool:
-    """Relax what `config` asks for and has not been relaxed. Returns whether there was something."""
+    """Relax the predictions that `config` names and that have not been relaxed. Returns whether there was one."""
     keys = from_first(lambda: missing_relaxations(result, config.relax), group)
     for key in keys:
         report(f"  {long_from_first(partial(relax_prediction, result, key, device_of(config.device)), group)}")
@@ -281,7 +283,7 @@ def _relax(result: PredictionResult, config: PredictConfig, report: Report, grou
 
 
 def _make_page(job: Job, result: PredictionResult, report: Report, group: Group | None) -> None:
-    """Write a target's page; one that cannot be written is reported."""
+    """Write a target's page; report one that cannot be written."""
 
     def make() -> None:
         write_target_page(result.folder, job.target.read())
@@ -291,7 +293,7 @@ def _make_page(job: Job, result: PredictionResult, report: Report, group: Group 
 
 
 def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> None:
-    """Draw the pictures that are asked for and missing; those that cannot be written are reported."""
+    """Draw the pictures that are asked for and missing; report a picture that cannot be written."""
     if not config.plots:
         return
 
@@ -302,5 +304,5 @@ def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Rep
         report(f"  {problem}")
 
 
-def _write_index(output: Path, failures: list[Failure], report: Report) -> None:
+def _write_index(output: Path, failures: list[RecordFailure], report: Report) -> None:
     report(f"to look at: {write_batch_page(output, failures)}")

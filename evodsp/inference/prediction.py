@@ -19,8 +19,7 @@ from jaxtyping import Float32
 from evodsp.errors import UserError
 from evodsp.files import whole_file, whole_folder
 from evodsp.geometry.residues import CA
-from evodsp.inference.model_cif import Origin
-from evodsp.inference.residue_charts import pae_uri, strip, trace
+from evodsp.inference.pages.residue_charts import pae_uri, strip, trace
 from evodsp.inference.results import (
     REPORT,
     Key,
@@ -31,7 +30,7 @@ from evodsp.inference.results import (
     read_structure,
     read_with_ranking,
 )
-from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.report.rendering import render
 
 if TYPE_CHECKING:
@@ -43,21 +42,21 @@ _MOST_ROWS = 10
 
 @dataclass(frozen=True)
 class RankedStructure:
-    """One predicted structure of a target: that of one seed and one model."""
+    """One predicted structure of a target, of one seed and one model."""
 
     result: PredictionResult = field(repr=False)
     key: Key
-    """Its seed, or of several models '<model>_seed_<k>'."""
+    """Its seed, or '<model>_seed_<k>' if there are several models."""
     seed: int
     model: str | None
-    """What the model is called among several."""
+    """Name of the model among several."""
     mean_plddt: float
     """0..100."""
     ptm: float | None
     """Predicted TM-score, 0..1; None if the model has no head for it."""
     origin: Origin = field(repr=False)
     holder: object = field(default=None, repr=False, compare=False)
-    """As that of the `Prediction`."""
+    """The holder of the `Prediction`, which keeps the folder."""
 
     @property
     def positions(self) -> Float32[np.ndarray, "R 37 3"]:
@@ -90,7 +89,7 @@ class RankedStructure:
         return self._structure.sequence
 
     def to_cif(self, pae: bool = False) -> str:
-        """The structure as ModelCIF text. `pae`: with the aligned errors, if there are any."""
+        """The structure as ModelCIF text. `pae`: whether it holds the aligned errors, if there are any."""
         structure = self._structure
         if pae and self._errors is not None:
             structure = replace(structure, aligned_error=self._errors)
@@ -122,7 +121,7 @@ class RankedStructure:
 
 @dataclass(frozen=True, repr=False)
 class Prediction(PredictionResult):
-    """The predictions of one target. Its arrays and texts are those of the best one, `ranked[0]`."""
+    """The predictions of one target. Its arrays and texts belong to the best one, `ranked[0]`."""
 
     ranked: tuple[RankedStructure, ...] = ()
     """All seeds and models, best first: by pTM, or by mean pLDDT if a model has no pTM."""
@@ -136,7 +135,7 @@ class Prediction(PredictionResult):
 
     @classmethod
     def of(cls, result: PredictionResult, holder: object = None) -> Prediction:
-        """Of a finished result. Raises UserError if its folder is incomplete."""
+        """The predictions of a finished result. Raises UserError if its folder is incomplete."""
         _, ranking = read_with_ranking(result.folder)
         settings: Mapping[str, Mapping[str, Any]] = ranking.get("models", {})
         ranked = tuple(
@@ -191,7 +190,7 @@ class Prediction(PredictionResult):
         return self.ranked[0].sequence
 
     def to_cif(self, pae: bool = False) -> str:
-        """The best structure as ModelCIF text. `pae`: with the aligned errors, if there are any."""
+        """The best structure as ModelCIF text. `pae`: whether it holds the aligned errors, if there are any."""
         return self.ranked[0].to_cif(pae)
 
     def to_pdb(self) -> str:

@@ -30,10 +30,9 @@ from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA
-from evodsp.inference.model_cif import Origin
 from evodsp.inference.result_checks import check_relaxation, read_object
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
-from evodsp.inference.writers import PredictedStructure, structure_text
+from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.violation import violating_residues
 
 Which = Literal["none", "best", "all"]
@@ -46,14 +45,14 @@ _ROUNDS = 3
 _KCAL = 4.184
 """kJ/mol."""
 _TOO_NEAR, _TOO_FAR = 2.0, 8.0
-"""Å: between CA atoms of two residues; between those of neighbours. Even cis peptides have 2.9, trans ones 3.8."""
+"""Least distance of two CA atoms, and largest distance of neighbouring ones, Å. Even cis peptides have 2.9, trans ones 3.8."""
 _OXT = 1.25
-"""Å: the length of both bonds of a carboxylate."""
+"""Length of both bonds of a carboxylate, Å."""
 
 
 @dataclass(frozen=True)
 class Relaxed:
-    """What became of a structure."""
+    """A relaxed structure, and how it differs from the predicted one."""
 
     structure: PredictedStructure
     violations_before: Mapping[str, int]
@@ -88,7 +87,7 @@ def relaxed_name(key: Key, file_format: Format) -> str:
 
 
 def missing_relaxations(result: PredictionResult, which: Which) -> list[Key]:
-    """The predictions of a target that are still to be relaxed. Those that failed are tried again."""
+    """The predictions of a target that are still to be relaxed. A prediction that failed is tried again."""
     keys = {"none": [], "best": [result.best], "all": list(result.mean_plddt)}[which]
     return [key for key in keys if not (result.folder / relaxed_name(key, result.format)).is_file()]
 
@@ -96,8 +95,8 @@ def missing_relaxations(result: PredictionResult, which: Which) -> list[Key]:
 def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -> str:
     """Relax one prediction; writes its structure and <stem>_relaxed.json beside it. Returns a line for the log.
 
-    One that has been relaxed in another format is written from that file. A structure that cannot be relaxed is named in the
-    line; the prediction stays as it is.
+    A prediction that has been relaxed in another format is written from that file. The line names a structure that cannot be
+    relaxed; the prediction stays as it is.
     """
     target = result.folder / relaxed_name(key, result.format)
     there = (result.folder / relaxed_name(key, other) for other in get_args(Format))
@@ -121,7 +120,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
-    """What <stem>_relaxed.json says; None if the prediction has not been relaxed."""
+    """The content of <stem>_relaxed.json; None if the prediction has not been relaxed."""
     path = folder / f"{stem(key)}_relaxed.json"
     if not path.is_file():
         return None
@@ -169,7 +168,7 @@ def _check_chain(structure: PredictedStructure) -> None:
 
 @contextmanager
 def _openmm_errors(name: str) -> Iterator[None]:
-    """Turn what OpenMM raises (numbers that are not finite, a GPU that it cannot use) into one line."""
+    """Turn errors of OpenMM (numbers that are not finite, a GPU that it cannot use) into one line."""
     from openmm import OpenMMException
 
     try:
@@ -300,7 +299,7 @@ class _Chain:
 
 @contextmanager
 def _repeatable(platform: Any, options: Mapping[str, str]) -> Iterator[None]:
-    """What OpenMM does on its own while it places hydrogens: from seeded random numbers, with the platform's options.
+    """Within this context OpenMM places hydrogens repeatably: from seeded random numbers, with the platform's options.
 
     It draws the first places from Python's random numbers, and makes a context that takes no options but defaults.
     """
@@ -330,7 +329,7 @@ def _last_oxygen(
 def _violations(
     structure: PredictedStructure, positions: Float[np.ndarray, "R 37 3"]
 ) -> dict[str, Bool[np.ndarray, " R"]]:
-    """The residues with violations, by kind, and those with any."""
+    """The residues with violations, by kind; `any` marks the residues with at least one kind."""
     aatype = torch.as_tensor(np.asarray(structure.aatype, np.int64))
     to14 = partial(atom37_to_atom14, aatype=aatype)
     atom14 = to14(torch.from_numpy(np.asarray(positions, np.float64)))

@@ -1,4 +1,4 @@
-"""Whether the JSON files of a finished prediction say what predict writes: people edit them, and copies are cut short.
+"""Checks of the JSON files of a finished prediction against what predict writes: people edit them, and copies are cut short.
 
 What passes can be shown, compared and completed by further predictions without another look.
 """

@@ -3,11 +3,11 @@
 <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
                 seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm
                 seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
-                seed_<k>_contacts.npz   `probability`: of contacts, uint8 [R, R] in steps of 1/255
+                seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
                 seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
                 ranking.json            seeds, best first, and the settings of the run
                 timings.json            seconds per stage, peak memory
-                report.html             all of this to look at (`evodsp.inference.target_page`)
+                report.html             all of this to look at (`evodsp.inference.pages.target_page`)
 
 Predictions of several models are in one folder: their files are called <model>_seed_<k>….
 """
@@ -28,9 +28,8 @@ from jaxtyping import Float32
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
-from evodsp.inference.model_cif import PAE_CATEGORY, Origin
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
-from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.text_files import json_of, read_bytes, read_json
 from evodsp.version import __version__
@@ -47,7 +46,7 @@ _LARGEST_ERROR = 10_000.0
 
 Format = Literal["cif", "pdb"]
 Key = int | str
-"""What a prediction in a target's folder is called: its seed, or among those of several models '<model>_seed_<k>'."""
+"""Name of a prediction in a target's folder: its seed, or '<model>_seed_<k>' if there are several models."""
 
 
 def key_of(entry: Mapping[str, Any]) -> Key:
@@ -56,7 +55,7 @@ def key_of(entry: Mapping[str, Any]) -> Key:
 
 
 def stem(key: Key) -> str:
-    """What the names of a prediction's files begin with."""
+    """The first part of the names of a prediction's files."""
     return key if isinstance(key, str) else f"seed_{key}"
 
 
@@ -170,7 +169,7 @@ def read_contacts(folder: Path, key: Key) -> Float32[np.ndarray, "R R"] | None:
 
 
 def _write_contacts(file: Path, contacts: Float32[np.ndarray, "R R"]) -> None:
-    """In steps of 1/255, a byte each; most are zero and take next to nothing when they are compressed."""
+    """Write steps of 1/255, a byte each; most are zero and take next to nothing when they are compressed."""
     steps = np.round(contacts.clip(0, 1) * _CONTACT_STEPS).astype(np.uint8)
     np.savez_compressed(file, probability=steps)
 
@@ -197,7 +196,7 @@ def read_pae(folder: Path, key: Key) -> tuple[Float32[np.ndarray, "R R"], float]
 
 
 def read_aligned_error(folder: Path, key: Key, ptm: float) -> AlignedError:
-    """The aligned errors of a prediction in a target's folder. `ptm`: as its entry of ranking.json says."""
+    """The aligned errors of a prediction in a target's folder. `ptm`: the number in its entry of ranking.json."""
     pae, highest = read_pae(folder, key)
     return AlignedError(pae, highest, ptm)
 

@@ -23,17 +23,15 @@ from evodsp.data.samples.dataset import collate
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
-from evodsp.inference.block_progress import block_progress
-from evodsp.inference.config import PredictConfig
-from evodsp.inference.devices import memory_entries
-from evodsp.inference.failures import Failure
+from evodsp.inference.config import PassSettings
+from evodsp.inference.devices import memory_entries, memory_errors
+from evodsp.inference.estimate import check_needs
+from evodsp.inference.failures import RecordFailure
 from evodsp.inference.jobs import Job
-from evodsp.inference.memory_errors import memory_errors
-from evodsp.inference.needs import check_needs
-from evodsp.inference.passes import SeedRun, run_passes, structure_of
+from evodsp.inference.passes import SeedRun, block_progress, run_passes, structure_of
 from evodsp.inference.run_log import Report, counted
+from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.inference.writers import PredictedStructure
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
@@ -44,21 +42,29 @@ WRITE_EVERY_S = 30.0
 
 @dataclass(frozen=True)
 class Finished:
-    """Seeds that are predicted, but not written."""
+    """Seeds that are predicted, but not yet written."""
 
     structures: dict[int, PredictedStructure]
-    """By seed."""
+    """The structures by seed."""
     timings: dict[str, Any]
     """Entries of timings.json."""
 
 
 def predict_seeds(
-    job: Job, model: AlphaFold, config: PredictConfig, features: FeatureConfig, report: Report, group: Group | None
-) -> Iterator[Finished | Failure]:
-    """Predict the seeds of `job`. Those that are finished come as soon as they are to be written; last comes the failure of a
-    seed, after which no other is tried.
+    job: Job,
+    model: AlphaFold,
+    settings: PassSettings,
+    features: FeatureConfig,
+    try_anyway: bool,
+    report: Report,
+    group: Group | None,
+) -> Iterator[Finished | RecordFailure]:
+    """Predict the seeds of `job`. Finished seeds come as soon as they are to be written. The failure of a seed comes last; no
+    other seed is tried after it.
 
-    Raises LeftAlone on a rank of several that has no memory left.
+    `try_anyway`: whether a target runs also where the estimate says that it does not fit.
+
+    Raises RankOutOfMemoryError on a rank of several that has no memory left.
     """
     target, device = job.target, next(model.parameters()).device
     start = time.perf_counter()
@@ -70,7 +76,7 @@ def predict_seeds(
     try:
         alignments = on_first(read, group) or []
     except UserError as error:
-        yield Failure(target.query.name, str(error))
+        yield RecordFailure(target.query.name, str(error))
         return
     seconds_before = job.templates_seconds + time.perf_counter() - start
     rows = sum(map(len, alignments))
@@ -87,7 +93,7 @@ def predict_seeds(
     runs: dict[int, SeedRun] = {}
 
     def finished() -> Finished:
-        """What has been predicted since the last call."""
+        """The seeds that have been predicted since the last call."""
         nonlocal seconds_before
         named = {} if job.model is None else {"model": job.model}
         timings = {
@@ -109,19 +115,19 @@ def predict_seeds(
     since = time.perf_counter()
     for seed in job.seeds:
         try:
-            batch, seconds = _batch(job, alignments, features, seed, config, device, report, group)
+            batch, seconds = _batch(job, alignments, features, seed, settings.ensembles, device, report, group)
             if seed == job.seeds[0]:
-                ask = partial(check_needs, target.query.name, len(target.query), batch, model, config)
+                ask = partial(check_needs, target.query.name, len(target.query), batch, model, settings, try_anyway)
                 if line := from_first(ask, group):
                     report(f"  {line}")
-            most = (features.recycles + 1) * config.ensembles
+            most = (features.recycles + 1) * settings.ensembles
             shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
             with shown:
-                structure, passes, change = _predict_seed(target, batch, model, config, group)
+                structure, passes, change = _predict_seed(target, batch, model, settings, group)
         except UserError as error:
             if structures:
                 yield finished()
-            yield Failure(target.query.name, str(error))
+            yield RecordFailure(target.query.name, str(error))
             return
         structures[seed], runs[seed] = structure, SeedRun(seconds, passes, change)
         report(f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structure.confidence_line}")
@@ -144,15 +150,15 @@ def _batch(
     alignments: list[Alignment],
     features: FeatureConfig,
     seed: int,
-    config: PredictConfig,
+    ensembles: int,
     device: torch.device,
     report: Report,
     group: Group | None,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """A seed's features, on every rank, and the seconds they took. `alignments`: on the first rank of `group`."""
+    """A seed's features, on every rank, and the seconds they took. Only the first rank of `group` has `alignments`."""
     target = job.target
     start = time.perf_counter()
-    make = partial(_features, target, alignments, features, seed, job.templates, config.ensembles)
+    make = partial(_features, target, alignments, features, seed, job.templates, ensembles)
     with memory_errors(target.query.name, len(target.query), device, group):
         batch = tensors_from_first(make, device, group)
     seconds = time.perf_counter() - start
@@ -173,12 +179,12 @@ def _features(
 
 
 def _predict_seed(
-    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, config: PredictConfig, group: Group | None
+    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, settings: PassSettings, group: Group | None
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
     device = next(model.parameters()).device
     with memory_errors(target.query.name, len(target.query), device, group):
-        output, passes = run_passes(model, batch, config)
+        output, passes = run_passes(model, batch, settings)
         structure = structure_of(target, batch, output, model)
     change = None if output.ca_change is None else float(output.ca_change[0])
     return structure, passes, change

@@ -1,6 +1,7 @@
-"""The targets of a prediction: the records of the inputs paired with their alignments, checked before a model is loaded.
+"""The targets of a prediction: the records of the inputs, paired with their alignments and templates before a model is loaded.
 
-A record's alignments are a folder or a file of its name. A record without any is predicted from its sequence alone.
+A record's alignments are a folder or a file of its name. A record without any is predicted from its sequence alone. Template
+hits are read from search results beside the alignments, and their structures from a folder.
 """
 
 from __future__ import annotations
@@ -10,13 +11,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.sources.chain_folder import alignment_files, has_files, parse_alignments, read_alignment_dir
+from evodsp.data.sources.chain_folder import (
+    SEARCH_RESULTS,
+    alignment_files,
+    has_files,
+    parse_alignments,
+    read_alignment_dir,
+    search_result_files,
+)
 from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError, nearest
-from evodsp.inference.failures import Failure
+from evodsp.inference.config import TemplateSettings
+from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import InputRecord, read_inputs
 from evodsp.packaged import where_packaged
+
+_SUFFIXES = (".a3m", ".a3m.gz", ".sto", ".sto.gz")
+_STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,7 @@ class Target:
     alignments: Path | None
     """A folder, or a single file; None: predicted from the sequence alone."""
     notes: tuple[str, ...] = ()
-    """What the user has to know of this record, lines for the log."""
+    """Lines for the log: the user has to know them about this record."""
     piped: bytes | None = None
     """The content of `alignments` if it is no file, but standard input."""
 
@@ -57,12 +72,12 @@ class Target:
         return matched_alignments(parse_alignments((path, self.piped) for path in self.files()), self.query)
 
 
-def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[Target], list[Failure]]:
-    """Pair every record of the inputs with its alignments; and the records that cannot be predicted.
+def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[Target], list[RecordFailure]]:
+    """Pair every record of the inputs with its alignments; a record that cannot be predicted becomes a failure.
 
-    `inputs`: as in `read_inputs`; A3M inputs are alignments themselves. `alignments`: None, or a folder with one sub-folder or
-    one file (<name>.a3m, .sto) per record, named as the record; the files of a single record may also lie directly in it.
-    Raises UserError if a file or folder is missing or of another kind.
+    `inputs`: the files that `read_inputs` takes; A3M files are alignments themselves. `alignments`: None, or a folder with
+    one sub-folder or one file (<name>.a3m, .sto) per record, named as the record; the files of a single record may also lie
+    directly in it. Raises UserError if a file or folder is missing or of another kind.
     """
     if alignments is not None and alignments.is_file():
         raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")
@@ -82,11 +97,8 @@ def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[
             target = _target(record, alignments, alone)
             targets.append(replace(target, notes=(*record.notes, *target.notes)))
         except UserError as error:
-            failures.append(Failure(query.name, str(error)))
+            failures.append(RecordFailure(query.name, str(error)))
     return targets, failures
-
-
-_SUFFIXES = (".a3m", ".a3m.gz", ".sto", ".sto.gz")
 
 
 def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target:
@@ -129,4 +141,65 @@ def fingerprint(*files: tuple[str, str]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for name, content in files:
         total.update(f"{name}\0{content}\0".encode())
+    return total.hexdigest()
+
+
+def template_source(settings: TemplateSettings, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
+    """The source of templates; None without --templates.
+
+    Raises UserError if the model takes no templates, the folder holds no structure, or a file is missing or broken.
+    """
+    folder = settings.folder
+    if folder is None:
+        return None
+    if features.max_templates == 0:
+        raise takes_no_templates(folder, checkpoint)
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file, but --templates takes the folder of structures; give the folder")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of template structures; check --templates")
+    if not any(path.name.endswith(_STRUCTURES) for path in folder.iterdir()):
+        raise UserError(
+            f"{folder}: no structure (<pdbid>.cif or .pdb, gzipped or not) in this folder; check --templates"
+        )
+    return TemplateSource.open(folder, settings.latest, settings.obsolete)
+
+
+def takes_no_templates(folder: Path, checkpoint: Path) -> UserError:
+    """The error for --templates with a model that was trained without templates."""
+    return UserError(
+        f"{checkpoint}: its model takes no templates, but --templates is {folder}; "
+        "leave it out, or use a model with templates (of the published models, model_1 and model_2)"
+    )
+
+
+def find_templates(source: TemplateSource | None, target: Target, most: int) -> tuple[TemplateFeatures, str]:
+    """Up to `most` templates of the target, best first, and a line for the log that accounts for every hit.
+
+    Raises UserError, or FileFormatError with file and line, if a search result or a structure is broken or of another chain.
+    """
+    if source is None:
+        return TemplateFeatures.none(len(target.query)), "templates: none"
+    folder = target.folder
+    if folder is None:
+        return TemplateFeatures.none(len(target.query)), "templates: none; no folder with search results of this record"
+    found = source.find(folder, target.query)
+    used = found.features.select(slice(most))
+    return used, _line(found, used, folder)
+
+
+def _line(found: FoundTemplates, used: TemplateFeatures, folder: Path) -> str:
+    if not search_result_files(folder):
+        return f"templates: none; no search result ({SEARCH_RESULTS}) in {folder}"
+    taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
+    return f"templates: {found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
+
+
+def template_digest(templates: TemplateFeatures) -> str:
+    """A fingerprint of everything that the model reads of the templates; empty without templates."""
+    if not len(templates):
+        return ""
+    total = hashlib.blake2b(repr(templates.names).encode(), digest_size=16)
+    for values in (templates.aatype, templates.positions, templates.mask, templates.sum_probs):
+        total.update(values.tobytes())
     return total.hexdigest()

@@ -20,7 +20,7 @@ def distance_bins(
 ) -> Int64[Tensor, "B i R"]:
     """Bin of the distance between each residue of `rows` and every residue.
 
-    `bins` - 1 edges, equally spaced from `min_distance` to `max_distance` (Å); the first and the last bin are open.
+    The `bins` - 1 edges are equally spaced from `min_distance` to `max_distance` (Å); the first and the last bin are open.
     """
     edges = torch.linspace(min_distance, max_distance, bins - 1, dtype=positions.dtype, device=positions.device)
     squared = (positions[:, rows, None] - positions[:, None]).square().sum(-1)
@@ -37,7 +37,7 @@ def distogram_loss(
 ) -> Float[Tensor, " B"]:
     """Cross-entropy of the binned distances between CB atoms (CA for glycine), mean over pairs of observed residues.
 
-    Positions and distances in Å. The logits are this rank's rows; positions and mask are the whole chain's.
+    Positions and distances are in Å. The logits are this rank's rows; positions and mask are the whole chain's.
     """
     rows = exchange.owned(mask.shape[1])
     target = distance_bins(pseudo_beta, logits.shape[-1], min_distance, max_distance, rows)

@@ -24,18 +24,21 @@ _N, _C, _SG = 0, 2, 5  # atom14 slots; SG is cysteine's
 
 @dataclass(frozen=True)
 class Atoms:
-    """What decides which atoms clash, besides their positions. Every field is [B, A], in the dtype of the positions."""
+    """The properties of atoms, besides their positions, that decide which of them clash. Every field is [B, A], in the
+    dtype of the positions.
+    """
 
     reach: Float[Tensor, "B A"]
     """Van der Waals radius in Å; minus infinity for an absent atom, which overlaps with nothing."""
     residue: Float[Tensor, "B A"]
-    """Residue number: atoms of one residue do not clash."""
+    """Number of the atom's residue; atoms of one residue do not clash."""
     carbon: Float[Tensor, "B A"]
-    """For C: the number of the residue whose N it is bonded to. NaN for other atoms, which equals nothing."""
+    """For a C atom, the number of the residue whose N atom is bonded to it; NaN, which equals nothing, for other atoms."""
     nitrogen: Float[Tensor, "B A"]
-    """For N: its residue's number. NaN for other atoms."""
+    """For an N atom, the number of its residue; NaN for other atoms."""
     sulphur: Float[Tensor, "B A"]
-    """0 for atoms in slot 5, NaN for others. AF2 takes every two of them for a disulphide bridge, whatever their residues."""
+    """0 for atoms in slot 5, NaN for others. Like AF2, two atoms in slot 5 always count as a disulphide bridge, whatever
+    their residues."""
 
     @classmethod
     def of(
@@ -45,7 +48,7 @@ class Atoms:
         slot: Int[Tensor, "B A"],
         residue_index: Int[Tensor, "B A"],
     ) -> Atoms:
-        """`slot`: the atom's place among the 14 of its residue; `residue_index`: its residue's number."""
+        """`slot`: the atom's atom14 slot; `residue_index`: the number of its residue."""
         residue = residue_index.to(radius.dtype)
         return cls(
             reach=torch.where(mask > 0, radius, -torch.inf),
@@ -90,8 +93,8 @@ _Block = tuple[slice, slice, Tensor, list[Tensor], Tensor]
 
 
 def _blocks(positions: Float[Tensor, "B 3 A"], atoms: Atoms, rows: slice) -> Iterator[_Block]:
-    """For a few rows at a time and all columns from the first of them on: the rows, the columns after them, the overlaps
-    [B, rows, columns], the differences of the three coordinates and the distances."""
+    """Yields, for a few rows at a time and all columns from the first of these rows on: the rows, the columns after them,
+    the overlaps [B, rows, columns], the differences of the three coordinates, and the distances."""
     samples, count = atoms.reach.shape
     at_once = rows_at_once(samples * count, positions.device)
     for start in range(rows.start, rows.stop, at_once):

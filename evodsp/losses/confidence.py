@@ -30,9 +30,9 @@ def plddt_loss(
 ) -> Float[Tensor, " B"]:
     """Cross-entropy of the bin of the prediction's lDDT-CA, mean over residues with an observed CA.
 
-    Positions and resolutions in Å. Zero for structures whose resolution is outside the bounds (predicted and NMR structures
-    have resolution 0). The positions get no gradient: the head must judge the structure, not change it. All arguments are
-    whole on every rank; each rank sums over its own residues.
+    Positions and resolutions are in Å. The loss is zero for structures whose resolution is outside the bounds (predicted
+    and NMR structures have resolution 0). The positions get no gradient: the head must judge the structure, not change it.
+    All arguments are whole on every rank; each rank sums over its own residues.
     """
     bins, rows = logits.shape[-1], exchange.owned(mask.shape[1])
     scores = lddt_ca(ca.detach().to(true_ca.dtype), true_ca, mask, per_residue=True, rows=rows)
@@ -56,9 +56,9 @@ def pae_loss(
     """Cross-entropy of the bin of the aligned error, mean over pairs of residues with an observed backbone.
 
     The aligned error of (i, j) is the distance in Å between residue j's predicted and true CA, each seen from residue i's
-    backbone frame of the same structure. `backbone` and `true_backbone` are [B, R], `mask` is `backbone_affine_mask`. Zero for
-    structures whose resolution is outside the bounds. The structure gets no gradient: the head must judge it, not change it.
-    The logits are this rank's rows; all other arguments are whole on every rank.
+    backbone frame of the same structure. `backbone` and `true_backbone` are [B, R], `mask` is `backbone_affine_mask`. The
+    loss is zero for structures whose resolution is outside the bounds. The structure gets no gradient: the head must judge
+    it, not change it. The logits are this rank's rows; all other arguments are whole on every rank.
     """
     rows = exchange.owned(mask.shape[1])
     pair_mask = mask[:, rows, None] * mask[:, None]

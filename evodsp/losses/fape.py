@@ -1,8 +1,9 @@
 """Frame-aligned point error (algorithm 28) and the two losses made of it: backbone and side chains (supplement 1.9.2).
 
 FAPE compares every point as seen from every frame, F x A distances. They are computed, summed and differentiated for a few
-frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache. Frames
-and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions in Å.
+frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache.
+Frames and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions
+are in Å.
 
 Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
 """
@@ -22,9 +23,9 @@ from evodsp.model.precision import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 CLAMP_DISTANCE = 10.0
-"""Å; larger errors are clamped to this (supplement 1.9.2)."""
+"""Largest error in Å; larger errors are clamped to this (supplement 1.9.2)."""
 LENGTH_SCALE = 10.0
-"""Å; an error of this size gives a loss of 1."""
+"""Error in Å that gives a loss of 1."""
 
 
 class _ErrorSum(torch.autograd.Function):
@@ -99,8 +100,9 @@ def frame_aligned_point_error(
 
     `frames` and `true_frames` are [*b, F]; all batch axes broadcast. `clamp_distance` in Å bounds each distance (None: no
     bound). `clamped_fraction` mixes the bounded error (1) with the unbounded one (0) per sample; the default is 1. The
-    result is in units of `length_scale` Å. Differentiable (once) in `frames` and `points`. Computed in float32 or wider,
-    regardless of autocast. On several ranks each sums over its share of the frames, times the number of ranks.
+    result is in units of `length_scale` Å. It is differentiable (once) in `frames` and `points`. The computation is in
+    float32 or wider, regardless of autocast. On several ranks, each rank sums over its share of the frames and multiplies
+    by the number of ranks.
     """
     batch = torch.broadcast_shapes(
         frames.shape[:-1], true_frames.shape[:-1], frame_mask.shape[:-1],
@@ -123,7 +125,7 @@ def frame_aligned_point_error(
         )
     )  # fmt: skip
     points, true_points = flat(points, 2), flat(true_points, 2)
-    # Translating a structure and its frames together changes rounding only: bring both near the origin.
+    # Translating a structure and its frames together changes rounding only, so both are moved near the origin.
     centre, true_centre = _centre(points, point_mask), _centre(true_points, point_mask)
     points, translation = points - centre, translation - centre
     true_points, true_translation = true_points - true_centre, true_translation - true_centre
@@ -171,8 +173,8 @@ def sidechain_fape(
     """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å.
 
     `frames` and `true_frames` are [B, R, 8]. The true structure has been renamed by `evodsp.losses.renaming`.
-    `observed_frames` (of R x 8) and `observed_atoms` (of R x 14) list what the masks may mark. Frames and atoms that residues
-    lack make up three quarters of all pairs: without a list they are computed and masked.
+    `observed_frames` (of R x 8) and `observed_atoms` (of R x 14) list what the masks may mark. Without a list, frames and
+    atoms that residues lack are computed and masked: three quarters of all pairs.
     """
     frames, true_frames = (_listed(x, observed_frames) for x in (frames, true_frames))
     atom14, true_atom14 = (take(x.flatten(1, 2), observed_atoms) for x in (atom14, true_atom14))
@@ -187,7 +189,7 @@ def _centre(points: Float[Tensor, "b A 3"], mask: Float[Tensor, "b A"]) -> Float
 
 
 def _rotate(rotation: Float[Tensor, "b F 3 3"], vector: Float[Tensor, "b F 3"]) -> Float[Tensor, "b F 3"]:
-    """Rotate a vector elementwise, not by a matrix product, for the reason given in `_ErrorSum`."""
+    """Rotate a vector elementwise instead of by a matrix product, for the reason given in `_ErrorSum`."""
     return (rotation * vector[..., None, :]).sum(-1)
 
 

@@ -1,8 +1,8 @@
 """Renaming of symmetric ground-truth atoms (algorithm 26).
 
-A turn of 180 degrees about the last torsion of aspartate, glutamate, phenylalanine or tyrosine only swaps the names of atoms.
-The losses compare the prediction with the naming that is nearer to it. Positions in Å. Shapes: B batch, R residues, n residues
-that may have ambiguous atoms, k of them, A atoms, a of them.
+A turn of 180 degrees about the last torsion of aspartate, glutamate, phenylalanine or tyrosine only swaps the names of
+atoms. The losses compare the prediction with the naming that is nearer to it. Positions are in Å. Shapes: B batch, R
+residues, n residues that may have ambiguous atoms, k of them, A atoms, a of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evodsp.parallel.exchange import Exchange, LocalExchange
 
 _SWAPPED = (RENAMING_MATRICES.diagonal(axis1=1, axis2=2) == 0).any(0).nonzero()[0]
 _SLOTS = slice(int(_SWAPPED.min()), int(_SWAPPED.max()) + 1)
-"""The atom14 slots whose names swap in some residue: four that follow each other."""
+"""The four consecutive atom14 slots whose names swap in some residue."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RenamedTruth:
     atom14: Float[Tensor, "B R 14 3"]
     """Atom positions."""
     atom14_mask: Float[Tensor, "B R 14"]
-    """Which atoms were observed."""
+    """1 for observed atoms."""
     frames: Rigid
     """Rigid-group frames [B, R, 8]."""
 
@@ -43,8 +43,9 @@ def compute_renamed_ground_truth(
     """The ground truth with each residue's symmetric atoms named as in the prediction `atom14`.
 
     `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis, and, to save work, the lists
-    `ambiguous_residues` and `observed_atoms` of `data.samples.dataset.collate`. Not differentiated. All arguments are whole on
-    every rank; each rank decides for its share of the residues, and the decisions (at most R numbers) are gathered.
+    `ambiguous_residues` and `observed_atoms` of `data.samples.dataset.collate`. The result is not differentiated. All
+    arguments are whole on every rank. Each rank decides for its share of the residues, and the decisions (at most R
+    numbers) are gathered.
     """
     truth, other = labels["atom14_gt_positions"], labels["atom14_alt_gt_positions"]
     exists, other_exists = labels["atom14_gt_exists"], labels["atom14_alt_gt_exists"]
@@ -79,13 +80,13 @@ def alternative_naming_is_better(
 ) -> Float[Tensor, "B _"]:
     """1 where the alternative naming fits the prediction's distances to unambiguous atoms better, else 0.
 
-    `residues`: those to decide for; None: all. `truth`, `alternative`: the true positions under both namings. `exists`: 1 for
-    observed atoms. `is_ambiguous`: 1 for atoms whose names swap. `atoms`: a list (of R x 14) with every observed atom; None:
-    all of them. Algorithm 26.
+    `residues`: residues to decide for; None: all. `truth`, `alternative`: true positions under both namings. `exists`: 1
+    for observed atoms. `is_ambiguous`: 1 for atoms whose names swap. `atoms`: a list (of R x 14) with every observed atom;
+    None: all of them. Algorithm 26.
     """
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     rows = [take(x[:, :, _SLOTS].to(dtype), residues) for x in (atom14, truth, alternative)]
-    # Distances go to unambiguous atoms alone, which have the same true position under both namings.
+    # Only distances to unambiguous atoms count, because these have the same true position under both namings.
     columns = [take(x.flatten(1, 2).to(dtype), atoms) for x in (atom14, truth)]
     reference = take((exists * (1 - is_ambiguous)).flatten(1).to(dtype), atoms)[:, :, None]
     counted = take((exists * is_ambiguous)[:, :, _SLOTS].to(dtype), residues)
@@ -104,6 +105,6 @@ def alternative_naming_is_better(
 
 
 def _distances(x: Float[Tensor, "B n 3"], y: Float[Tensor, "B a 3"]) -> Float[Tensor, "B n a"]:
-    """Distances in Å, not by a matrix product, which loses their digits."""
+    """Distances in Å, computed without a matrix product, in which digits would be lost."""
     difference = x[:, :, None] - y[:, None]
     return difference.square_().sum(-1).sqrt_()

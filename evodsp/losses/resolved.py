@@ -18,8 +18,9 @@ def experimentally_resolved_loss(
 ) -> Float[Tensor, " B"]:
     """Binary cross-entropy of whether each atom was observed, mean over the atoms that the residues have.
 
-    `observed` is `all_atom_mask`, `exists` is `atom37_atom_exists`. Zero for structures whose resolution in Å is outside the
-    bounds: atoms missing from a poor map, or from a predicted structure (resolution 0), carry no information.
+    `observed` is `all_atom_mask`, `exists` is `atom37_atom_exists`. The loss is zero for structures whose resolution in Å
+    is outside the bounds: atoms missing from a poor map, or from a predicted structure (resolution 0), carry no
+    information.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     error = functional.binary_cross_entropy_with_logits(logits, observed.to(logits.dtype), reduction="none")

@@ -36,7 +36,7 @@ class _Inputs:
     exchange: Exchange
 
     def logits(self, head: str) -> Tensor:
-        """The output of a head, which `_require` has seen to be there."""
+        """The logits of a head. `_require` has checked that they exist."""
         return self.output.logits[head]
 
 
@@ -109,16 +109,16 @@ def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Term:
-    """A term of the loss: its function, which gives one number per sample, and the arrays of the batch that it needs."""
+    """A term of the loss: a function that returns one number per sample, and the arrays of the batch that it needs."""
 
     compute: Callable[[_Inputs], Tensor]
     features: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     head: str | None = None
-    """The output head that it reads."""
+    """Name of the output head that the term reads."""
 
 
-# Named as the weights in LossConfig.
+# The terms have the names of their weights in LossConfig.
 _TERMS = {
     "backbone_fape": _Term(_backbone_fape, labels=("rigidgroups_gt_frames", "backbone_affine_mask")),
     "sidechain_fape": _Term(
@@ -156,10 +156,10 @@ def total_loss(
     """The loss, which is the weighted sum of its terms, mean over the batch; and each term by itself.
 
     `batch` holds features [B, cycle, ...], of which the last iteration is used, and labels [B, ...]. The backbone FAPE is
-    clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted and
-    not scaled by length, as a mean over the batch, and the loss itself as `total`; all detached. Raises UserError if the batch
-    lacks labels that a term needs. The lists of `data.samples.dataset.collate` save work on entries that do not exist; they
-    change no value.
+    clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted
+    and not scaled by length, as a mean over the batch, and the loss itself as `total`; all are detached. Raises UserError
+    if the batch lacks labels that a term needs. The lists of `data.samples.dataset.collate` save work on entries that do not
+    exist; they do not change the result.
 
     On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
     is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
@@ -169,7 +169,7 @@ def total_loss(
     features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
     inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
     pair = output.representations["pair"]
-    # Losses sum many small numbers: they need at least float32, whatever precision the layers use.
+    # Losses sum many small numbers, so they need at least float32, whatever precision the layers use.
     with without_autocast(pair.device):
         losses = {name: term.compute(inputs) for name, term in terms.items()}
     total = pair.new_zeros(len(pair), dtype=torch.promote_types(pair.dtype, torch.float32))
@@ -183,7 +183,7 @@ def total_loss(
 
 
 def check_heads(config: LossConfig, heads: HeadsConfig) -> None:
-    """Raise UserError for a term whose head the model is made without."""
+    """Raise UserError if a term with a weight needs a head that the model lacks."""
     for name, term in _TERMS.items():
         if getattr(config, name) != 0 and term.head is not None and getattr(heads, term.head, None) is False:
             raise UserError(

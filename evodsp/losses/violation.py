@@ -1,7 +1,7 @@
 """Violations of stereochemistry: bonds and angles between residues, clashes, distances within residues (supplement 1.9.11).
 
-AF2 fine-tunes with this loss. Positions in Å. Structures are whole on every rank; each rank compares its share of the atoms
-with all (`clashes`), and multiplies what it finds by the number of ranks, so that the MEAN over ranks is the loss.
+AF2 fine-tunes with this loss. Positions are in Å. Structures are whole on every rank; each rank compares its share of the
+atoms with all (`clashes`) and multiplies its result by the number of ranks, so that the MEAN over ranks is the loss.
 Shapes: B batch, R residues, A atoms that exist.
 """
 
@@ -44,9 +44,9 @@ class Violations:
     bond_loss: Float[Tensor, " B"]
     """Mean over peptide bonds of the C-N length's deviation beyond its tolerance."""
     angle_ca_c_n_loss: Float[Tensor, " B"]
-    """The same for the cosine of the angle CA-C-N."""
+    """Mean over peptide bonds of the deviation of the cosine of the angle CA-C-N beyond its tolerance."""
     angle_c_n_ca_loss: Float[Tensor, " B"]
-    """The same for the cosine of the angle C-N-CA."""
+    """Mean over peptide bonds of the deviation of the cosine of the angle C-N-CA beyond its tolerance."""
     clash_atom_loss: Float[Tensor, "B R 14"]
     """Sum of each atom's overlaps with atoms of other residues. On several ranks, the mean over ranks is this sum."""
     within_atom_loss: Float[Tensor, "B R 14"]
@@ -63,9 +63,9 @@ def find_violations(
 ) -> Violations:
     """All violations of a predicted structure.
 
-    `mask` marks the atoms that the residues have (`atom14_atom_exists`, zero in padding), observed or not: the loss depends on
-    the prediction alone. Residues are neighbours if their `residue_index` differs by one. `existing` lists the atoms (of
-    R x 14) that `mask` marks, so that no others are compared; None compares all. Computed in float32 or wider.
+    `mask` marks the atoms that the residues have (`atom14_atom_exists`, zero in padding), observed or not: the loss depends
+    on the prediction alone. Residues are neighbours if their `residue_index` differs by one. `existing` lists the atoms (of
+    R x 14) that `mask` marks, so that no others are compared; None compares all. The computation is in float32 or wider.
     """
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     atom14, mask = atom14.to(dtype), mask.to(dtype)
@@ -90,7 +90,7 @@ def violating_residues(
 ) -> dict[str, Bool[Tensor, " R"]]:
     """The residues of a structure with a violation, by its kind: bond (a peptide bond's length or angles), clash, within.
 
-    A violation is what costs in the loss: a deviation beyond the same tolerances. Both residues of a bond count.
+    A violation is a deviation that adds to the loss, beyond the same tolerances. Both residues of a bond count.
     """
     one = atom14[None].double(), mask[None].double(), residue_index[None], aatype[None]
     broken = torch.stack([error[0] > 0 for error, _ in _connections(*one)]).any(0)
@@ -119,7 +119,9 @@ def _connections(
     residue_index: Int[Tensor, "B R"],
     aatype: Int[Tensor, "B R"],
 ) -> list[tuple[Float[Tensor, "B bonds"], Float[Tensor, "B bonds"]]]:
-    """Losses of peptide bonds, and which there are: of the length, of the angle CA-C-N and of the angle C-N-CA."""
+    """Losses of the length, of the angle CA-C-N and of the angle C-N-CA of each peptide bond, and the masks of existing
+    ones.
+    """
     ca, c = atom14[:, :-1, _CA], atom14[:, :-1, _C]
     n, next_ca = atom14[:, 1:, _N], atom14[:, 1:, _CA]
     has_ca, has_c, has_n, has_next_ca = mask[:, :-1, _CA], mask[:, :-1, _C], mask[:, 1:, _N], mask[:, 1:, _CA]

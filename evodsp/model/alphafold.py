@@ -51,7 +51,7 @@ class AlphaFold(Budgeted):
             )
         self.config = config
         self.trained_features: FeatureConfig | None = None
-        """The feature sizes of the checkpoint that it was loaded from."""
+        """Feature sizes of the checkpoint from which the model was loaded."""
         channels = config.channels
         self.input_embedder = InputEmbedder(channels, config.embedder)
         self.recycling_embedder = RecyclingEmbedder(channels, config.embedder)
@@ -72,16 +72,16 @@ class AlphaFold(Budgeted):
     ) -> ModelOutput:
         """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithm 31).
 
-        `batch`: processed features, axes [batch, cycle, …]; other entries are ignored. Its axis of templates may be empty.
-        It may be on the host: the features of a pass are brought to the model's device when the pass begins.
+        `batch`: processed features, axes [batch, cycle, …]; other entries are ignored. Its axis of templates may be empty. It
+        may be on the host: the features of a pass are copied to the model's device when the pass begins.
 
         `draws`: one dropout stream per sample; none means no dropout.
 
         `ensembles`: number of feature sets per pass. Their representations are averaged (supplement 1.11.2); training uses one
         set. The cycle axis holds passes x ensembles sets, and the sets of a pass are neighbours.
 
-        `stop_tolerance`: for prediction. Passes end early once the CA-CA distances of no sample change by more than this (root
-        mean square, Å) from one pass to the next. 0 runs all passes.
+        `stop_tolerance`: tolerance in Å for stopping early, in prediction. No further pass is run once the root mean square
+        change of the CA-CA distances from one pass to the next is at most this in every sample. 0 runs all passes.
 
         Raises UserError if a feature is missing, ValueError if the cycle axis is not a whole number of passes.
         """
@@ -115,10 +115,10 @@ class AlphaFold(Budgeted):
             del output, members
 
     def dropout_streams(self, draws: Sequence[Draws], ensembles: int, templates: int) -> Streams:
-        """The streams of dropout of one pass. `draws`: the pass's stream for each sample.
+        """The dropout streams of one pass. `draws`: the pass's stream for each sample.
 
-        `ensembles`: number of feature sets; the first one has the streams that it has without an ensemble. `templates`: number
-        of templates of a sample.
+        `ensembles`: number of feature sets; the first set draws from the same streams as without an ensemble. `templates`:
+        number of templates of a sample.
         """
         streams = below(("structure",), self.structure_module.dropout_streams([d.at("structure") for d in draws]))
         for number in range(ensembles):
@@ -127,7 +127,7 @@ class AlphaFold(Budgeted):
         return streams
 
     def _representation_streams(self, draws: Sequence[Draws], templates: int) -> Streams:
-        """The streams of one feature set."""
+        """The dropout streams of one feature set."""
         streams = below(("extra",), self.extra_msa_stack.dropout_streams([d.at("extra") for d in draws]))
         streams |= below(("evoformer",), self.evoformer.dropout_streams([d.at("evoformer") for d in draws]))
         if self.template_embedder is not None:
@@ -136,7 +136,7 @@ class AlphaFold(Budgeted):
         return streams
 
     def _dropout_keys(self, members: Sequence[Mapping[str, Tensor]], draws: Sequence[Draws], cycle: int) -> DropoutKeys:
-        """The keys of dropout of one pass, sent to the device."""
+        """The dropout keys of one pass, sent to the device."""
         first = members[0]
         templates = first["template_mask"].shape[1] if self.template_embedder is not None else 0
         streams = self.dropout_streams([d.at("cycle", cycle) for d in draws], len(members), templates)
@@ -147,11 +147,11 @@ class AlphaFold(Budgeted):
     ) -> ModelOutput:
         """One recycling iteration. `members`: one or more feature sets, axes [batch, …], of the same sequence.
 
-        `keys`: of `dropout_streams`.
+        `keys`: keys of the streams that `dropout_streams` names.
         """
         first = members[0]
         residues = first["aatype"].shape[1]
-        # With a budget, a feature set's pair representation takes the place of the recycled one; only the last set's may.
+        # With a budget, a feature set's pair representation overwrites the recycled one, which only the last set may do.
         msa, pair = self.representations(first, recycled if len(members) == 1 else recycled.copied(), keys)
         row = first_row(msa)
         for number, member in enumerate(members[1:], start=1):
@@ -192,7 +192,7 @@ class AlphaFold(Budgeted):
     def _initial_pair(
         self, features: Mapping[str, Tensor], recycled: Recycled, pair_mask: Float[Tensor, "B R R"]
     ) -> Float[Tensor, "B R j c_z"]:
-        """Initial pair representation on J. With a budget it takes the place of the recycled one."""
+        """Initial pair representation on J. With a budget it overwrites the recycled one."""
         target_feat, residue_index = features["target_feat"], features["residue_index"]
         beta = pseudo_beta(features["aatype"], recycled.positions, None)
 
@@ -200,7 +200,7 @@ class AlphaFold(Budgeted):
             own = self.input_embedder.pair_representation(target_feat, residue_index, rows)
             return own + self.recycling_embedder.pair_update(recycled.pair[:, rows], beta, rows)
 
-        # Four sums of embeddings, the norm, and distances in bins.
+        # The intermediates are four sums of embeddings, the norm, and the binned distances.
         width = 6 * self.config.channels.pair + 3 * self.config.embedder.recycle_bins
         pieces = self.budget.pieces(recycled.pair, 1, pair_mask, width)
         into = recycled.pair if self.budget.in_place else None
@@ -209,7 +209,7 @@ class AlphaFold(Budgeted):
     def _initial_msa(
         self, features: Mapping[str, Tensor], recycled: Recycled, templates: Templates | None
     ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B S R"]]:
-        """Initial MSA representation (clusters, then template rows) on S, and the whole MSA mask."""
+        """Initial MSA representation on S (clusters, then template rows), and the mask of all its rows."""
         row_update = self.recycling_embedder.msa_norm(recycled.first_row)
         msa_feat, msa_mask = features["msa_feat"], features["msa_mask"]
         clusters = msa_feat.shape[1]
@@ -232,24 +232,21 @@ class AlphaFold(Budgeted):
         pair_mask: Float[Tensor, "B R R"],
         keys: DropoutKeys,
     ) -> Float[Tensor, "B R j c_z"]:
-        """z after the extra-MSA stack. A method of its own, so that the extra MSA is freed before the Evoformer runs."""
+        """z after the extra-MSA stack. This is a separate method so that the extra MSA is freed before the Evoformer runs."""
         mask = features["extra_msa_mask"]
         own = [self.exchange.shard(features[name], "seq") for name in EXTRA_MSA_FEATURES]
 
         def rows_of(rows: slice) -> Tensor:
             return self.extra_msa_embedder(*(feature[:, rows] for feature in own))
 
-        # Letters as one-hot integers and numbers, joined with deletions, embedded.
+        # The intermediates are one-hot letters as integers and as floats, these joined with deletions, and the embedding.
         width = 4 * LETTERS_WITH_MASK + self.config.channels.extra_msa
         pieces = self.budget.cut(own[0].shape[1], 1, mask, width * mask.element_size())
         extra = collected(rows_of, pieces, 1, own[0].shape[1])
         return self.extra_msa_stack(extra, z, mask, pair_mask, keys)[1]
 
     def _first(self, features: Mapping[str, Tensor]) -> Recycled:
-        """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does.
-
-        `features`: of one set.
-        """
+        """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""
         b, r, _ = features["target_feat"].shape
         local = self.exchange.owned(r)
         zeros, channels = features["target_feat"].new_zeros, self.config.channels

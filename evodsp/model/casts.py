@@ -1,4 +1,4 @@
-"""Casts of parameters to half precision: all of them at once, once a step."""
+"""Casts all parameters to half precision at once, once a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from evodsp.model.precision import activation_dtype
 from evodsp.parallel.dtensor import is_dtensor
 
-# In elements. Copies start at a multiple of this, as vectorised kernels want them; 16 bytes are 8 elements.
+# Alignment of the copies in elements: 16 bytes, which vectorised kernels need, are 8 elements.
 _ALIGNMENT = 32
 
 
@@ -24,8 +24,9 @@ class CastParameters:
     are the gradients of all copies in the backward pass. The parameters themselves, which the optimizer, the moving average and
     checkpoints see, stay as they are and get their gradients in their own precision.
 
-    From `make` to `drop` an attribute of the same name hides each parameter, so that `module.weight` is the copy. Recomputation
-    reads it too; therefore `drop` comes after the backward pass. Used as a context where there is none.
+    From `make` to `drop` an attribute of the same name hides each parameter, so that `module.weight` is the copy.
+    Recomputation reads the copy too, so call `drop` after the backward pass. Without a backward pass, use the object as a
+    context.
 
     The copies are in one buffer, and each `make` writes them to the same addresses, which captured graphs
     (`evodsp.model.graphs`) read. Only the copies are there, so the parameters may be moved, loaded or sharded: the buffer is
@@ -38,10 +39,11 @@ class CastParameters:
     def __init__(self, model: nn.Module) -> None:
         places = [(module, name) for module in _half_precision_modules(model) for name in module._parameters]
         places = [(module, name) for module, name in places if module._parameters[name] is not None]
-        # Parameters of odd sizes last, so that the gradients of those before them are aligned, which have no gaps.
+        # Parameters of odd sizes come last: gradients are joined without gaps, and those of the other parameters stay
+        # aligned.
         self._places = sorted(places, key=lambda place: _parameter(*place).numel() % _ALIGNMENT != 0)
         self._copies: list[Tensor] = []
-        """Where the copies are written: parts of one buffer."""
+        """Tensors that receive the copies: views of one buffer."""
 
     def make(self) -> None:
         """Make the copies from the parameters as they are now, in autocast's precision. Without autocast, make none."""
@@ -86,7 +88,7 @@ class _Cast(torch.autograd.Function):
 
 
 def _room(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """A tensor in `dtype` for each parameter, all in one buffer, each at an aligned place."""
+    """An aligned tensor in `dtype` for each parameter, all in one buffer."""
     begins, end = [], 0
     for parameter in parameters:
         begins.append(end)
@@ -100,7 +102,7 @@ def _room(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def _fit(copies: Sequence[Tensor], parameters: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether `copies` are room for the parameters in `dtype`."""
+    """Whether `copies` can hold the parameters in `dtype`."""
     return (
         len(copies) == len(parameters)
         and (copies[0].dtype, copies[0].device) == (dtype, parameters[0].device)

@@ -1,4 +1,4 @@
-"""What the confidence heads say, computed from their logits: pLDDT, predicted aligned error (PAE) and predicted TM-score (pTM).
+"""Confidence measures computed from the heads' logits: pLDDT, predicted aligned error (PAE) and predicted TM-score (pTM).
 
 Each head predicts a distribution over bins; the confidence is an expected value over the bins' centres. The losses that train
 the heads are in `evodsp.losses.confidence`. Shapes: *b batch axes, R residues; i this rank's shard of the rows of the pair
@@ -16,13 +16,14 @@ from torch import Tensor
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 MAX_ALIGNED_ERROR = 31.0
-"""Å; larger aligned errors fall in the last bin (supplement 1.9.7)."""
+"""Last bin edge of the aligned error in Å; larger errors fall in the last bin (supplement 1.9.7)."""
 CONTACT_DISTANCE = 8.0
-"""Å, between the CB atoms of two residues in contact; the definition of CASP."""
+"""Largest CB-CB distance of two residues in contact in Å, as CASP defines it."""
 _ROWS = 64
-"""Rows of pairs that are computed together."""
+"""Number of rows of residue pairs that are computed together."""
 _SHORTEST_CHAIN = 19
-"""Residues. The TM-score's d0 is not defined below 16 residues; AlphaFold2 treats shorter chains as having 19."""
+"""Smallest number of residues for d0: the TM-score does not define it below 16, and AlphaFold2 treats chains of less than 19
+as having 19."""
 
 
 def compute_plddt(logits: Float[Tensor, "*b R bins"]) -> Float[Tensor, "*b R"]:
@@ -36,10 +37,11 @@ def compute_plddt(logits: Float[Tensor, "*b R bins"]) -> Float[Tensor, "*b R"]:
 def compute_contacts(
     logits: Float[Tensor, "*b i R bins"], min_distance: float, max_distance: float
 ) -> Float[Tensor, "*b i R"]:
-    """How likely each pair of residues is in contact, 0 to 1: CB atoms (CA of glycine) within about `CONTACT_DISTANCE`.
+    """Probability, 0 to 1, that two residues are in contact: CB atoms (CA of glycine) within about `CONTACT_DISTANCE`.
 
-    It is the probability of the distogram's bins that end by then: 7.94 Å in AlphaFold2, whose bins are 0.31 Å wide. Any subset
-    of the rows may be given. `min_distance`, `max_distance`: the first and the last edge between bins, Å (supplement 1.9.8).
+    It is the total probability of the distogram's bins that end below this distance: at 7.94 Å in AlphaFold2, whose bins are
+    0.31 Å wide. Any subset of the rows may be given. `min_distance`, `max_distance`: the first and the last edge between
+    bins, Å (supplement 1.9.8).
     """
     edges = torch.linspace(min_distance, max_distance, logits.shape[-1] - 1, dtype=torch.float64, device="cpu")
     near = int((edges <= CONTACT_DISTANCE).sum())
@@ -67,8 +69,8 @@ def compute_ptm(
 ) -> Float[Tensor, "*b"]:
     """Predicted TM-score, 0 to 1 (supplement 1.9.7): the expected TM-score seen from a residue's frame, for the best residue.
 
-    `mask` is 1 for the residues that count (at least one) and 0 for padding. The logits are this rank's rows, the mask is the
-    whole chain's; every rank gets the same score. Not differentiated.
+    `mask` is 1 for the residues that count (at least one) and 0 for padding. The logits are this rank's rows, the mask is
+    the whole chain's; every rank gets the same score. It is not differentiated.
     """
     rows = exchange.owned(mask.shape[-1])
     centres = _centres(logits, max_error)
@@ -84,9 +86,8 @@ def compute_ptm(
 def _by_rows(
     logits: Float[Tensor, "*b i R bins"], of: Callable[[Tensor], Float[Tensor, "*b n R"]]
 ) -> Float[Tensor, "*b i R"]:
-    """What `of` makes from the probability of each bin, in float32 or wider.
-
-    A few rows at a time: the probabilities of all pairs would be as large as the logits, and of half-precision ones twice that.
+    """`of` applied to the probabilities of the bins, in float32 or wider. A few rows are computed at a time: the
+    probabilities of all pairs would be as large as the logits, and twice as large for logits in half precision.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     return torch.cat([of(rows.to(wide).softmax(-1)) for rows in logits.split(_ROWS, -3)], -2)

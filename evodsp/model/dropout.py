@@ -1,9 +1,9 @@
-"""Dropout of the model: which random numbers each layer uses, and how they get there.
+"""Dropout of the model: which random numbers each layer uses, and how they reach the device.
 
-A layer's mask is a function of its address: seed, sample, recycling iteration, stack, block, layer. On the host a module names
-the streams of its layers (`dropout_streams`). `DropoutKeys.of` sends the keys of all layers of a pass to the device in one
-copy. No draw depends on a number in the program: a captured graph draws anew when its keys are overwritten. A stack draws the
-masks of all its blocks together, and hands each block its own, by the name of the layer.
+A layer's mask is a function of its address: seed, sample, recycling iteration, stack, block, layer. On the host a module
+names the streams of its layers (`dropout_streams`). `DropoutKeys.of` sends the keys of all layers of a pass to the device in
+one copy. No draw depends on a number in the program: a captured graph draws anew when its keys are overwritten. A stack draws
+the masks of all its blocks together and gives each block its masks by the name of the layer.
 
 Shape legend: B batch (in the template stack: samples x templates), n1 n2 the axes of a representation, one of them perhaps a
 shard, c channels, e elements of a mask.
@@ -39,15 +39,15 @@ NO_MASKS: Masks = MappingProxyType({})
 
 
 class DropoutKeys:
-    """The keys of the random streams of a module's dropout layers, on the device; or none, and then there is no dropout."""
+    """Keys of the random streams of a module's dropout layers, on the device. Without keys there is no dropout."""
 
     def __init__(self, flat: Int64[Tensor, " n"] | None, places: Mapping[Path, slice]) -> None:
-        """`flat`: the keys of all layers of a pass; None: no dropout. `places`: where those of each layer are."""
+        """`flat`: the keys of all layers of a pass; None: no dropout. `places`: position of each layer's keys in `flat`."""
         self.flat, self._places = flat, places
 
     @classmethod
     def of(cls, streams: Streams, device: torch.device | None = None) -> DropoutKeys:
-        """Send the keys of `streams` to the device, all in one copy, for which the host does not wait."""
+        """Send the keys of `streams` to the device in one copy, without waiting for it."""
         keys: list[int] = []
         places: dict[Path, slice] = {}
         for path, own in streams.items():
@@ -67,11 +67,11 @@ class DropoutKeys:
 
     @property
     def places(self) -> tuple[tuple[Path, int, int], ...]:
-        """Where the keys of each layer are: equal for keys that differ in numbers only."""
+        """Position of each layer's keys; equal for objects that differ only in the values of the keys."""
         return tuple((path, place.start, place.stop) for path, place in self._places.items())
 
     def moved(self, flat: Int64[Tensor, " n"]) -> DropoutKeys:
-        """With the numbers in another tensor."""
+        """The same layers with the keys in another tensor."""
         return DropoutKeys(flat, self._places)
 
     def stack(self, paths: Sequence[Path]) -> Int64[Tensor, "L B"]:
@@ -84,7 +84,7 @@ NO_DROPOUT = DropoutKeys(None, {})
 
 
 def below(path: Path, streams: Streams) -> Streams:
-    """`streams` of a part of a module, as seen from the module, which calls the part `path`."""
+    """The streams of a submodule, with `path`, the submodule's name in its parent, in front of their paths."""
     return {(*path, *inner): own for inner, own in streams.items()}
 
 
@@ -92,17 +92,17 @@ class Dropout(Computed):
     """Dropout of an update, with a mask shared along one axis (supplement 1.11.6).
 
     The mask is a function of the sample's random stream, of `layer` and of positions in the WHOLE representation. It is
-    therefore the same on every mesh, and the same again when activations are recomputed. It is applied where the update is
-    added (`Sharded.__iadd__`), by one operator that does both.
+    therefore the same on every mesh, and when activations are recomputed. One operator applies the mask and adds the update
+    (`Sharded.__iadd__`).
     """
 
     def __init__(self, channels: int, rate: float, layer: str, shared_axis: Axis) -> None:
-        """`layer`: name of the sub-layer whose update is dropped; a part of the random numbers' address."""
+        """`layer`: name of the sub-layer whose update is dropped, which is part of the random numbers' address."""
         super().__init__()
         self.channels, self.rate, self.layer, self.shared_axis = channels, rate, layer, shared_axis
 
     def forward(self, update: Update, masks: Masks) -> Update | Dropped:
-        """The update under dropout. `masks`: those of the block."""
+        """The update with its mask. `masks`: dropout masks of this block."""
         if (
             len(masks) == 0 or self.rate == 0.0
         ):  # `not masks` would have torch.compile make a graph for each size of any mask
@@ -117,8 +117,8 @@ class Dropout(Computed):
         first: tuple[int, int],
         total_sizes: tuple[int, int],
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """x plus what dropout leaves of the update. `first`: where axes 1 and 2 of x begin in the whole representation.
-        `total_sizes`: their sizes in it.
+        """x plus the update after dropout. `first`: position of x's first entry along axes 1 and 2 of the whole
+        representation. `total_sizes`: sizes of axes 1 and 2 of the whole representation.
         """
         return self.kernels.dropout_add(x, update, mask, self.rate, first, total_sizes, DIMENSION[self.shared_axis])
 
@@ -129,11 +129,11 @@ class BlockWithDropout(Protocol):
 
     @property
     def dropouts(self) -> Sequence[Dropout]:
-        """The dropout layers, in any order; their names differ."""
+        """The dropout layers of the block, in any order. Their names differ."""
 
 
 def block_streams(blocks: Iterable[BlockWithDropout], draws: Sequence[Draws]) -> Streams:
-    """The streams of all layers of a stack's `blocks`. `draws`: the stack's stream for each entry of the batch."""
+    """The dropout streams of all layers of a stack's `blocks`. `draws`: the stack's stream for each entry of the batch."""
     streams: Streams = {}
     for number, block in enumerate(blocks):
         own = [d.at("block", number) for d in draws]
@@ -142,10 +142,11 @@ def block_streams(blocks: Iterable[BlockWithDropout], draws: Sequence[Draws]) ->
 
 
 def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues: int, kernels: Kernels) -> list[Masks]:
-    """The masks of each block of a stack, drawn together; or their keys, if `kernels` draws where it adds.
+    """The masks of each block of a stack, drawn together; or their keys, if the dropout operator of `kernels` draws masks
+    itself.
 
-    `residues`: size of the axis of residues. Every mask has one entry for each residue and channel: along sequences, or along
-    the other axis of the pair representation, it is constant.
+    `residues`: number of residues. Every mask has one entry for each residue and channel; it is constant along sequences, or
+    along the other axis of the pair representation.
     """
     blocks = list(blocks)
     if keys.flat is None:
@@ -158,7 +159,7 @@ def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues:
                 alike.setdefault((dropout.channels, dropout.rate), []).append((number, dropout.layer))
     for (channels, rate), places in alike.items():
         drawn = keys.stack([("block", *place) for place in places])
-        if kernels.dropout_add is dropout_add:  # every other one wants keys
+        if kernels.dropout_add is dropout_add:  # every other implementation takes keys
             drawn = draw_masks(drawn, residues * channels, rate)
         for (number, layer), mask in zip(places, drawn.unbind(), strict=True):
             masks[number][layer] = mask

@@ -37,13 +37,13 @@ class InputEmbedder(ShardedModule):
     def msa_representation(
         self, target_feat: Float[Tensor, "B R 22"], msa_feat: Float[Tensor, "B s R 49"]
     ) -> Float[Tensor, "B s R c_m"]:
-        """m on S, like `msa_feat`."""
+        """The initial m, sharded along S as `msa_feat` is."""
         return self.msa(msa_feat) + self.target_to_msa(target_feat).unsqueeze(1)
 
     def pair_representation(
         self, target_feat: Float[Tensor, "B R 22"], residue_index: Int[Tensor, "B R"], rows: slice = slice(None)
     ) -> Float[Tensor, "B I j c_z"]:
-        """These rows of z on J."""
+        """The given rows of the initial z, on J."""
         columns = self.exchange.owned(residue_index.shape[1])
         left, right = self.left(target_feat[:, rows]).unsqueeze(2), self.right(target_feat[:, columns]).unsqueeze(1)
         offset = residue_index[:, rows].unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
@@ -71,9 +71,8 @@ class ExtraMSAEmbedder(nn.Module):
 
 
 class RecyclingEmbedder(ShardedModule):
-    """Embeds the results of the previous pass, to be added to the input of the next (algorithm 32).
-
-    The update of the MSA's first row is a norm, `msa_norm`; that of the pair is `pair_update`.
+    """Embeds the results of the previous pass, to be added to the input of the next (algorithm 32). The update of the MSA's
+    first row is `msa_norm` of it; `pair_update` is the update of the pair.
     """
 
     lower: Tensor
@@ -89,13 +88,13 @@ class RecyclingEmbedder(ShardedModule):
     def pair_update(
         self, z: Float[Tensor, "B I j c_z"], beta: Float[Tensor, "B R 3"], rows: slice = slice(None)
     ) -> Float[Tensor, "B I j c_z"]:
-        """The update of these rows of the pair, on J. `z`: the rows of the previous pass. `beta`: CB positions of the previous
-        pass (CA for glycine), in Å; all zero in the first pass.
+        """The update of the given rows of the pair, on J. `z`: the same rows of the previous pass. `beta`: CB positions of
+        the previous pass (CA for glycine), in Å; all zero in the first pass.
         """
         return self.pair_norm(z) + self.distance(self.distogram(beta, rows).to(z.dtype))
 
     def distogram(self, beta: Float[Tensor, "B R 3"], rows: slice = slice(None)) -> Float[Tensor, "B I j bins"]:
-        """Distances of these rows' residues to all others as one-hot bins, on J."""
+        """Distances from the residues of the given rows to all others as one-hot bins, on J."""
         return distance_one_hot(beta[:, rows], beta[:, self.exchange.owned(beta.shape[1])], self.lower)
 
 

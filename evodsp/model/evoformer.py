@@ -50,8 +50,8 @@ PairMask = Float[Tensor, "B R R"]
 class MSAStack(Budgeted):
     """MSA stack and outer product mean of a block (algorithm 6, lines 2 to 5).
 
-    With `extra`, of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S, because global
-    attention needs only sums over sequences from the other ranks.
+    With `extra`, this is a block of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S, because
+    global attention needs only sums over sequences from the other ranks.
     """
 
     gathers_parameters = True
@@ -83,7 +83,7 @@ class MSAStack(Budgeted):
         pair_mask: PairMask,
         masks: Masks = NO_MASKS,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; m on `column_axis` and z on J out. `masks`: of dropout."""
+        """Takes m on S and z on J; returns m on `column_axis` and z on J. `masks`: dropout masks of this block."""
         msa, pair = self.sharded(m, "seq", msa_mask), self.sharded(z, "j", pair_mask)
         msa += self.row_dropout(self.row_attention(msa, pair), masks)
         msa = msa.switch(self.column_axis)
@@ -119,7 +119,7 @@ class PairStack(Budgeted):
     def forward(
         self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = NO_MASKS
     ) -> Float[Tensor, "B I j c_z"]:
-        """z on J in and out. `masks`: of dropout."""
+        """Takes and returns z on J. `masks`: dropout masks of this block."""
         pair = self.sharded(z, "j", pair_mask).switch(self.plan.outgoing_axis)
         pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
         pair = self._incoming(pair.switch("j"), masks).switch("i")
@@ -130,7 +130,9 @@ class PairStack(Budgeted):
         return pair.x
 
     def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
-        """The incoming triangle multiplication, while z is sent to I. A method lets go of z on J before attention."""
+        """The incoming triangle multiplication, while z is sent to I. It is a method so that z on J is freed before
+        attention.
+        """
         rows = pair.switch(self.plan.incoming_result_axis)  # travels while the product is computed
         rows += self.incoming_dropout(self.triangle_incoming(pair, rows), masks)
         return rows
@@ -156,16 +158,17 @@ class EvoformerBlock(nn.Module):
         pair_mask: PairMask,
         masks: Masks = NO_MASKS,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; m on R (with `extra` on S) and z on J out. `masks`: of dropout."""
+        """Takes m on S and z on J; returns m on R (with `extra` on S) and z on J. `masks`: dropout masks of this block."""
         m, z = self.msa_stack(m, z, msa_mask, pair_mask, masks)
         return m, self.pair_stack(z, pair_mask, masks)
 
 
 class EvoformerStack(Recorded, ShardedModule):
-    """Blocks one after another. As many as `config.checkpoint` says are recomputed in the backward pass.
+    """A sequence of blocks. `config.checkpoint` says how many of them are recomputed in the backward pass.
 
-    A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair stack
-    of one block, outside of any segment, m is sent back to S. It is awaited after the pair stack, which therefore hides it.
+    A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair
+    stack of one block, outside of any segment, m is sent back to S. The all-to-all is awaited after the pair stack, which
+    therefore hides it.
     """
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
@@ -180,7 +183,7 @@ class EvoformerStack(Recorded, ShardedModule):
         return None if chosen is None else (super().settings(), chosen, *budgets)
 
     def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
-        """The streams of dropout. `draws`: this stack's stream for each sample."""
+        """The dropout streams of the stack. `draws`: this stack's stream for each sample."""
         return block_streams(self.blocks, draws)
 
     def forward(
@@ -191,7 +194,9 @@ class EvoformerStack(Recorded, ShardedModule):
         pair_mask: PairMask,
         keys: DropoutKeys = NO_DROPOUT,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """m on S and z on J in; z on J and m on R out (of the extra-MSA stack: on S). `keys`: of `dropout_streams`."""
+        """Takes m on S and z on J; returns m on R (in the extra-MSA stack on S) and z on J. `keys`: keys of
+        `dropout_streams`.
+        """
         masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2], kernels=self.kernels)
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):

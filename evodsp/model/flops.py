@@ -1,7 +1,8 @@
-"""The model's floating-point operations, for the utilisation of a device: matrix products only, counted as 2 n m k.
+"""Counts the model's floating-point operations, from which a device's utilisation follows: matrix products only, 2 n m k
+each.
 
-The model is run on shapes alone (the meta device) while torch counts, so the number cannot differ from the program. What a
-device does beyond it (norms, softmax, activations that are computed again in the backward pass) does not count as useful.
+The model is run on shapes alone (the meta device) while torch counts, so the number cannot differ from the program. Other
+work (norms, softmax, activations that are recomputed in the backward pass) does not count as useful.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from evodsp.model.kernels import reference
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 
-# The formulas as they stand in the supplement. Torch's counter does not see all operators of other backends.
+# The reference formulas are counted, because torch's counter does not see all operators of other backends.
 _FORMULAS = Kernels.of(reference)
 
 
@@ -29,7 +30,7 @@ def pass_flops(config: ModelConfig, batch: Mapping[str, Tensor]) -> int:
     """
     with torch.device("meta"):
         model = AlphaFold(config)
-    model = model.to("meta")  # its buffers are made from arrays
+    model = model.to("meta")  # buffers made from NumPy arrays are not on the meta device yet
     use_kernels(model, _FORMULAS)
     first = {name: batch[name][:, :1].to("meta") for name in model.features}
     first = {name: value.float() if value.is_floating_point() else value for name, value in first.items()}

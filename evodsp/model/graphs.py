@@ -1,9 +1,9 @@
-"""Stacks of blocks as CUDA graphs: recorded once, then replayed without a launch by the host.
+"""Records stacks of blocks as CUDA graphs and replays them, without launches by the host.
 
 A block launches 85 kernels forward and 149 backward, each of which costs the host more time than the GPU takes for small
 inputs. `use_graphs(model, Graphs(CudaRecorder()))` has the stacks of a model recorded: Evoformer, extra-MSA and template
-stack. The first call of a stack with inputs of some shape runs as usual. The second one is recorded, with its backward pass if
-gradients are asked for, and from then on it is replayed. What lies between the stacks is launched as before.
+stack. The first call of a stack with inputs of some shape runs as usual. The second call is recorded, with its backward
+pass if gradients are needed, and later calls are replayed. Operators between the stacks are launched as before.
 
 What a recording reads is at fixed addresses:
 
@@ -12,8 +12,8 @@ What a recording reads is at fixed addresses:
     activations               are in memory of the recording, which nothing else uses until the backward pass has been replayed
     results, gradients        are copied from there, so that the next replay does not change them
 
-A call runs as usual if it cannot be replayed: its recording waits for a backward pass, there are `most` recordings already, or
-`enabled` is false. A call that cannot be recorded is a UserError: whoever asks for graphs should not wait for a run without.
+A call runs as usual if its recording waits for a backward pass, if there are `most` recordings already, or if `enabled` is
+false. A call that cannot be recorded raises UserError, because a run without the requested graphs would be silently slow.
 """
 
 from __future__ import annotations
@@ -37,31 +37,32 @@ class Graphs:
     """The recordings of a model's stacks."""
 
     def __init__(self, recorder: Recorder, most: int = 16, calls_before: int = 1, warm_ups: int = 2) -> None:
-        """`most`: recordings at most, in all stacks. `calls_before`: calls with inputs of a shape that run as usual before one
-        is recorded, so that a shape that is seen once costs nothing. `warm_ups`: runs before each recording.
+        """`most`: largest number of recordings, over all stacks. `calls_before`: number of calls with inputs of a shape
+        that run as usual before one is recorded, so that a shape that occurs once costs nothing. `warm_ups`: number of runs
+        before each recording.
         """
         self.recorder, self.most, self.calls_before, self.warm_ups = recorder, most, calls_before, warm_ups
         self.enabled = True
-        """False: every call runs as usual."""
+        """Whether calls are recorded and replayed. If False, every call runs as usual."""
         self._recordings: dict[Hashable, Recording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._places: dict[nn.Module, list[Place]] = {}
         self._pool: Any = None
         self.replays = 0
-        """Calls that were replayed."""
+        """Number of calls that were replayed."""
 
     def __len__(self) -> int:
         return len(self._recordings)
 
     def __deepcopy__(self, memo: object) -> Graphs:
-        """Without recordings: they would read the parameters of the model that was copied."""
+        """A copy without recordings, because these would read the parameters of the original model."""
         return Graphs(self.recorder, self.most, self.calls_before, self.warm_ups)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Graphs, (self.recorder, self.most, self.calls_before, self.warm_ups)
 
     def call(self, stack: Recorded, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-        """What `run(*arguments)`, the usual call of `stack`, returns."""
+        """The result of `run(*arguments)`, the usual call of `stack`, by a replay if possible."""
         settings = stack.settings()
         inputs = Inputs.of(arguments)
         if not self.enabled or settings is None or inputs is None or inputs.device != self.recorder.device:
@@ -70,7 +71,7 @@ class Graphs:
         parameters = [getattr(*place) for place in self._places_of(stack)]
         recording = self._recordings.get(key)
         if recording is not None and recording.addresses != addresses_of(parameters):
-            del self._recordings[key]  # the model was moved; its memory is freed before another is recorded
+            del self._recordings[key]  # the model was moved; the memory is freed before another recording
             recording = None
         if recording is None:
             self._seen[key] += 1
@@ -86,12 +87,12 @@ class Graphs:
     def _has_room(self) -> bool:
         if len(self._recordings) == self.most:
             warnings.warn(
-                f"inputs have more than {self.most} shapes; further ones run without CUDA graphs", stacklevel=2
+                f"inputs have more than {self.most} shapes; further shapes run without CUDA graphs", stacklevel=2
             )
         return len(self._recordings) < self.most
 
     def _places_of(self, stack: nn.Module) -> list[Place]:
-        """Where the parameters of `stack` are, listed once."""
+        """The places of the parameters of `stack`, which are listed once."""
         if stack not in self._places:
             self._places[stack] = [
                 (module, name)
@@ -107,11 +108,11 @@ class Graphs:
         try:
             if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.tensors, *parameters)):
                 return WithGradient(self.recorder, self.warm_ups, run, inputs, self._places_of(stack), parameters)
-            if self._pool is None:  # passes without gradients return copies, so one may use the memory of another
+            if self._pool is None:  # results of passes without gradients are copies, so recordings may share memory
                 self._pool = self.recorder.pool()
             return Forward(self.recorder, self.warm_ups, run, inputs, parameters, self._pool)
         except Exception as error:
-            first = error.__context__ or error  # the end of a recording reports that it failed, and not why
+            first = error.__context__ or error  # the end of a recording reports the failure without its reason
             line = (str(first).strip().splitlines() or [""])[0]
             raise UserError(
                 f"{type(stack).__name__} cannot be recorded as a CUDA graph: {type(first).__name__}: {line}; switch CUDA "
@@ -120,7 +121,7 @@ class Graphs:
 
 
 class Recorded(Computed):
-    """A module whose calls may be replayed. Its inputs are tensors and keys of dropout, by position; its results tensors."""
+    """A module whose calls may be replayed. Its inputs are tensors and dropout keys, by position; its results are tensors."""
 
     graphs: Graphs | None = None
 
@@ -130,14 +131,14 @@ class Recorded(Computed):
         return self.graphs.call(self, super().__call__, arguments)
 
     def settings(self) -> Hashable | None:
-        """What decides what a call does, besides its inputs and torch's modes; None: calls must not be recorded yet."""
+        """The settings, besides inputs and torch's modes, that determine a call. None while calls must not be recorded yet."""
         return self.training, self.kernels
 
 
 def use_graphs(model: nn.Module, graphs: Graphs | None) -> None:
-    """Have calls of the stacks of `model` recorded and replayed; None: no longer.
+    """Record and replay calls of the stacks of `model`. `graphs`: None stops this.
 
-    Raises UserError if its samples or its parameters are sharded: collectives are not recorded.
+    Raises UserError if samples or parameters are sharded, because collectives are not recorded.
     """
     if graphs is not None:
         if any(isinstance(module, ShardedModule) and module.exchange.ranks > 1 for module in model.modules()):
@@ -152,7 +153,7 @@ def use_graphs(model: nn.Module, graphs: Graphs | None) -> None:
 
 
 def _modes(device: str) -> Hashable:
-    """torch's modes that decide what a call launches."""
+    """The torch modes that determine the launches of a call."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

@@ -21,7 +21,7 @@ ATOMS = 37
 
 
 class DistogramHead(Budgeted):
-    """Logits of the binned CB-CB distance, symmetric in the two residues (supplement 1.9.8). z on I."""
+    """Logits of the binned CB-CB distance, symmetric in the two residues (supplement 1.9.8). z is on I."""
 
     reads = "pair_rows"
 
@@ -42,7 +42,7 @@ class DistogramHead(Budgeted):
 
 
 class MaskedMSAHead(nn.Module):
-    """Logits of the letters that were masked in the MSA (supplement 1.9.9). m on R."""
+    """Logits of the letters that were masked in the MSA (supplement 1.9.9). m is on R."""
 
     reads = "msa"
 
@@ -62,7 +62,7 @@ class PLDDTHead(nn.Module):
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
         self.norm = LayerNorm(channels.single)
-        self.norm.computes_in_float32 = True  # its input comes from the structure module
+        self.norm.computes_in_float32 = True  # the structure module, which is in float32, makes its input
         self.first = Linear(channels.single, config.plddt_channels, init="relu")
         self.second = Linear(config.plddt_channels, config.plddt_channels, init="relu")
         self.logits = Linear(config.plddt_channels, config.plddt_bins, init="final")
@@ -85,7 +85,7 @@ class ExperimentallyResolvedHead(nn.Module):
 
 
 class PredictedAlignedErrorHead(nn.Module):
-    """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z on I."""
+    """Logits of the binned error of residue j seen from the frame of residue i (supplement 1.9.7). z is on I."""
 
     reads = "pair_rows"
 

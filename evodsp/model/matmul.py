@@ -1,4 +1,4 @@
-"""How precisely a GPU multiplies float32 matrices."""
+"""Sets the precision in which a GPU multiplies float32 matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from evodsp.config import MatmulPrecision
 
 @contextmanager
 def float32_matmul(precision: MatmulPrecision) -> Iterator[None]:
-    """Within this context products of float32 matrices have this precision; torch keeps the setting for the whole process."""
+    """A context in which products of float32 matrices have this precision. The setting is torch's and holds for the whole
+    process.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:

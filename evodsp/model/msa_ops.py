@@ -31,7 +31,7 @@ from evodsp.parallel.pending import Pending
 
 
 class MSARowAttention(ShardedModule):
-    """MSA row-wise gated self-attention with pair bias (algorithm 7). m on S, z on J."""
+    """MSA row-wise gated self-attention with pair bias (algorithm 7). m is on S, z on J."""
 
     def __init__(self, c_m: int, c_z: int, heads: int, head_width: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class MSARowAttention(ShardedModule):
 
 
 class MSAColumnAttention(ShardedModule):
-    """MSA column-wise gated self-attention (algorithm 8). m on R, where each rank has whole columns."""
+    """MSA column-wise gated self-attention (algorithm 8). m is on R, where each rank has whole columns."""
 
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
         super().__init__()
@@ -70,8 +70,8 @@ class MSAColumnAttention(ShardedModule):
 class MSAColumnGlobalAttention(ShardedModule):
     """MSA column-wise gated attention with one global query per column (algorithm 19).
 
-    With m on S, ranks exchange only sums over their sequences: first for the mean query, then the numerator and denominator of
-    the softmax average with their shift. With m on R nothing is exchanged.
+    With m on S, ranks exchange only sums over their sequences: first the sum for the mean query, then the numerator and
+    denominator of the softmax average with their shift. With m on R nothing is exchanged.
     """
 
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
@@ -100,7 +100,7 @@ class MSAColumnGlobalAttention(ShardedModule):
         mask: Float[Tensor, "B s r"],
         count: Float[Tensor, "B 1 r"],
     ) -> Float[Tensor, "B s r c_m"]:
-        """The update of some columns. `count`: sequences in each of them, of all ranks."""
+        """The update of some columns. `count`: number of sequences in each column, over all ranks."""
         layers = self.key_value, self.gate
         local, key_value, gate = self.kernels.pooled_projections(
             m, mask, self.norm.weight, self.norm.bias, [one.weight for one in layers], [one.bias for one in layers]
@@ -134,7 +134,7 @@ class OuterProductMean(ShardedModule):
     def forward(self, msa: Sharded) -> Update:
         """The update of z. m is sharded along S or R."""
         mask = msa.own_mask.unsqueeze(-1)
-        left, right = msa.collect(self._operands, msa.x, mask, width=self.working_width)  # both sharded as m is
+        left, right = msa.collect(self._operands, msa.x, mask, width=self.working_width)  # sharded as m is
         counts = self.counts(msa.mask)
         sequences, residues = msa.total_sizes
         channels, c_z, ranks = self.channels, self.output.out_features, self.exchange.ranks
@@ -153,7 +153,7 @@ class OuterProductMean(ShardedModule):
     def _operands(
         self, m: Float[Tensor, "B _ _ c_m"], mask: Float[Tensor, "B _ _ 1"]
     ) -> tuple[Float[Tensor, "B _ _ c"], Float[Tensor, "B _ _ c"]]:
-        """Both operands, without gaps between their channels."""
+        """Both operands, each with contiguous channels."""
         (both,) = project(self.kernels, m, self.norm, self.left_right.layer)
         mask = mask.to(both.dtype)
         left, right = (operand * mask for operand in both.chunk(2, -1))
@@ -162,14 +162,14 @@ class OuterProductMean(ShardedModule):
     def _mean(
         self, columns: Float[Tensor, "B S j c"], rows: Float[Tensor, "B I S c"], counts: Float[Tensor, "B I j 1"]
     ) -> Float[Tensor, "B I j c_z"]:
-        """From operands that have all sequences."""
+        """The outer product mean from operands that hold all sequences."""
         left = rows.transpose(1, 2)
         return self.kernels.outer_product(left, columns, self.output.weight, self.output.bias, counts)
 
     def _mean_of_sums(
         self, total: Float[Tensor, "B I j c_z"], counts: Float[Tensor, "B I j 1"]
     ) -> Float[Tensor, "B I j c_z"]:
-        """From the sums over all sequences of what the last layer makes of outer products."""
+        """The outer product mean from projected outer products that are already summed over all sequences."""
         return _Quotient.apply(total + self.output.bias.to(total.dtype), counts)
 
     def counts(self, msa_mask: Float[Tensor, "B S R"]) -> Float[Tensor, "B I j 1"]:
@@ -180,7 +180,9 @@ class OuterProductMean(ShardedModule):
     def _reduced(
         self, left: Float[Tensor, "B s R c"], right: Float[Tensor, "B s R c"], sequences: int
     ) -> Float[Tensor, "B I j c_z"]:
-        """Partial sums over this rank's sequences, computed and reduced a few rows at a time. `sequences`: of all ranks."""
+        """Partial sums over this rank's sequences, computed and reduced a few rows at a time. `sequences`: number of
+        sequences over all ranks.
+        """
         residues, ranks = right.shape[2], self.exchange.ranks
         pieces = self.plan.pieces_of_partial_sums(sequences, residues, self.channels, self.output.out_features, ranks)
         updates: list[Tensor] = []
@@ -190,7 +192,7 @@ class OuterProductMean(ShardedModule):
             if reducing is not None:  # at most one reduction is under way while the next partial sum is computed
                 updates.append(reducing.wait())
             reducing = self.exchange.start_scatter_sum(partial, "j", whole=residues)
-            del partial  # what is sent may be another copy
+            del partial  # the collective may have sent a copy
         assert reducing is not None  # there is at least one piece
         updates.append(reducing.wait())
         return torch.cat(updates, 1)

@@ -1,4 +1,4 @@
-"""What the model returns. All lengths in Å.
+"""The results of the model. All lengths are in Å.
 
 Shapes: B batch, S clusters of the MSA, R residues, T iterations of the structure module. A small letter (i j r) is this rank's
 shard of the residues: rows and columns of the pair, columns of the MSA. Tensors without a small letter are whole and the same
@@ -26,15 +26,15 @@ class StructureOutput:
     angles: Float[Tensor, "T B R 7 2"]
     """(sin, cos) of omega, phi, psi, chi1..chi4 after each iteration."""
     unnormalized_angles: Float[Tensor, "T B R 7 2"]
-    """The same before they are brought to unit length."""
+    """The (sin, cos) vectors before they are normalised to unit length."""
     frames: Rigid
     """The eight rigid-group frames of the last iteration, [B, R, 8]."""
     atom14: Float[Tensor, "B R 14 3"]
     """Atom positions of the last iteration."""
     positions: Float[Tensor, "B R 37 3"]
-    """The same in atom37 order."""
+    """Atom positions of the last iteration in atom37 order."""
     mask: Float[Tensor, "B R 37"]
-    """Which atoms each residue has."""
+    """1 for the atoms that the residue's type has, 0 for the others and in padding."""
     single: Float[Tensor, "B R c_s"]
     """Single representation after the last iteration (input of the pLDDT head)."""
 
@@ -63,12 +63,12 @@ class ModelOutput:
     representations: Mapping[str, Tensor]
     structure: StructureOutput
     logits: Mapping[str, Tensor]
-    """Only of the heads that the model has."""
+    """Logits of the heads that the model has."""
     ca_change: Float[Tensor, " B"] | None = None
-    """How far CA-CA distances moved since the previous pass (root mean square, Å), if a stop tolerance was given."""
+    """Root mean square change of the CA-CA distances since the previous pass, in Å, if a stop tolerance was given."""
 
 
-# FSDP2 makes parameters whole before the backward pass reaches them, if it finds the tensors that a model returned. Before
-# torch 2.13 it looks for them in trees only.
+# FSDP2 gathers parameters before the backward pass reaches them, if it finds the tensors that a model returned. Before torch
+# 2.13 it looks for them in registered pytrees only.
 for _record in (StructureOutput, ModelOutput):
     torch.export.register_dataclass(_record)

@@ -33,13 +33,12 @@ from evodsp.parallel.pending import Pending, Ready
 class TriangleMultiplication(ShardedModule):
     """Triangular multiplicative update with outgoing or incoming edges (algorithms 11 and 12).
 
-    Two operands are made of each row of z, their product sums over a third residue, separately in each channel, and the update
-    is made of each row of the product. Hence three ways (`CommunicationPlan.triangle_way`):
-    Locally: one operator makes the product, and forms the operands again in its backward pass.
-    By channel (z on J): one all-to-all takes both operands from J to channels, another one brings the product back. No rank
-    ever has the whole pair representation.
-    By gathering (z on I for outgoing edges, on J for incoming ones): one operand is gathered whole.
-    Operands that other ranks sent are kept for the backward pass: forming them again would mean to communicate them again.
+    Two operands are computed from each row of z, their product sums over a third residue, separately in each channel, and the
+    update is computed from each row of the product. There are three ways (`CommunicationPlan.triangle_way`). Locally, one
+    operator computes the product, and forms the operands again in its backward pass. By channel (z on J), one all-to-all
+    sends both operands from J to channels and another one returns the product; no rank ever has the whole pair
+    representation. By gathering (z on I for outgoing edges, on J for incoming ones), one operand is gathered whole. Operands
+    that other ranks sent are kept for the backward pass, because forming them again would need the communication again.
     """
 
     def __init__(self, c_z: int, channels: int, edges: Literal["outgoing", "incoming"]) -> None:
@@ -54,7 +53,9 @@ class TriangleMultiplication(ShardedModule):
         self.working_width = working_width(self)
 
     def forward(self, pair: Sharded, result: Sharded | None = None) -> Update:
-        """The update of z. `result`: z on its way to the axis along which the update is needed, if that is another one."""
+        """The update of z. `result`: z on its way to the axis along which the update is needed, if that axis differs from
+        `pair`'s.
+        """
         result = pair if result is None else result
         way = self.plan.triangle_way(self.edges, self.exchange.ranks, pair.in_pieces)
         if way == "local":
@@ -64,13 +65,13 @@ class TriangleMultiplication(ShardedModule):
         else:
             multiply = self._by_channel if way == "channel" else self._by_gathering
             arriving = pair.by_channels(partial(self._start_product, multiply, result.axis), self.channels, width=4)
-            # Computed while the product is on its way.
+            # The gate is computed while the product is on its way.
             gate = project_rows(self.kernels, result, self.norm, self.output_gate.layer)
             product = arriving.wait()
         return result.update(self._of_product, product, gate, width=self.working_width)
 
     def _operand_parameters(self, some: slice = slice(None)) -> Sequence[Tensor]:
-        """The parameters of the norm and of both operands' projections and gates. `some`: of these channels."""
+        """The parameters of the norm and of both operands' projections and gates. `some`: slice of the operands' channels."""
         linears = self.projection, self.projection_gate
         parameters = [parameter for layer in linears for parameter in (layer.weight, layer.bias)]
         if some != slice(None):
@@ -80,7 +81,9 @@ class TriangleMultiplication(ShardedModule):
     def _start_product(
         self, multiply: Callable[[Tensor, Axis, Axis, int], Pending], result_axis: Axis, pair: Sharded, some: slice
     ) -> Pending:
-        """The product of some channels of the operands, on its way to `result_axis`. `multiply`: one of the two below."""
+        """The product of some channels of the operands, on its way to `result_axis`. `multiply`: `_by_channel` or
+        `_by_gathering`.
+        """
         parameters = self._operand_parameters(some)
         width = pair.x.shape[-1] + 2 * len(parameters[-1])
 
@@ -98,14 +101,14 @@ class TriangleMultiplication(ShardedModule):
     def _of_product(
         self, product: Float[Tensor, "B n1 n2 c"], gate: Float[Tensor, "B n1 n2 c_z"]
     ) -> Float[Tensor, "B n1 n2 c_z"]:
-        """The update of some rows."""
+        """The update of some rows, from the product and the gate of these rows."""
         norm, output = self.product_norm, self.output
         return self.kernels.gated_output(product, gate, norm.weight, norm.bias, output.weight, output.bias)
 
     def _by_channel(self, both: Float[Tensor, "2 B c I j"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         # The two operands share the batch axis, so that a rank gets the same channels of both.
         moving = self.exchange.start_switch(_channels_last(both.flatten(0, 1)), axis, "channel", whole=residues)
-        # What arrives, two [B, c/N, I, J], gets no name, so that it is freed before the product is sent.
+        # The received operands, two [B, c/N, I, J], get no name, so that they are freed before the product is sent.
         product = self._product(*moving.wait().permute(0, 3, 1, 2).chunk(2))
         return self.exchange.start_switch(product, "channel", result_axis, whole=both.shape[2])
 
@@ -125,7 +128,7 @@ class TriangleMultiplication(ShardedModule):
 class _ContiguousGradient(torch.autograd.Function):
     """The identity, whose gradient is laid out afresh.
 
-    The gradient of the product comes with channels last. The two batched products that it goes into would each copy it; on a
+    The gradient of the product arrives with channels last. Each of the two batched products that take it would copy it; on a
     CPU they would copy matrix by matrix and multiply one after another, which takes several times as long.
     """
 
@@ -139,7 +142,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def _channels_last(x: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
-    """A view in the order of axes in which exchanges take representations."""
+    """A view with channels last, which is the order of axes that an exchange takes."""
     return x.permute(0, 2, 3, 1)
 
 
@@ -147,7 +150,7 @@ class TriangleAttention(ShardedModule):
     """Triangular gated self-attention around the starting or ending node (algorithms 13 and 14).
 
     Around the starting node, z is on I, and each row i attends within itself. Around the ending node, z is on J, and each
-    column j does. That is the same with i and j exchanged: the bias and the mask are transposed, z is not.
+    column j attends within itself: the same with i and j exchanged, where bias and mask are transposed and z is not.
     """
 
     def __init__(self, c_z: int, heads: int, head_width: int, node: Literal["starting", "ending"]) -> None:

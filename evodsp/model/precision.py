@@ -1,4 +1,4 @@
-"""Which numbers are in half precision and which are not: the policy, and the functions that enforce it.
+"""The precision policy: which numbers are in half precision, which are not, and the functions that enforce it.
 
 With `trainer.precision: bf16-mixed`, torch's autocast is on, parameters stay in float32 for the optimizer, and:
 
@@ -51,19 +51,19 @@ def activation_dtype(like: Tensor) -> torch.dtype:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Precision of sums of such numbers: float32 for half precision, otherwise the same."""
-    # torch.promote_types(dtype, torch.float32) is the same and goes through the dispatcher, 1,755 times a block.
+    """Precision of sums of numbers of this dtype: float32 for half precision, otherwise the same dtype."""
+    # torch.promote_types(dtype, torch.float32) gives the same, but would go through the dispatcher, 1,755 times a block.
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def wide_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k m"]) -> Float[Tensor, "*batch n m"]:
     """a @ b, summed and returned in float32 at least. `b` has the precision of the factors; `a` may be wider.
 
-    A GPU rounds `a` to that precision, for its tensor cores; a CPU multiplies in float32. Not differentiable; call it without
-    autocast.
+    A GPU rounds `a` to the precision of `b`, for its tensor cores; a CPU multiplies in float32. It is not differentiable;
+    call it without autocast.
     """
     dtype = wide(b.dtype)
-    # Tensors of the meta device, on which the planner follows a GPU's program, take its way.
+    # Tensors of the meta device take the GPU's branch, because the planner follows a GPU's program with them.
     if b.dtype == dtype or b.device.type not in ("cuda", "meta"):
         return a.to(dtype) @ b.to(dtype)
     batch = a.shape[:-2]
@@ -72,5 +72,5 @@ def wide_product(a: Float[Tensor, "*batch n k"], b: Float[Tensor, "*batch k m"])
 
 
 def _autocast_is_on(device: torch.device) -> bool:
-    # The meta device has no autocast. torch.amp.is_autocast_available would say so, but torch 2.11 cannot compile it.
+    # The meta device has no autocast. torch.amp.is_autocast_available would tell, but torch 2.11 cannot compile it.
     return device.type != "meta" and torch.is_autocast_enabled(device.type)

@@ -29,21 +29,21 @@ Initialisation = Literal["linear", "relu", "glorot", "gate", "final"]
 
 
 class Computed(nn.Module):
-    """A module that calls operators of which there are several implementations. Its `kernels` are those that were chosen."""
+    """A module that calls operators with several implementations. `kernels` holds the chosen ones."""
 
     kernels: Kernels = Kernels()
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Set the operators of every module of `model` that calls some."""
+    """Set the operators of every module of `model` that calls operators."""
     for module in model.modules():
         if isinstance(module, Computed):
             module.kernels = kernels
 
 
 class ShardedModule(Computed):
-    """A module that may need data from other shards. It calls its `exchange` (on one device a `LocalExchange`), in the way that
-    its `plan` says.
+    """A module that may need data from other shards. It calls its `exchange` (on one device a `LocalExchange`) as its `plan`
+    says.
     """
 
     exchange: Exchange = LocalExchange()
@@ -65,7 +65,7 @@ class Budgeted(ShardedModule):
     memory: int | None = None
     """Bytes for the intermediates of a sub-layer, on each rank; None: no limit, and nothing is computed in place."""
     samples: int | None = None
-    """As in `Budget`."""
+    """`samples` of this module's `Budget`."""
 
     @property
     def budget(self) -> Budget:
@@ -75,13 +75,13 @@ class Budgeted(ShardedModule):
         return Budget(self.memory, self.exchange.ranks, self.samples)
 
     def sharded(self, x: Float[Tensor, "B n1 n2 c"], axis: Axis, mask: Mask) -> Sharded:
-        """A representation of which this rank has the shard `x` along `axis`. `mask`: of the whole representation."""
+        """A representation of which this rank has the shard `x` along `axis`. `mask`: mask of the whole representation."""
         return Sharded(x, axis, mask, self.exchange, self.budget)
 
 
 def use_memory(model: nn.Module, memory: int | None, samples: int | None = None) -> None:
     """Let passes of `model` without gradients compute in place, with `memory` bytes for a sub-layer's intermediates on each
-    rank. A stack that is called by itself then overwrites its inputs. None: no limit. `samples`: as in `Budget`.
+    rank. A stack that is called by itself then overwrites its inputs. None sets no limit. `samples`: see `Budget`.
     """
     for module in model.modules():
         if isinstance(module, Budgeted):
@@ -89,7 +89,9 @@ def use_memory(model: nn.Module, memory: int | None, samples: int | None = None)
 
 
 def working_width(layer: nn.Module) -> int:
-    """Numbers that `layer` makes for each position: all norms, all linear layers, and what goes into the widest of these."""
+    """Estimated intermediate elements of `layer` per position: the outputs of all norms and linear layers, and the widest
+    input.
+    """
     linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
     norms = [module for module in layer.modules() if isinstance(module, nn.LayerNorm)]
     return (
@@ -108,7 +110,7 @@ class Linear(nn.Linear):
     """
 
     computes_in_float32 = False
-    """Whether the parameters are used in float32 with autocast too; they are then not cast (`evodsp.model.casts`)."""
+    """Whether the parameters are used in float32 also under autocast; they are then not cast (`evodsp.model.casts`)."""
 
     def __init__(
         self, c_in: int, c_out: int, bias: bool = True, init: Initialisation = "linear", parts: int = 1
@@ -132,15 +134,15 @@ class Linear(nn.Linear):
 
     @property
     def layer(self) -> Layer:
-        """Weight and bias, for operators."""
+        """Weight and bias, as operators take them."""
         return self.weight, self.bias
 
 
 class LayerNorm(Computed, nn.LayerNorm):
-    """Layer norm over the last axis. The result has the precision of `x`, with autocast too; statistics are in float32."""
+    """Layer norm over the last axis. The result has the precision of `x`, also under autocast; statistics are in float32."""
 
     computes_in_float32 = False
-    """Whether `x` is in float32 with autocast too; the parameters are then not cast (`evodsp.model.casts`)."""
+    """Whether `x` is in float32 also under autocast; the parameters are then not cast (`evodsp.model.casts`)."""
 
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
         with without_autocast(x.device):
@@ -150,7 +152,9 @@ class LayerNorm(Computed, nn.LayerNorm):
 def project(
     kernels: Kernels, x: Float[Tensor, "B n1 n2 c"], norm: LayerNorm, *layers: Layer, planes: int = 0
 ) -> tuple[Float[Tensor, "B n1 n2 _"], ...]:
-    """What `layers` make of the norm of x, which is not kept. Of the last `planes` layers, channels are outermost in memory."""
+    """The linear `layers` of the layer norm of x. The norm is recomputed in the backward pass instead of kept. The results of
+    the last `planes` layers are stored channels-first.
+    """
     results = kernels.projections(
         x, norm.weight, norm.bias, [weight for weight, _ in layers], [bias for _, bias in layers], planes
     )
@@ -159,7 +163,9 @@ def project(
 
 
 def project_rows(kernels: Kernels, x: Sharded, norm: LayerNorm, layer: Layer) -> Float[Tensor, "B n1 n2 _"] | Unmade:
-    """What `layer` makes of the norm of a representation's rows: at once or, with a memory budget, where rows are asked for."""
+    """The linear `layer` of the layer norm of a representation: computed at once or, with a memory budget, when rows are
+    read.
+    """
 
     def rows(part: Float[Tensor, "B n1 n2 c"]) -> Float[Tensor, "B n1 n2 _"]:
         return project(kernels, part, norm, layer)[0]
@@ -170,8 +176,8 @@ def project_rows(kernels: Kernels, x: Sharded, norm: LayerNorm, layer: Layer) ->
 def project_rows_and_whole(
     kernels: Kernels, x: Sharded, norm: LayerNorm, layer: Layer, whole: Layer, width: int, dim: int
 ) -> tuple[Float[Tensor, "B n1 n2 _"] | Unmade, Float[Tensor, "B n1 n2 _"]]:
-    """As `project_rows`, and what the layer `whole` makes of all rows. Without a budget one operator makes both; of `whole`,
-    channels are outermost in memory. `width`, `dim`: as in `Sharded.collect`.
+    """`project_rows` of `layer`, and the result of the layer `whole` for all rows. Without a budget one operator computes
+    both, and the result of `whole` is stored channels-first. `width`, `dim`: see `Sharded.collect`.
     """
     if not x.in_pieces:
         rows, of_all = project(kernels, x.x, norm, layer, whole, planes=1)
@@ -181,14 +187,17 @@ def project_rows_and_whole(
 
 
 class PairBias:
-    """The bias that attention takes from the pair representation. It is gathered while other projections are computed.
+    """The bias of attention that is projected from the pair representation. It is gathered while other projections are
+    computed.
 
     With `plan.stream_bias`, or if the memory budget does not hold it, it is never whole. Queries are then processed shard by
     shard, each with the broadcast bias of its rows; the backward pass broadcasts it again.
     """
 
     def __init__(self, local: Float[Tensor, "B _ _ H"], axis: Axis, pair: Sharded, plan: CommunicationPlan) -> None:
-        """`local`: this rank's shard along `axis`. Axis 1 holds queries, axis 2 keys; both have the full size of `pair`'s."""
+        """`local`: this rank's shard of the bias along `axis`. Axis 1 holds queries and axis 2 keys; each is as long as an
+        axis of the whole pair.
+        """
         self.whole, self.exchange = pair.total_sizes[0], pair.exchange
         needed = local.shape[0] * self.whole**2 * local.shape[-1] * local.element_size()
         self.stream = plan.stream_bias or (self.exchange.ranks > 1 and not pair.budget.holds(needed))
@@ -197,7 +206,7 @@ class PairBias:
             arriving = self.exchange.start_gather(local, axis, self.whole)
         elif axis == "j":
             arriving = self.exchange.start_switch(local, "j", "i", self.whole)
-        self._arriving = Shared(arriving)  # pieces of a representation all read it
+        self._arriving = Shared(arriving)  # all pieces of a representation read it
 
     def attention(
         self,
@@ -233,7 +242,7 @@ class PairBias:
 class GatedAttention(Computed):
     """Gated multi-head self-attention along one axis (the core of algorithms 7, 8, 13 and 14).
 
-    The norm before it, which projects into the pair bias too where that comes from the same representation, is the caller's.
+    The caller computes the layer norm before it, because the pair bias may be projected from the same norm.
     """
 
     def __init__(self, channels: int, heads: int, head_width: int, along: Literal[1, 2] = 2) -> None:
@@ -248,7 +257,7 @@ class GatedAttention(Computed):
 
     @property
     def rows(self) -> int:
-        """The axis along which the independent rows lie."""
+        """The dimension along which the independent rows lie."""
         return 3 - self.along
 
     @property
@@ -262,7 +271,7 @@ class GatedAttention(Computed):
         mask: Float[Tensor, "B n1 n2"],
         pair_bias: PairBias | None = None,
     ) -> Float[Tensor, "B n1 n2 c"]:
-        """`projected`: what `projection` made of the norm. `pair_bias`, shared by all rows, may still be on its way."""
+        """`projected`: result of `projection`. `pair_bias`: bias that all rows share; it may still be on its way."""
         projected = projected.unflatten(-1, (4, self.heads, -1))
         if self.along == 1:  # views: operators take any strides
             projected, mask = projected.transpose(1, 2), mask.transpose(1, 2)

@@ -1,7 +1,7 @@
-"""Which blocks of a stack are computed again in the backward pass, instead of keeping what their backward pass needs.
+"""Chooses which blocks of a stack are recomputed in the backward pass instead of keeping their activations.
 
-The first blocks are; the last ones are kept. The backward pass reaches the last ones first and frees what they kept before it
-computes the first ones again, so the two never add up.
+The first blocks are recomputed, the last ones are kept. The backward pass reaches the last ones first and frees what they
+kept before it recomputes the first ones, so the two never add up.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from evodsp.parallel.dtensor import is_dtensor
 
 Setting = bool | int | Literal["auto"]
-"""`checkpoint` of a stack's config: all blocks, none, a number of blocks, or as many as the memory requires."""
+"""`checkpoint` of a stack's config: recompute all blocks, none, a number of blocks, or as many as the memory requires."""
 
 
 class Recomputation:
-    """How many blocks of a stack are computed again, which must be the same on all ranks that share a sample: a recomputed
-    block communicates again.
+    """The number of blocks of a stack that are recomputed. It must be the same on all ranks that share a sample, because a
+    recomputed block communicates again.
 
-    With `auto` it is all but the last one at first. That one's bytes are counted, and `keep` sets the number for good.
+    With `auto`, all blocks but the last are recomputed at first. The bytes of the last one are counted, and `keep` then fixes
+    the number.
     """
 
     def __init__(self, setting: Setting, blocks: int) -> None:
@@ -32,31 +33,35 @@ class Recomputation:
         self.auto = setting == "auto"
         """Whether the number is still to be found."""
         self.bytes_of_block = 0
-        """What a block keeps for its backward pass on this rank, in bytes, as far as counted."""
+        """Bytes that a block keeps for its backward pass on this rank, as far as counted."""
         self.number = blocks - 1 if setting == "auto" else blocks if setting is True else min(int(setting), blocks)
         self.number = max(0, self.number)
-        """How many blocks are computed again."""
+        """Number of blocks that are recomputed."""
 
     def keep(self, blocks: int) -> None:
-        """Keep what the last so many blocks need."""
+        """Keep the activations of the last `blocks` blocks."""
         self.number, self.auto = self.blocks - min(max(blocks, 0), self.blocks), False
 
     @property
     def settled(self) -> int | None:
-        """The number, if it does not change any more; without gradients, when nothing is recomputed, 0."""
+        """The number of recomputed blocks if it is final, otherwise None. It is 0 without gradients, when nothing is
+        recomputed.
+        """
         if not torch.is_grad_enabled():
             return 0
         return None if self.auto else self.number
 
     def covers(self, segment: int) -> bool:
-        """Whether a segment is computed again. Segment k is block k; or the latter part of block k - 1 and the former part of
-        block k, and then there is one segment more than there are blocks.
+        """Whether a segment is recomputed. Segment k is block k; or it is the latter part of block k - 1 and the former part
+        of block k, and then there is one segment more than there are blocks.
         """
         return segment < self.number or self.number == self.blocks
 
     @contextmanager
     def counting(self, segment: int, stack: nn.Module) -> Iterator[None]:
-        """Count, with `auto`, what `segment` keeps, if it is the last whole block of `stack`. Weights are not counted."""
+        """With `auto`, count the bytes that `segment` keeps, if it is the last whole block of `stack`. Weights are not
+        counted.
+        """
         if not self.auto or segment != self.blocks - 1 or not torch.is_grad_enabled():
             yield
             return

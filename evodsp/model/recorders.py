@@ -1,4 +1,4 @@
-"""How work on a device is recorded once and repeated: as a CUDA graph, or, to test what uses it, by computing again."""
+"""Records work on a device once and repeats it: as a CUDA graph or, in tests without a GPU, by computing again."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ Results = Sequence[Tensor | None]
 class Recorder(ABC):
     """Records what a function does on a device. Repeating it fills the tensors that the function returned when it was recorded.
 
-    What the function reads must lie at the same addresses when it is repeated, with other numbers if need be.
+    The function's inputs must lie at the same addresses when it is repeated; their values may differ.
     """
 
     device: str
-    """Type of the devices whose work it records."""
+    """Type of device whose work is recorded."""
 
     @abstractmethod
     def warm_up(self, run: Callable[[], object]) -> None:
-        """Run it without recording, so that kernels are compiled and libraries have their workspaces."""
+        """Run the function without recording, so that kernels are compiled and libraries have their workspaces."""
 
     @abstractmethod
     def pool(self) -> Any:
-        """Memory for recordings. Those that share it may overwrite what the others do not return."""
+        """Memory for recordings. Recordings that share it may overwrite each other's intermediates, but not results."""
 
     @abstractmethod
     def record(self, run: Callable[[], Results], pool: Any) -> tuple[Results, Callable[[], None]]:
-        """The tensors that `run` returns, which have no numbers yet, and a function that fills them."""
+        """The tensors that `run` returns, not filled yet, and a function that fills them."""
 
 
 class CudaRecorder(Recorder):
@@ -42,7 +42,7 @@ class CudaRecorder(Recorder):
 
     def warm_up(self, run: Callable[[], object]) -> None:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the allocator keeps for one stream, another cannot use
+        torch.cuda.empty_cache()  # another stream cannot use memory that the allocator keeps for this one
         with torch.cuda.stream(torch.cuda.Stream()):
             run()
         torch.cuda.synchronize()
@@ -51,21 +51,21 @@ class CudaRecorder(Recorder):
         return torch.cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Results], pool: Any) -> tuple[Results, Callable[[], None]]:
-        gc.collect()  # memory of dead cycles, which the recording could not use
+        gc.collect()  # frees memory of dead reference cycles, which the recording could not use
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             # Other threads may go on, such as one that locks pages for the next batch.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 results = run()
         except BaseException:
-            torch.cuda.set_stream(stream)  # torch leaves the recording's current if it ends with an error
+            torch.cuda.set_stream(stream)  # after an error torch leaves the recording's stream current
             raise
         return results, graph.replay
 
 
 class Rerun(Recorder):
-    """Computes again, and copies into the tensors of the first time: what a graph does, without its speed. Numbers that are
-    part of a graph, such as Python's, are read again too.
+    """Computes again and copies the results into the tensors of the first run: the effect of a graph without its speed.
+    Unlike a graph it also reads Python numbers again.
     """
 
     device = "cpu"

@@ -1,4 +1,4 @@
-"""One recorded call of a stack: its inputs, what is replayed, and its results (`evodsp.model.graphs` says when and why).
+"""One recorded call of a stack: its inputs, the recording, and its results (`evodsp.model.graphs` says when and why).
 
 With gradients a call is two recordings, as `torch.cuda.make_graphed_callables` makes them: the forward pass, and the backward
 pass from gradients of the results to those of inputs and parameters. Autograd sees one node. While the two are recorded,
@@ -27,17 +27,17 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a call, and what else it was given."""
+    """The arguments of a call: tensors and dropout keys."""
 
     tensors: list[Tensor]
     keys: tuple[DropoutKeys | None, ...]
-    """For each argument, if that is what it is."""
+    """For each argument, the dropout keys, or None if it is a tensor."""
     kind: Hashable
-    """Equal for calls that one recording serves."""
+    """A key that is equal for calls which one recording can replay."""
 
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> Inputs | None:
-        """None: there is something else among the arguments."""
+        """The inputs of a call. Returns None if an argument is neither a tensor nor dropout keys."""
         if not all(isinstance(x, Tensor | DropoutKeys) for x in arguments):
             return None
         keys = tuple(x if isinstance(x, DropoutKeys) else None for x in arguments)
@@ -67,19 +67,19 @@ class Recording(ABC):
         gradients = torch.is_grad_enabled()
         self.inputs = [x.detach().clone().requires_grad_(x.requires_grad and gradients) for x in inputs.tensors]
         self.alone = False
-        """Whether the call returns one tensor, and no tuple."""
+        """Whether the call returns one tensor instead of a tuple."""
 
     @property
     def waits(self) -> bool:
-        """Whether a backward pass still needs what the last replay made."""
+        """Whether a backward pass still needs the results of the last replay."""
         return False
 
     @abstractmethod
     def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
-        """What the call returns for these inputs. `parameters`: those that it was recorded with."""
+        """The results of the call for these inputs. `parameters`: the parameters with which it was recorded."""
 
     def computed(self, run: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
-        """What the call makes of the recording's own inputs."""
+        """The results of the call for the recording's own inputs."""
         with _uncached_autocast(inputs.device):
             results = run(*inputs.arguments(self.inputs))
         self.alone = isinstance(results, Tensor)
@@ -130,11 +130,11 @@ class WithGradient(Recording):
     ) -> None:
         super().__init__(recorder, inputs, parameters)
         self._number = 0
-        """Of the last replay."""
+        """Number of the last replay."""
         self._use: weakref.ref[_Use] | None = None
-        """That replay, if its backward pass has not been."""
+        """The last replay, if its backward pass has not run yet."""
         self._made: list[Tensor] = []
-        """Results of the running recording, with what they were made of."""
+        """Results of the running recording, with their autograd graph."""
 
         def forward() -> list[Tensor]:
             self._made = self.computed(run, inputs)
@@ -168,7 +168,7 @@ class WithGradient(Recording):
         return self.given(_Replay.apply(self, len(tensors), *tensors, *parameters))
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], _Use]:
-        """The results, and what to hold until the backward pass."""
+        """The results, and an object to hold until the backward pass."""
         self.take(tensors)
         self._repeat()
         self._number += 1
@@ -177,9 +177,9 @@ class WithGradient(Recording):
         return [x.clone() for x in self.results], use
 
     def backward(self, use: _Use, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of inputs and parameters, from those of the results."""
+        """The gradients of inputs and parameters. `arriving`: gradients of the results."""
         if use.number != self._number:
-            raise RuntimeError("what this backward pass needs has been overwritten by a later call of the stack")
+            raise RuntimeError("the activations of this backward pass were overwritten by a later call of the stack")
         for own, new in zip(self.arriving, arriving, strict=True):
             if new is None:
                 own.zero_()
@@ -201,7 +201,7 @@ class WithGradient(Recording):
         return leaves
 
     def _gradients(self, results: Sequence[Tensor], arriving: Sequence[Tensor] | None = None) -> list[Tensor | None]:
-        """Of all that is wanted. Autocast is off, as in a backward pass that is called after it."""
+        """Gradients of all inputs and parameters that require one. Autocast is off, as in a usual backward pass."""
         arriving = [torch.zeros_like(x) for x in results] if arriving is None else arriving
         pairs = [(x, gradient) for x, gradient in zip(results, arriving, strict=True) if x.requires_grad]
         with torch.autocast(self.recorder.device, enabled=False):
@@ -210,7 +210,7 @@ class WithGradient(Recording):
             )
 
     def _backward(self) -> list[Tensor | None]:
-        """Gradients of the inputs, then those of all parameters of one precision in one tensor."""
+        """The gradients of the inputs, then one flat tensor for each precision with the gradients of the parameters."""
         gradients = self._gradients(self._made, self.arriving)
         inputs = sum(self._is_wanted[: len(self.inputs)])
         of_parameters = gradients[inputs:]
@@ -241,7 +241,7 @@ class WithGradient(Recording):
 
 
 class _Use:
-    """A replay. Lives as long as a backward pass may come."""
+    """A token of a replay. It lives as long as a backward pass may follow."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -271,7 +271,7 @@ def addresses_of(parameters: Sequence[Tensor]) -> list[int]:
 
 
 def _uncached_autocast(device: str) -> torch.autocast:
-    """Autocast as it is, without its cache: a cast that is not recorded would be of old parameters."""
+    """The current autocast mode without its cache: a cached cast would not be recorded, and would hold old parameters."""
     return torch.autocast(
         device, torch.get_autocast_dtype(device), enabled=torch.is_autocast_enabled(device), cache_enabled=False
     )
@@ -279,7 +279,7 @@ def _uncached_autocast(device: str) -> torch.autocast:
 
 @contextmanager
 def _in_place_of_parameters(places: Sequence[Place], leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Modules find `leaves` where their parameters, or copies of them (`evodsp.model.casts`), are."""
+    """A context in which `leaves` stand in the places of the modules' parameters, or of their copies (`evodsp.model.casts`)."""
     before = [module.__dict__.get(name) for module, name in places]
     for (module, name), leaf in zip(places, leaves, strict=True):
         module.__dict__[name] = leaf

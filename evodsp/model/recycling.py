@@ -1,4 +1,5 @@
-"""What one pass of the model gives to the next (algorithm 2), and when passes can stop early (AlphaFold-Multimer).
+"""The inputs that a pass of the model takes from the previous one (algorithm 2), and early stopping (as in
+AlphaFold-Multimer).
 
 Shape legend: B batch, R residues; j this rank's shard of the pair's columns; on one device all of them.
 """
@@ -19,7 +20,7 @@ from evodsp.parallel.exchange import Exchange, LocalExchange
 
 @dataclass(frozen=True)
 class Recycled:
-    """What one pass gives to the next, without gradients. Positions in Å."""
+    """The results of a pass that the next one takes as inputs, without gradients. Positions are in Å."""
 
     first_row: Float[Tensor, "B R c_m"]
     pair: Float[Tensor, "B R j c_z"]
@@ -27,7 +28,7 @@ class Recycled:
 
     @classmethod
     def of(cls, output: ModelOutput) -> Recycled:
-        """From the output of a pass that was run without gradients."""
+        """The recycled results of a pass that was run without gradients."""
         return cls(output.representations["first_row"], output.representations["pair"], output.structure.positions)
 
     def copied(self) -> Recycled:
@@ -38,11 +39,11 @@ class Recycled:
 def with_ca_change(
     output: ModelOutput, former: Recycled, seq_mask: Float[Tensor, "B R"], exchange: Exchange = LocalExchange()
 ) -> ModelOutput:
-    """The output with `ca_change`: how far its CA-CA distances are from those of the previous pass.
+    """The output with `ca_change`: the change of its CA-CA distances since the previous pass.
 
     Every rank gets the same number. Otherwise rounding could make one rank stop while the others wait for it.
     """
-    # Residues of unknown type have no CA atom; its position stays at the origin and must not count.
+    # Residues of unknown type have no CA atom; the position in its slot stays at the origin and must not count.
     mask = seq_mask * output.structure.mask[..., CA]
     change = ca_change(output.structure.positions[..., CA, :], former.positions[..., CA, :], mask)
     return dataclasses.replace(output, ca_change=exchange.max(change))
@@ -61,9 +62,8 @@ def ca_change(
 
 
 def settled(output: ModelOutput, tolerance: float) -> bool:
-    """Whether every sample of the batch changed by at most `tolerance` in this pass. Always False after the first pass.
-
-    The pass is then the result, as in ColabFold. AlphaFold-Multimer runs one more.
+    """Whether every sample of the batch changed by at most `tolerance` in this pass. It is always False after the first pass.
+    A settled pass is the result, as in ColabFold; AlphaFold-Multimer runs one more.
     """
     return output.ca_change is not None and bool((output.ca_change <= tolerance).all())
 

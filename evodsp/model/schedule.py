@@ -1,7 +1,7 @@
-"""Choices between ways of communicating that compute the same: the communication plan.
+"""The communication plan: choices between ways of communicating that compute the same.
 
-Along which axis each sub-layer of a block works is written in the block itself (`evodsp.model.evoformer`,
-`evodsp.model.templates`). `evodsp.planner.traffic` runs a block on shapes alone and lists what it communicates.
+The blocks themselves (`evodsp.model.evoformer`, `evodsp.model.templates`) say along which axis each sub-layer works.
+`evodsp.planner.traffic` runs a block on shapes alone and lists what it communicates.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True)
 class CommunicationPlan:
-    """How a block communicates where there is more than one way. Every plan computes the same result."""
+    """The choice of how a block communicates where there are several ways. Every plan computes the same result."""
 
     RESUME: ClassVar[str] = "same"
 
@@ -31,8 +31,8 @@ class CommunicationPlan:
     """Axis along which the extra MSA is sharded after row attention. `seq`: it stays there, and column attention reduces sums
     over sequences. `res`: it is switched to residues and back in every block."""
     stream_bias: bool = False
-    """Broadcast the pair bias of attention one shard at a time, so that it is never whole on a rank: for very long chains. A
-    prediction does so anyway where the whole bias exceeds its working memory."""
+    """Broadcast the pair bias of attention one shard at a time, so that it is never whole on a rank: for very long chains.
+    Predictions always do so where the whole bias exceeds their working memory."""
     keep_gathered: bool = True
     """Where activations are recomputed, keep the results of gathers and sums (biases, one operand) instead of communicating
     them again."""
@@ -53,7 +53,9 @@ class CommunicationPlan:
     def triangle_way(
         self, edges: Literal["outgoing", "incoming"], ranks: int, in_pieces: bool
     ) -> Literal["local", "channel", "gather"]:
-        """How a triangle multiplication gets what its product needs. `in_pieces`: a few channels are computed at a time."""
+        """The way in which a triangle multiplication gets the operands of its product. `in_pieces`: whether a few channels
+        are computed at a time.
+        """
         if ranks == 1 and not in_pieces:
             return "local"
         return self.triangle_outgoing if edges == "outgoing" else self.triangle_incoming
@@ -61,7 +63,7 @@ class CommunicationPlan:
     def sums_outer_products(self, sequences: int, residues: int, channels: int, c_z: int, ranks: int) -> bool:
         """Whether the extra-MSA stack's outer product mean reduces partial sums.
 
-        They are R x R x c_z numbers; moving the operands takes S x R x channels x (1 + 1/N).
+        These are R x R x c_z numbers; moving the operands takes S x R x channels x (1 + 1/N).
         """
         if ranks == 1 or self.outer_product_mean == "gather":
             return False
@@ -69,10 +71,11 @@ class CommunicationPlan:
 
     @staticmethod
     def pieces_of_partial_sums(sequences: int, residues: int, channels: int, c_z: int, ranks: int) -> int:
-        """In how many pieces, of rows, the partial sums of an outer product mean are reduced. Arguments as above.
+        """Number of pieces of rows in which the partial sums of an outer product mean are reduced. Arguments as in
+        `sums_outer_products`.
 
-        As few as possible, for fewer collectives. But a piece of R x R x c_z / pieces numbers is no larger than both operands
-        of a rank, 2 S x R x channels / N, and never the whole.
+        There are as few pieces as possible, for fewer collectives. But there are at least two, and a piece of R x R x c_z /
+        pieces numbers is no larger than both operands of a rank, 2 S x R x channels / N.
         """
         fitting = math.ceil(ranks * residues * c_z / (2 * sequences * channels))
         return min(max(2, fitting), residues)
@@ -81,4 +84,4 @@ class CommunicationPlan:
 DAP = CommunicationPlan(
     triangle_outgoing="gather", triangle_incoming="gather", outer_product_mean="gather", extra_msa_axis="res"
 )
-"""FastFold's Dynamic Axial Parallelism, as a baseline for comparison."""
+"""The plan of FastFold's Dynamic Axial Parallelism, as a baseline for comparison."""

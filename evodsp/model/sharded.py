@@ -7,11 +7,11 @@ On one device `switch` does nothing. Without gradients, and with a memory budget
 
 **Pieces.** A sub-layer's intermediates are several times as large as its representation: a hidden layer has four times its
 channels; queries, keys, values and gates have as many again. But most sub-layers treat the rows (or columns) of a
-representation one by one. Within a budget such an update is computed for a few rows at a time and added where these rows lie;
-rows that have been changed are not read again. What must be whole is made whole first (`collect`): the bias of attention, or
-the product of triangle multiplication. A sub-layer says once what it computes of its rows. Here it is decided whether that
-happens for all rows at once or piece by piece. On several ranks every rank makes the same number of pieces, because pieces may
-communicate.
+representation one by one. Within a budget such an update is computed for a few rows at a time and added to these rows; rows
+that have been changed are not read again. Tensors that must be whole are computed first (`collect`): the bias of attention,
+or the product of triangle multiplication. A sub-layer states once what it computes from its rows. This module decides whether
+that happens for all rows at once or piece by piece. On several ranks every rank makes the same number of pieces, because
+pieces may communicate.
 
 Shape legend: B batch, n1 n2 the two axes of a representation (one of them may be a shard), N1 N2 their total sizes, c channels.
 """
@@ -32,35 +32,34 @@ from evodsp.parallel.layout import DIMENSION, Axis, shard_slice
 from evodsp.parallel.pending import Deferred, Pending, Ready, Shared
 
 SWITCH_BUFFERS = 3
-"""Shards that a switch needs besides its input: what is sent, what arrives, and that in the order of the result."""
+"""Number of shards that a switch needs besides its input: the send buffer, the receive buffer, and the result."""
 
 Mask = Float[Tensor, "B N1 N2"]
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Into how many pieces a representation is cut."""
+    """The memory for intermediates, which decides into how many pieces a representation is cut."""
 
     memory: int | None
     """Bytes for the intermediates of a sub-layer; None: there is no limit, and nothing is cut or changed in place."""
     ranks: int
     """Number of ranks that share a representation."""
     samples: int | None = None
-    """Of a pass on tensors without numbers: how many pieces are computed. The others need the same memory."""
+    """For planning on meta tensors: compute only this many pieces. The others need the same memory."""
 
     @property
     def in_place(self) -> bool:
-        """Whether there is a limit, and the representation itself is changed."""
+        """Whether memory is limited. Updates are then written into the representation itself."""
         return self.memory is not None
 
     def holds(self, needed: int | float) -> bool:
-        """Whether this many bytes fit."""
+        """Whether `needed` bytes fit into the memory."""
         return self.memory is None or needed <= self.memory
 
     def pieces(self, x: Float[Tensor, "B n1 n2 _"], dim: int, mask: Mask, width: int) -> list[slice]:
-        """Slices of axis `dim` of `x`, so that `width` numbers like its own for each position fit into the memory.
-
-        `mask`: of the whole representation of which `x` is a shard.
+        """Slices of axis `dim` of `x`, so that `width` elements of its dtype for each position fit into the memory. `mask`:
+        mask of the whole representation of which `x` is a shard.
         """
         return self.cut(x.shape[dim], dim, mask, width * x.element_size())
 
@@ -73,12 +72,14 @@ class Budget:
         return self.equal(size, mask.numel() * needed / self.ranks, most)
 
     def channels(self, x: Float[Tensor, "B n1 n2 c"], positions: int) -> list[slice]:
-        """Slices of the channels of a shard `x`, so that a switch of one of them fits. `positions`: B N1 N2."""
+        """Slices of the channels of a shard `x`, so that a switch of one of them fits. `positions`: number of positions, B N1
+        N2.
+        """
         shard = positions * x.shape[-1] * x.element_size() / self.ranks
         return self.equal(x.shape[-1], SWITCH_BUFFERS * shard, x.shape[-1])
 
     def equal(self, size: int, needed: int | float, most: int) -> list[slice]:
-        """`size` entries, which need `needed` bytes, in pieces that fit: at most in `most`, and at least in one."""
+        """Split `size` entries that need `needed` bytes into slices that fit: at least one, at most `most`."""
         if self.memory is None:
             return [slice(None)]
         number = max(1, min(math.ceil(needed / self.memory), most))
@@ -90,10 +91,10 @@ NO_LIMIT = Budget(None, 1)
 
 @dataclass(frozen=True)
 class Unmade:
-    """A tensor whose rows are made where they are asked for: `unmade[at]`."""
+    """A tensor whose rows are computed when they are read: `unmade[at]`."""
 
     x: Float[Tensor, "B n1 n2 _"]
-    """What its rows are made of."""
+    """The tensor from which the rows are computed."""
     make: Callable[[Tensor], Tensor]
 
     def __getitem__(self, at: tuple[slice, ...]) -> Tensor:
@@ -102,7 +103,9 @@ class Unmade:
 
 @dataclass(frozen=True)
 class Made:
-    """An update that is there. (Not the tensor itself: torch.compile takes `pair += tensor` for a sum of two tensors.)"""
+    """An update that is computed already. (It is not the tensor itself: torch.compile takes `pair += tensor` for a sum of two
+    tensors.)
+    """
 
     x: Float[Tensor, "B n1 n2 c"]
 
@@ -113,15 +116,15 @@ class Rows:
 
     function: Callable[..., Tensor]
     inputs: Sequence[Tensor | Unmade]
-    """What `function` is computed from, all cut alike."""
+    """The arguments of `function`, all cut alike."""
     dim: int
-    """The axis along which the rows lie, which are computed one by one."""
+    """The axis along which the independent rows lie."""
     width: int
-    """Numbers that are needed for each position."""
+    """Number of intermediate elements per position."""
 
 
 Update = Made | Rows
-"""What a sub-layer returns: a change of a representation. `Rows` stay in the block that made them."""
+"""The result of a sub-layer: a change of a representation. `Rows` do not leave the block that made them."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Dropped:
     update: Update
     mask: Tensor
     add: Callable[[Tensor, Tensor, Tensor, tuple[int, int], tuple[int, int]], Tensor]
-    """(x, update, mask, first position of both axes, their total sizes) -> x plus what dropout leaves of the update."""
+    """(x, update, mask, first position of both axes, their total sizes) -> x plus the update after dropout."""
 
 
 class Sharded:
@@ -146,16 +149,17 @@ class Sharded:
         budget: Budget | None = None,
     ) -> None:
         """`x`: the shard, or a collective that delivers it. `mask`: of the WHOLE representation, on every rank (it has no
-        channels, so it is small); its shape gives the total sizes. `budget`: change the shard itself, within this budget.
+        channels, so it is small); its shape gives the total sizes. `budget`: memory budget, within which the shard itself is
+        changed.
         """
         self.pending = Shared(x if isinstance(x, Pending) else Ready(x))
         self.axis, self.mask, self.exchange = axis, mask, exchange
-        # Not the default of the argument: torch 2.11 cannot compile one that is an object.
+        # This is not the argument's default, because torch 2.11 cannot compile a default that is an object.
         self.budget = NO_LIMIT if budget is None else budget
 
     @classmethod
     def whole(cls, x: Float[Tensor, "B N1 N2 c"], axis: Axis, mask: Mask) -> Sharded:
-        """A representation of one device, which holds all of it."""
+        """A representation that this device holds whole."""
         return cls(x, axis, mask, LocalExchange())
 
     @property
@@ -197,20 +201,19 @@ class Sharded:
         return self
 
     def update(self, function: Callable[..., Tensor], *inputs: Tensor | Unmade, width: int, dim: int = 1) -> Update:
-        """What `function` computes from `inputs`: at once, or with a budget some rows at a time, where it is added.
-
-        `dim`: the axis along which the rows lie, in all inputs and in the representation that is changed. `width`: numbers that
-        are needed for each position of that representation.
+        """The update that `function` computes from `inputs`: now, or with a budget a few rows at a time while it is added.
+        `dim`: the axis along which the rows lie, in all inputs and in the representation that is changed. `width`: number of
+        intermediate elements per position of that representation.
         """
         return Rows(function, inputs, dim, width) if self.in_pieces else Made(function(*inputs))
 
     def collect(
         self, function: Callable[..., Any], *inputs: Tensor, width: int, dim: int = 1, result_dim: int | None = None
     ) -> Any:
-        """What `function` makes of `inputs`, whole: a tensor or a tuple of them. With a budget, a few rows are made at a time.
-
-        `dim`: the axis along which the rows lie in the inputs and in this representation. `result_dim`: that of the results, if
-        it differs. `width`: numbers that are needed for each position of this representation.
+        """The whole result of `function` for `inputs`: a tensor or a tuple of them. With a budget, a few rows are computed at
+        a time. `dim`: the axis along which the rows lie in the inputs and in this representation. `result_dim`: the axis
+        along which they lie in the results, if it differs. `width`: number of intermediate elements per position of this
+        representation.
         """
         if not self.in_pieces:
             return function(*inputs)
@@ -222,10 +225,9 @@ class Sharded:
         return collected(make, pieces, dim if result_dim is None else result_dim, self.x.shape[dim])
 
     def by_channels(self, start: Callable[[Sharded, slice], Pending], channels: int, width: int) -> Pending:
-        """What `start` delivers for some of the `channels` of a result, [B n1 n2 channels], for all of them.
-
-        With a budget, a few channels are computed at a time, and `start` gets half of the budget for what it makes them of.
-        `width`: numbers that are needed for each position and channel.
+        """A result [B n1 n2 channels] whose channels are independent; `start` delivers some of the `channels`. With a budget,
+        a few channels are computed at a time, and `start` gets half of the budget for its intermediates. `width`: number of
+        intermediate elements per position and channel.
         """
         if not self.in_pieces:
             return start(self, slice(None))
@@ -233,7 +235,7 @@ class Sharded:
         half = replace(self.budget, memory=max(1, memory // 2))
         own = Sharded(self.x, self.axis, self.mask, self.exchange, half)
         needed = width * channels * self.mask.numel() * self.x.element_size() / ranks
-        most = max(1, channels // ranks)  # a piece has a channel for each rank; otherwise some would not compute
+        most = max(1, channels // ranks)  # a piece has a channel for each rank; otherwise some ranks would be idle
         pieces = half.equal(channels, needed, most)
         return Ready(collected(lambda some: start(own, some).wait(), pieces, 3, channels))
 
@@ -256,16 +258,18 @@ class Sharded:
 
     @property
     def switches_in_place(self) -> bool:
-        """Whether `switch` changes the shard itself."""
+        """Whether `switch` overwrites the shard."""
         # An in-place switch needs shards that are equally large along both axes.
         return self.mask.shape[1] == self.mask.shape[2] and len(self._channels_to_switch()) > 1
 
     def _channels_to_switch(self) -> list[slice]:
-        """The channels that are switched at a time."""
+        """Slices of the channels; each is switched by itself."""
         return self.budget.channels(self.x, self.mask.numel())
 
     def _first(self, dim: int = 1, offset: int = 0) -> tuple[int, int]:
-        """Where both axes of this shard, or of a piece of it that starts at `offset` of axis `dim`, begin in the whole."""
+        """Position in the whole representation of the first row and column of this shard, or of its piece that starts at
+        `offset` of axis `dim`.
+        """
         own = DIMENSION[self.axis]
         begin = self.exchange.owned(self.total_sizes[own - 1]).start
         first, second = ((begin if axis == own else 0) + (offset if axis == dim else 0) for axis in (1, 2))
@@ -278,10 +282,9 @@ class Sharded:
 def collected(
     make: Callable[[slice], Any], pieces: Sequence[slice], dim: int, size: int, into: Tensor | None = None
 ) -> Any:
-    """What `make` returns for each of the pieces of axis `dim`, of `size` entries, in one tensor; or, if it returns tuples of
-    tensors, in a tuple.
-
-    `into`: the tensor to write, which `make` may read: a piece of it is overwritten when its own result is there.
+    """Joins the results of `make` for all pieces of axis `dim`, which has `size` entries, into one tensor; or into a tuple of
+    tensors, if `make` returns tuples. `into`: tensor to write, which `make` may read, because a piece of it is overwritten
+    only when the piece's result is computed.
     """
     if len(pieces) == 1 and into is None:
         return make(pieces[0])
@@ -295,7 +298,7 @@ def collected(
             wholes = tuple(part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :]) for part in parts)
         for whole, part in zip(wholes, parts, strict=True):
             whole[index(dim, piece)] = part
-        del parts, part  # not held while the next ones are made
+        del parts, part  # freed before the next piece is computed
     assert wholes is not None  # there is at least one piece
     return wholes if several else wholes[0]
 

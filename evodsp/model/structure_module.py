@@ -31,21 +31,21 @@ from evodsp.rng import Draws
 NM_TO_ANGSTROM = 10.0
 ANGLES = 7
 PLACES = ("attention", "transition")
-"""Dropout follows these layers, in every iteration."""
+"""Layers after which dropout is applied, in every iteration."""
 
 
 @dataclass(frozen=True)
 class PairRows:
     """The pair representation that all iterations read, normalised and on I: whole, or a few rows at a time.
 
-    In single precision it is twice as large as in bf16. So without gradients its rows are normalised where they are needed,
+    In single precision it is twice as large as in bf16. So with a memory budget its rows are normalised when they are read,
     again in each iteration.
     """
 
     of: Callable[[slice], Float[Tensor, "B n R c_z"]]
-    """Some of its rows."""
+    """Function that returns some rows."""
     pieces: Sequence[slice]
-    """All of them, in order."""
+    """Slices of all rows, in order."""
 
     @classmethod
     def whole(cls, z: Float[Tensor, "B i R c_z"]) -> PairRows:
@@ -54,21 +54,21 @@ class PairRows:
 
 @dataclass(frozen=True)
 class Shared:
-    """What all iterations of invariant point attention share."""
+    """Tensors that all iterations of invariant point attention share."""
 
     weight: Float[Tensor, "n c_s"]
-    """Of the four projections of s as one: for each head the scaled query, key and value; then all x of each head's query, key
-    and value points, all y and all z."""
+    """Weights of the four projections of s, joined: for each head the scaled query, key and value; then all x of each head's
+    query, key and value points, all y and all z."""
     bias: Float[Tensor, " n"]
     point_scale: Float[Tensor, " H"]
     logits: Float[Tensor, "B H i R"]
-    """What the pair representation and the mask add to the logits."""
+    """The terms of the logits that come from the pair representation and the mask."""
     centring: Float[Tensor, "B R 1"]
-    """Weights of the residues in the centre of their chain."""
+    """Weight of each residue in the mean position of its chain."""
 
 
 class InvariantPointAttention(ShardedModule):
-    """Invariant point attention (algorithm 22). z on I.
+    """Invariant point attention (algorithm 22). z is on I.
 
     Squared distances between points are expanded, |q|^2 + |k|^2 - 2 q.k, so that the scalar and the point part of the logits
     are one matrix product and no tensor of size R x R x H x P x 3 exists. Points are first shifted by the centre of the
@@ -89,7 +89,7 @@ class InvariantPointAttention(ShardedModule):
         self.output = Linear(h * (e + 4 * v + c_z), c_s, init="final")
 
     def shared(self, z: PairRows, mask: Float[Tensor, "B R"]) -> Shared:
-        """What the iterations of a pass share. z on I; `mask` whole."""
+        """The tensors that the iterations of a pass share. z is on I, `mask` is whole."""
         c, rows = self.config, self.exchange.owned(mask.shape[1])
         # Equal variance of the three parts of the logits at the start (supplement 1.8.2).
         scalar_scale = math.sqrt(1.0 / (3.0 * c.scalar_query_width))
@@ -154,7 +154,7 @@ class InvariantPointAttention(ShardedModule):
 
 
 def _within(rows: slice, some: slice) -> slice:
-    """Some of a rank's rows as rows of the whole. (All of them are `slice(None)`, which is free: other slices cost a copy.)"""
+    """The slice of the whole that some of a rank's rows are. (`slice(None)`, all of them, needs no copy; other slices do.)"""
     return rows if some == slice(None) else slice(rows.start + some.start, rows.start + some.stop)
 
 
@@ -184,7 +184,9 @@ class AngleNetwork(nn.Module):
     def forward(
         self, s: Float[Tensor, "*T B R c_s"], s_initial: Float[Tensor, "B R c_s"]
     ) -> tuple[Float[Tensor, "*T B R 7 2"], Float[Tensor, "*T B R 7 2"]]:
-        """Unit (sin, cos) vectors, and the same before normalisation. No iteration needs another's, so all go in at once."""
+        """Unit (sin, cos) vectors, and the vectors before normalisation. All iterations are computed together, because none
+        needs another's angles.
+        """
         a = self.current(s.relu()) + self.initial(s_initial.relu())
         for block in self.blocks:
             a = block(a)
@@ -216,7 +218,7 @@ class StructureModule(Budgeted):
         self.register_buffer("atom37_mask", torch.from_numpy(RESTYPE_ATOM37_MASK).float(), persistent=False)
 
     def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
-        """The streams of dropout. `draws`: this module's stream for each sample."""
+        """The dropout streams of the module. `draws`: this module's stream for each sample."""
         iterations = range(self.config.iterations)
         return {(place, n): [d.at(place, n) for d in draws] for place in PLACES for n in iterations}
 
@@ -228,9 +230,8 @@ class StructureModule(Budgeted):
         mask: Float[Tensor, "B R"],
         keys: DropoutKeys = NO_DROPOUT,
     ) -> StructureOutput:
-        """Runs in the parameters' precision even under autocast, as in AF2: bf16 would misplace atoms by 0.1 Å.
-
-        `keys`: of `dropout_streams`.
+        """Runs in the parameters' precision even under autocast, as in AF2: bf16 would misplace atoms by 0.1 Å. `keys`: keys
+        of `dropout_streams`.
         """
         dtype = self.initial.weight.dtype
         with without_autocast(s.device):
@@ -240,7 +241,7 @@ class StructureModule(Budgeted):
         dtype = self.initial.weight.dtype
         if not self.budget.in_place:
             return PairRows.whole(self.pair_norm(z.to(dtype)))
-        # The rows in single precision, normalised; logits, the mask, and what they become.
+        # The intermediates are rows in single precision, normalised rows, logits, the mask, and their sum.
         width = 2 * z.shape[-1] + 6 * self.config.heads
         pair_mask = mask.unsqueeze(2).expand(-1, -1, mask.shape[1])
         pieces = self.budget.cut(z.shape[1], 1, pair_mask, width * self.initial.weight.element_size())

@@ -42,7 +42,7 @@ TemplatePair = Float[Tensor, "N _ _ c_t"]
 
 @dataclass(frozen=True)
 class Templates:
-    """Structures of similar sequences, aligned to the query. Positions in Å; absent atoms are at zero."""
+    """Structures of similar sequences, aligned to the query. Positions are in Å; absent atoms are at zero."""
 
     aatype: Int[Tensor, "B T R"]
     """Residue types, 20 unknown and 21 gap."""
@@ -60,7 +60,7 @@ class Templates:
 
     @classmethod
     def from_features(cls, features: Mapping[str, Tensor]) -> Templates:
-        """From AF2's processed features, axes [batch, template, …]."""
+        """The templates in AF2's processed features, whose axes are [batch, template, …]."""
         return cls(
             aatype=features["template_aatype"],
             positions=features["template_all_atom_positions"],
@@ -72,7 +72,9 @@ class Templates:
 
 
 class TemplatePairBlock(Budgeted):
-    """One block of the template pair stack (algorithm 16). t is on I at entry; it is left on I, by the last block on J."""
+    """One block of the template pair stack (algorithm 16). It takes t on I and returns it on I; the last block returns it on
+    J.
+    """
 
     def __init__(self, config: TemplateConfig, last: bool) -> None:
         super().__init__()
@@ -94,7 +96,7 @@ class TemplatePairBlock(Budgeted):
         return self.starting_dropout, self.ending_dropout, self.outgoing_dropout, self.incoming_dropout
 
     def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], masks: Masks = NO_MASKS) -> TemplatePair:
-        """`masks`: of dropout."""
+        """Takes and returns t. `masks`: dropout masks of this block."""
         pair = self.sharded(t, "i", pair_mask)
         pair += self.starting_dropout(self.attention_starting(pair), masks)
         pair = pair.switch("j")
@@ -106,14 +108,18 @@ class TemplatePairBlock(Budgeted):
         return pair.x
 
     def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
-        """The incoming triangle multiplication, while t is sent to the axis that is needed next; gathering leaves it on J."""
+        """The incoming triangle multiplication, while t is sent to the axis that is needed next. With gathering, t stays on
+        J.
+        """
         moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
         moved += self.incoming_dropout(self.triangle_incoming(pair, moved), masks)
         return moved
 
 
 class TemplatePairStack(Recorded):
-    """Template pair stack (algorithm 16), without its last layer norm; templates do not see each other. t on I in, on J out."""
+    """Template pair stack (algorithm 16), without its last layer norm. Templates are independent. It takes t on I and returns
+    it on J.
+    """
 
     def __init__(self, config: TemplateConfig) -> None:
         super().__init__()
@@ -128,13 +134,13 @@ class TemplatePairStack(Recorded):
         return None if chosen is None else (super().settings(), chosen, *budgets)
 
     def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
-        """The streams of dropout. `draws`: this stack's stream for each template."""
+        """The dropout streams of the stack. `draws`: this stack's stream for each template."""
         return block_streams(self.blocks, draws)
 
     def forward(
         self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], keys: DropoutKeys = NO_DROPOUT
     ) -> TemplatePair:
-        """`keys`: of `dropout_streams`."""
+        """Takes t on I and returns it on J. `keys`: keys of `dropout_streams`."""
         masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1], kernels=self.kernels)
         for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
             if self.recomputation.covers(number) and t.requires_grad:
@@ -146,7 +152,7 @@ class TemplatePairStack(Recorded):
 
 
 class TemplatePointwiseAttention(nn.Module):
-    """Each pair of residues attends to the same pair in the templates (algorithm 17). z and t on J."""
+    """Each pair of residues attends to the same pair in the templates (algorithm 17). z and t are on J."""
 
     def __init__(self, c_z: int, config: TemplateConfig) -> None:
         super().__init__()
@@ -167,7 +173,7 @@ class TemplatePointwiseAttention(nn.Module):
     def logits_and_values(
         self, t: Float[Tensor, "B T I j c_t"], z: Float[Tensor, "B I j c_z"], template_mask: Float[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T I j H"], Float[Tensor, "B T I j H D"]]:
-        """The logits of the attention's weights, and what is weighted."""
+        """The logits of the attention weights, and the values."""
         q = self.query(z).unflatten(-1, (self.heads, -1)) * self.head_width**-0.5
         k, v = self.key_value(t).unflatten(-1, (2, self.heads, -1)).unbind(-3)
         # One query and a few keys per residue pair: elementwise products are faster than R x R tiny matrix products.
@@ -175,7 +181,7 @@ class TemplatePointwiseAttention(nn.Module):
 
 
 class TemplateEmbedder(ShardedModule):
-    """The update of the pair representation from templates (algorithm 2, lines 9 to 13). z on J."""
+    """The update of the pair representation from templates (algorithm 2, lines 9 to 13). z is on J."""
 
     lower: Tensor
 
@@ -190,29 +196,29 @@ class TemplateEmbedder(ShardedModule):
         self.register_buffer("lower", lower, persistent=False)
 
     def dropout_streams(self, draws: Sequence[Draws], templates: int) -> Streams:
-        """The streams of dropout, another one for each template. `draws`: this module's stream for each sample.
+        """The dropout streams, a separate one for each template. `draws`: this module's stream for each sample.
 
         `templates`: number of templates of a sample.
         """
         return self.stack.dropout_streams([d.at("template", number) for d in draws for number in range(templates)])
 
     def forward(self, pair: Sharded, templates: Templates, keys: DropoutKeys = NO_DROPOUT) -> Update:
-        """The update of z, zero for a sample without templates. `keys`: of `dropout_streams`."""
-        if pair.in_pieces and keys.flat is None:  # keys of dropout are for all templates together
+        """The update of z, zero for a sample without templates. `keys`: keys of `dropout_streams`."""
+        if pair.in_pieces and keys.flat is None:  # dropout keys are for all templates together
             return self._one_after_another(pair, templates)
         update = self.attention(self.embedded(pair, templates, keys), pair.x, templates.mask)
         return Made(update * present(templates, update.dtype))
 
     def _one_after_another(self, pair: Sharded, templates: Templates) -> Update:
-        """Only one template is embedded at a time. Two things are kept of those before it: the weighted mean of their values,
-        and the logarithm of the sum of their weights. Each template moves the mean, a few rows at a time.
+        """Embeds one template at a time. Of the templates before it only the weighted mean of their values and the logarithm
+        of the sum of their weights are kept. Each template updates the mean, a few rows at a time.
 
-        Weights of a sample without templates differ from those of `forward`; its update is zero in both.
+        For a sample without templates the weights differ from those of `forward`; its update is zero in both.
         """
         z, attention = pair.x, self.attention
         mean = z.new_zeros(*z.shape[:-1], attention.heads, attention.head_width)
         total = z.new_full((*z.shape[:-1], attention.heads), -math.inf, dtype=wide(z.dtype))
-        # Queries, keys and values, their products and differences.
+        # The intermediates are queries, keys and values, their products and differences.
         width = z.shape[-1] + 8 * attention.query.out_features
 
         def take_in(one: Templates) -> None:
@@ -234,14 +240,14 @@ class TemplateEmbedder(ShardedModule):
     def embedded(self, pair: Sharded, templates: Templates, keys: DropoutKeys) -> Float[Tensor, "B T I j c_t"]:
         """The pair representation of each template, on J, from features in the dtype of `pair`."""
         batch, count = templates.mask.shape
-        mask = pair.mask.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)  # of one sample a view
+        mask = pair.mask.unsqueeze(1).expand(-1, count, -1, -1).flatten(0, 1)  # a view if there is one sample
         own = self.exchange.owned(pair.total_sizes[0])
         size = own.stop - own.start
 
         def features_of(rows: slice) -> Tensor:
             return self.embedding(self.pair_features(templates, rows).to(pair.x.dtype))
 
-        width = 3 * self.embedding.in_features  # the features, the list of them, the product with the mask
+        width = 3 * self.embedding.in_features  # the features, their concatenation, and its product with the mask
         pieces = pair.budget.cut(size, 1, mask, width * templates.beta.element_size())
         t = collected(features_of, pieces, 2, size)
         return self.norm(self.stack(t.flatten(0, 1), mask, keys)).unflatten(0, (batch, count))
@@ -249,9 +255,8 @@ class TemplateEmbedder(ShardedModule):
     def pair_features(self, templates: Templates, rows: slice = slice(None)) -> Float[Tensor, "B T i J features"]:
         """Pair features of each template: CB distances, residue types of j and i, directions from i to j, masks. On I.
 
-        `rows`: which of this rank's rows.
-
-        They are masked where a residue lacks backbone atoms: absent residues are all at zero and would look like neighbours.
+        `rows`: slice of this rank's rows. Features are masked where a residue lacks backbone atoms: absent residues are all
+        at the origin and would look like neighbours.
         """
         whole = templates.beta.shape[2]
         residues = range(whole)[self.exchange.owned(whole)][rows]
@@ -291,7 +296,9 @@ class TemplateTorsionEmbedder(nn.Module):
         self.projection = Linear(c_m, c_m, init="relu")
 
     def forward(self, templates: Templates) -> tuple[Float[Tensor, "B T R c_m"], Float[Tensor, "B T R"]]:
-        """Rows to append to the MSA, and their mask: whether psi is defined, which depends on one residue's backbone only."""
+        """Rows to append to the MSA, and their mask: 1 where psi is defined, which depends on the residue's own backbone
+        only.
+        """
         features = template_torsion_features(templates)
         rows = self.projection(self.embedding(features.to(self.embedding.weight.dtype)).relu())
         return rows, features[..., PSI - 7]

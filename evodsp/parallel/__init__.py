@@ -7,8 +7,8 @@ It needs torch only; `dropout` needs NumPy too.
     x = switch(x, 1, 2, whole=length, mesh=mesh)   # sharded along dimension 1 -> sharded along dimension 2
     x = gather(x, 2, whole=width, mesh=mesh)       # sharded along dimension 2 -> whole on every rank
 
-`parallelize` does it for a model whose submodules say along which axis they compute. `functional` explains the gradients,
-`stages` the wrapper; `exchange` offers the same by the Evoformer's axes.
+`parallelize` does this for a model from a list of its submodules and the axes along which they compute. `functional`
+explains the gradients, `stages` the wrapper; `exchange` offers the same functions by the names of the Evoformer's axes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when something is used: settings live in this package too, and `--help` reads them."""
+    """Import torch only when a function is used, because `--help` reads the settings of this package."""
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -23,7 +23,7 @@ from evodsp.parallel.layout import shard_slice
 from evodsp.parallel.ledger import Kind
 from evodsp.parallel.waits import WaitTimes
 
-# The same collectives as operators of a graph: they return the buffer that is being received. There is no `reduce`.
+# The same collectives as operators of a compiled graph. They return the receive buffer. There is no `reduce`.
 _traced = torch.ops._c10d_functional
 
 
@@ -33,12 +33,12 @@ class Transfer:
 
     work: Any
     pieces: tuple[Tensor, ...]
-    """Received buffers; concatenated along `dim` they are the result."""
+    """Receive buffers, whose concatenation along `dim` is the result."""
     dim: int
     sent: Tensor | None
     """Send buffer; kept until the communication is done."""
     waits: WaitTimes | None = None
-    """What measures the wait; None: nothing."""
+    """Clock that measures the wait; None measures nothing."""
 
     def wait(self) -> Tensor:
         """Wait for the communication and return its result."""
@@ -58,27 +58,27 @@ class Collective(ABC):
 
     @abstractmethod
     def launch(self, x: Tensor, backward: bool = False) -> Transfer:
-        """Start communicating this rank's `x`. `backward`: it is a gradient (for the ledger)."""
+        """Start communicating this rank's `x`. `backward`: whether `x` is a gradient (for the ledger)."""
 
     @abstractmethod
     def traced(self, x: Tensor) -> Tensor:
-        """`launch` as an operator of a graph of torch.compile: the buffer that is being received. Nothing is recorded."""
+        """`launch` as an operator of a torch.compile graph. Returns the receive buffer. The ledger gets no entry."""
 
     @abstractmethod
     def buffer_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the received buffer, from the shape of the input."""
+        """Shape of the receive buffer, from the shape of the input."""
 
     @abstractmethod
     def pieces(self, received: Tensor, shape: Sequence[int]) -> tuple[tuple[Tensor, ...], int]:
-        """Views of the received buffer, and the dimension along which they are concatenated. `shape`: of the input."""
+        """Views of the receive buffer, and the dimension along which they are concatenated. `shape`: shape of the input."""
 
     def arrived(self, received: Tensor, shape: Sequence[int]) -> Tensor:
-        """The result, from the buffer when it has been received. `shape`: of the input."""
+        """The result, from a receive buffer that is complete. `shape`: shape of the input."""
         return _joined(*self.pieces(received, shape))
 
     @abstractmethod
     def transpose(self) -> Collective:
-        """The transposed map, which gradients take."""
+        """The transposed map, which the backward pass applies to gradients."""
 
     @abstractmethod
     def result_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -86,10 +86,10 @@ class Collective(ABC):
 
     @abstractmethod
     def volume(self, shape: Sequence[int]) -> int:
-        """Numbers that the ledger counts for an input of this shape (`evodsp.parallel.ledger` says what is counted)."""
+        """Number of elements that the ledger counts for an input of this shape (by the rules of `evodsp.parallel.ledger`)."""
 
     def _transfer(self, work: Any, received: Tensor, shape: Sequence[int], sent: Tensor) -> Transfer:
-        """What `launch` returns. `shape`: of the input."""
+        """The transfer that `launch` returns. `shape`: shape of the input."""
         return Transfer(work, *self.pieces(received, shape), sent, self.group.waits)
 
     def _record(self, buffer: Tensor, backward: bool, times: int = 1) -> None:
@@ -99,7 +99,7 @@ class Collective(ABC):
 
 @dataclass(frozen=True)
 class Switch(Collective):
-    """All-to-all: the sharded dimension changes from `source` to `target`. Sizes are given for every rank's shard."""
+    """All-to-all: the sharded dimension changes from `source` to `target`. The sizes of all ranks' shards are given."""
 
     group: Group
     source: int
@@ -131,12 +131,12 @@ class Switch(Collective):
         return _packed(x, self.target, self.target_sizes)
 
     def _arriving(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
-        """Shape of what comes from each rank."""
+        """Shape of the block from each rank."""
         own = self.target_sizes[self.group.rank]
         return [_resized(shape, {self.source: size, self.target: own}) for size in self.source_sizes]
 
     def _counts(self, shape: Sequence[int]) -> tuple[list[int], list[int]]:
-        """How many numbers come from each rank, and how many go to each."""
+        """Number of elements from each rank, and to each rank."""
         line = math.prod(shape) // max(1, sum(self.target_sizes))
         return [math.prod(part) for part in self._arriving(shape)], [line * size for size in self.target_sizes]
 
@@ -180,7 +180,9 @@ class Gather(Collective):
         return tuple(p[:size].movedim(0, self.dim) for p, size in zip(parts, self.sizes, strict=True)), self.dim
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Shard sizes differ by at most one: every shard is padded to the largest. With `dim` in front, unpadding is a view."""
+        """The shard padded to the size of the largest, because sizes may differ by one. With `dim` in front, unpadding is a
+        view.
+        """
         _check_size(x, self.dim, self.sizes[self.group.rank])
         front, largest = x.movedim(self.dim, 0), max(self.sizes)
         if front.shape[0] == largest:
@@ -225,7 +227,7 @@ class ScatterSum(Collective):
         return (received[: self.sizes[self.group.rank]].movedim(0, self.dim),), self.dim
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Every shard of `x` padded to the largest, `dim` in front."""
+        """All shards of `x`, padded to the size of the largest, with `dim` in front."""
         _check_size(x, self.dim, sum(self.sizes))
         front, largest = x.movedim(self.dim, 0), max(self.sizes)
         if min(self.sizes) == largest:
@@ -335,7 +337,7 @@ class Reduce(Collective):
         return self._transfer(work, total, x.shape, total)
 
     def traced(self, x: Tensor) -> Tensor:
-        """An all-reduce, of twice the bytes, because no operator reduces to one rank."""
+        """An all-reduce, which moves twice the bytes, because no operator of a graph reduces to one rank."""
         _check_size(x, self.dim, self.sizes[self.root])
         return _traced.all_reduce(x.contiguous(), "sum", self.group.name)
 
@@ -372,8 +374,8 @@ def maximum(x: Tensor, group: Group) -> Tensor:
 
 
 def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
-    """The parts of `x` along `dim`, flattened one after another: no copy if memory already has this order, one if all parts
-    are equally large, otherwise one for each part.
+    """The parts of `x` along `dim`, flattened and joined. This takes no copy if memory already has this order, one copy if
+    all parts are equally large, and otherwise one copy per part.
     """
     if math.prod(x.shape[:dim]) == 1:
         return x.contiguous().view(-1)
@@ -387,7 +389,9 @@ def _packed(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
 
 
 def _pieces(flat: Tensor, shapes: list[tuple[int, ...]], whole: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
-    """Views of the parts in `flat`, to be concatenated along `dim`; one view of all of it if memory has that order."""
+    """Views of the parts in `flat`, to be concatenated along `dim`; a single view if memory already has the order of the
+    result.
+    """
     if math.prod(whole[:dim]) == 1:
         return (flat.view(whole),)
     parts = flat.split([math.prod(shape) for shape in shapes])
@@ -399,7 +403,7 @@ def _joined(pieces: tuple[Tensor, ...], dim: int) -> Tensor:
 
 
 def _in_front(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    """`shape` with axis `dim` in front, and its size replaced."""
+    """`shape` with axis `dim` moved to the front and its size replaced."""
     return (size, *shape[:dim], *shape[dim + 1 :])
 
 
@@ -409,6 +413,6 @@ def _resized(shape: Sequence[int], sizes: dict[int, int]) -> tuple[int, ...]:
 
 
 def _check_size(x: Tensor, dim: int, size: int) -> None:
-    """A wrong size would make the group hang or mix up data."""
+    """Raise ValueError for a shard of a wrong size, with which the group would hang or mix up data."""
     if x.shape[dim] != size:
         raise ValueError(f"shard of shape {tuple(x.shape)}: axis {dim} has {x.shape[dim]} entries, expected {size}")

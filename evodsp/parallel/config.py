@@ -14,7 +14,9 @@ WirePrecision = Literal["same", "bf16"]
 
 @dataclass(frozen=True)
 class SequenceConfig:
-    """How one sample is sharded over ranks. A rank is one GPU, or one CPU process. Raises UserError on a value out of range."""
+    """The sharding of one sample over ranks. A rank is one GPU, or one CPU process. Raises UserError on a value out of
+    range.
+    """
 
     sequence: int = field(default=1, metadata={"resume": "same"})
     """Number of ranks that share one sample (Dynamic Sequence Parallelism). Any number up to the sample's residues and the rows
@@ -39,8 +41,8 @@ class ParallelConfig(SequenceConfig):
     """
 
     parameters: ParameterMode = field(default="replicate", metadata={"resume": "same"})
-    """Where parameters and optimizer state live. `replicate`: whole on every rank. `zero1`: the optimizer state is sharded over
-    all ranks. `fsdp2`: parameters and gradients are sharded as well (PyTorch's fully_shard)."""
+    """Placement of parameters and optimizer state. `replicate`: whole on every rank. `zero1`: the optimizer state is
+    sharded over all ranks. `fsdp2`: parameters and gradients are sharded as well (PyTorch's fully_shard)."""
     wire: WirePrecision = field(default="same", metadata={"resume": "applied"})
     """Precision in which ranks communicate activations and their gradients: `same` as computed, or `bf16`."""
     overlap: bool = field(default=True, metadata={"resume": "same"})

@@ -1,4 +1,4 @@
-"""What a user declares of a model: its stages and the axes along which they compute. Checked before any rank communicates."""
+"""The declaration of a model's stages and the axes along which they compute. It is checked before any rank communicates."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ MIXING = (
     nn.RNNBase,
     nn.MultiheadAttention,
 )
-"""Modules of torch that mix positions."""
+"""torch modules that mix positions."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What a submodule computes along, and which of its arguments are sharded. A layout names a tensor's axes, in order."""
+    """The axes along which a submodule computes, and its sharded arguments. A layout names a tensor's axes, in order."""
 
     along: str = ""
     """Axes along which the stage mixes positions, separated by spaces. They are whole while it runs. If that leaves no axis to
     shard, the tensor is gathered for the stage. Empty: the stage treats positions one by one, and is listed for its `whole`
     arguments."""
     residual: Literal["outside", "inside"] = "outside"
-    """`outside`: the result takes the state of the input again, because the caller adds it to that input (x +
-    stage(x)). `inside`: the stage holds its residual connection, as a whole transformer block does; the result stays in
-    the state in which it was computed, which saves a switch if the next stage needs it so."""
+    """`outside`: the result takes the state of the input again, because the caller adds it to that input (x + stage(x)).
+    `inside`: the stage holds its residual connection, as a whole transformer block does; the result stays in the state in
+    which it was computed, which saves a switch if the next stage needs that state."""
     sharded: Mapping[str, str] | None = None
     """Arguments that arrive sharded, with their layouts: {"x": "batch time space channel"}. None: the first argument,
     in the model's layout."""
     whole: Mapping[str, str] = field(default_factory=dict)
-    """Arguments that every rank holds whole and of which the stage needs its shard, with their layouts: masks, positions."""
+    """Arguments that every rank holds whole but of which the stage needs its shard, such as masks and positions, with their
+    layouts."""
     returns: Mapping[int, str] | None = None
-    """Which items of a returned tuple are sharded, with their layouts. None: the only or first one, in the layout of the first
-    sharded argument."""
+    """Sharded items of a returned tuple, by number, with their layouts. None: the only or first item, in the layout of the
+    first sharded argument."""
 
 
 def axes_of(layout: str) -> list[str]:
@@ -90,7 +91,7 @@ def axes_to_shard(names: Sequence[str], stages: Mapping[str, Stage], shard: str 
 
 
 def check_layouts(path: str, stage: Stage, candidates: Sequence[str]) -> None:
-    """Raise UserError if a tensor that arrives or returns sharded lacks an axis along which it may be sharded."""
+    """Raise UserError if a sharded argument or result lacks an axis along which tensors may be sharded."""
     given = [(f"argument {name}", "list it under `whole`", layout) for name, layout in (stage.sharded or {}).items()]
     given += [(f"result {n}", "leave it out of `returns`", layout) for n, layout in (stage.returns or {}).items()]
     for name, remedy, layout in given:
@@ -103,8 +104,8 @@ def check_layouts(path: str, stage: Stage, candidates: Sequence[str]) -> None:
 
 
 def check_unlisted(model: nn.Module, region: str, stages: Mapping[str, Stage]) -> None:
-    """Raise UserError for a module of torch that mixes positions, and lies in the region, but in no stage: it would silently
-    see this rank's positions only."""
+    """Raise UserError for a torch module in the region that mixes positions but is in no stage: it would silently see this
+    rank's positions only."""
     for path, module in model.get_submodule(region).named_modules(prefix=region):
         mixes = isinstance(module, MIXING) and set(getattr(module, "kernel_size", (0,))) != {1}
         if mixes and not any(f"{path}.".startswith(f"{stage}." if stage else "") for stage in stages):
@@ -125,7 +126,9 @@ def ends(model: nn.Module, regions: Sequence[str]) -> tuple[nn.Module, nn.Module
 
 
 def _members(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules for which a path of a region stands: those of a container, which itself is never called, or the module."""
+    """The modules that a path of a region names: the module itself, or the members of a container, which is never called
+    itself.
+    """
     try:
         module = model.get_submodule(path)
     except AttributeError:

@@ -1,4 +1,4 @@
-"""How a module gets what other ranks hold of a representation.
+"""The exchange, through which a module gets the data that other ranks hold of a representation.
 
 A module of the model is written for one device. Where it needs data from other shards it calls its `Exchange`, with the NAME
 of an axis (`layout.DIMENSION` gives the dimension). `ShardedExchange` runs collectives. `LocalExchange` is for one device and
@@ -38,8 +38,8 @@ class Exchange(ABC):
     ) -> Tensor:
         """`switch` into the memory of `x`, without gradient. The two axes are equally long, and so are their shards on a rank.
 
-        `channels`: slices of the last axis, which are switched one after another. Only what is sent and received of one slice
-        needs further memory. Other references to the memory of `x` see the switched numbers afterwards.
+        `channels`: slices of the last axis, which are switched one after another. Only the send and receive buffers of one
+        slice need further memory. Other references to the memory of `x` see the switched values afterwards.
         """
 
     @abstractmethod
@@ -61,7 +61,7 @@ class Exchange(ABC):
     @abstractmethod
     def collect(self, x: Tensor, axis: Axis, whole: int) -> Tensor | None:
         """The whole of `x`, which is sharded along `axis` (of size `whole`), on the first rank; None on the others, which
-        receive nothing. Without gradient. `axis` is not the last one."""
+        receive nothing. It carries no gradient. `axis` must not be the last one."""
 
     @abstractmethod
     def shards(self, whole: int) -> list[slice]:
@@ -82,7 +82,7 @@ class Exchange(ABC):
     def keeping(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Contexts for a computation and for its recomputation (`context_fn` of torch's checkpoint).
 
-        Results of gathers and sums in the first are kept and reused in the second, without communication.
+        Results of gathers and sums in the first are reused in the second, without communication.
         """
         return nullcontext(), nullcontext()
 
@@ -158,7 +158,7 @@ class ShardedExchange(Exchange):
     """The exchange of one rank of a group.
 
     `overlap`: False waits for each collective where it is launched, for measurements and debugging. `dtype`: precision in
-    which numbers are communicated and reduced; None: that of the tensor.
+    which tensors are communicated and reduced; None: the tensor's own.
     """
 
     def __init__(self, group: Group, overlap: bool = True, dtype: torch.dtype | None = None) -> None:
@@ -179,8 +179,8 @@ class ShardedExchange(Exchange):
     def switch_in_place(
         self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int, channels: Sequence[slice]
     ) -> Tensor:
-        # A rank's shards along two equally long axes have the same size, and in both of them a channel takes the same places in
-        # memory. So a channel can be overwritten once it has been sent.
+        # A rank's shards along two equally long axes have the same size, and a channel has the same addresses in both. So a
+        # channel can be overwritten once it has been sent.
         source, target = DIMENSION[from_axis], DIMENSION[to_axis]
         if x.shape[target] != whole:
             raise ValueError(f"axis {target} of {tuple(x.shape)} is not as long as the sharded one, {whole}")
@@ -203,7 +203,7 @@ class ShardedExchange(Exchange):
         return self._start(x, ScatterSum(self.group, DIMENSION[axis], shard_sizes(whole, self.group.size)))
 
     def collect(self, x: Tensor, axis: Axis, whole: int) -> Tensor | None:
-        # A switch to shards along the last axis, of which the first rank has everything.
+        # This is a switch to the last axis, of which the first rank's shard is everything.
         size, last = self.group.size, x.ndim - 1
         all_on_first = (x.shape[last], *[0] * (size - 1))
         switch = Switch(self.group, DIMENSION[axis], last, shard_sizes(whole, size), all_on_first)
@@ -222,8 +222,8 @@ class ShardedExchange(Exchange):
         return total
 
     def softmax_sums(self, sums: Tensor) -> Tensor:
-        # One all-gather, instead of an all-reduce of the shift and then one of the sums: they are small, so latency counts. Not
-        # rounded on the wire: the shift that is sent must be the one that was used.
+        # One all-gather replaces an all-reduce of the shift and one of the sums, because latency dominates for small tensors.
+        # It is not rounded on the wire, because the shift that is sent must be the one that was used.
         gather = Gather(self.group, 0, (1,) * self.group.size)
         return added_softmax_sums(self._start(sums.unsqueeze(0), gather, exact=True).wait())
 
@@ -247,7 +247,7 @@ class ShardedExchange(Exchange):
             self._tape = before
 
     def _start(self, x: Tensor, collective: Collective, exact: bool = False) -> Pending:
-        """`exact`: communicate in the precision of `x`, whatever that of other numbers is."""
+        """`exact`: communicate in the precision of `x` instead of `dtype`."""
         keeps = self._tape is not None and collective.kind in KEPT
         if self._tape is None or not keeps:
             return self._launched(x, collective, exact)
@@ -262,7 +262,7 @@ class ShardedExchange(Exchange):
 
 
 def added_softmax_sums(every: Tensor) -> Tensor:
-    """What `Exchange.softmax_sums` returns, of the sums of all ranks [ranks, ..., c + 1]."""
+    """The result of `Exchange.softmax_sums`, from the sums of all ranks [ranks, ..., c + 1]."""
     sums, shifts = every[..., :-1], every[..., -1:].detach()
     return (sums * (shifts - shifts.amax(0)).exp2()).sum(0)
 

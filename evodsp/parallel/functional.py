@@ -43,12 +43,12 @@ def gather(x: Tensor, dim: int, whole: int, mesh: Ranks) -> Tensor:
 
 
 def total(x: Tensor, mesh: Ranks) -> Tensor:
-    """All-reduce: the sum over ranks, on every rank. Backward is an all-reduce too. For sums over a sharded dimension."""
+    """All-reduce: the sum over ranks, on every rank, for sums over a sharded dimension. Backward is an all-reduce too."""
     return start(x, Sum(group_of(mesh))).wait()
 
 
 def start_switch(x: Tensor, from_dim: int, to_dim: int, whole: int, mesh: Ranks) -> Pending:
-    """`switch`, launched: `.wait()` gives the result."""
+    """Launch `switch`; `.wait()` gives the result."""
     group, source, target = group_of(mesh), _dimension(x, from_dim), _dimension(x, to_dim)
     if source == target:
         raise ValueError(f"a switch from dimension {from_dim} to dimension {to_dim} of {x.ndim}: they are the same")
@@ -57,7 +57,7 @@ def start_switch(x: Tensor, from_dim: int, to_dim: int, whole: int, mesh: Ranks)
 
 
 def start_gather(x: Tensor, dim: int, whole: int, mesh: Ranks) -> Pending:
-    """`gather`, launched: `.wait()` gives the result."""
+    """Launch `gather`; `.wait()` gives the result."""
     group = group_of(mesh)
     return start(x, Gather(group, _dimension(x, dim), shard_sizes(whole, group.size)))
 

@@ -1,4 +1,4 @@
-"""The mean of gradients over ranks, for programs that use neither DDP nor FSDP nor another framework that averages them."""
+"""Averages gradients over ranks, for programs that use neither DDP nor FSDP nor another framework that averages them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh, Ranks, group_of
 
 BUCKET = 1 << 24
-"""Numbers that one all-reduce takes: enough to hide its start-up, few enough to need little memory beside the gradients."""
+"""Number of elements of one all-reduce: enough to hide its start-up, few enough to need little memory beside the gradients."""
 
 
 def average_gradients(parameters: Iterable[Tensor], mesh: Ranks) -> None:
@@ -41,7 +41,7 @@ def average_gradients(parameters: Iterable[Tensor], mesh: Ranks) -> None:
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one type in a row, as many as fit into a bucket, at least one."""
+    """Buckets of consecutive gradients of one dtype: as many as fit into a bucket, at least one."""
     bucket: list[Tensor] = []
     for gradient in gradients:
         full = sum(g.numel() for g in bucket) + gradient.numel() > BUCKET
@@ -54,7 +54,7 @@ def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _mean(x: Tensor, groups: list[Group]) -> None:
-    """In place: the mean over the first group's ranks, then over the second's."""
+    """The mean over the first group's ranks, then over the second's, in place."""
     for group in groups:
         if group.size > 1:
             group.all_reduce(x).wait()

@@ -1,4 +1,4 @@
-"""The ranks among which one sample is sharded, and how they communicate."""
+"""The group of ranks that share one sample, and its communication."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 from evodsp.parallel.ledger import Ledger
 from evodsp.parallel.waits import WaitTimes
 
-# torch 2.13 renamed these and deprecates the old names, which older releases only have.
+# torch 2.13 renamed these functions and deprecates the old names; older releases only have the old ones.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 _GATHERED, _SUMMED = 100_000, 1_000
-"""Most numbers of a rank that gloo gathers, or sums for all ranks, in one exchange. More of them take as long as in rounds, or
-the copies take memory."""
+"""Largest number of elements per rank that gloo gathers, or sums for all ranks, in one exchange. With more, an exchange is
+no faster than rounds, or its copies take memory."""
 
 
 @dataclass
 class _Exchanged:
-    """An exchange under way, and what makes the result of what it brings."""
+    """A running all-to-all, and the reduction to apply when it has finished."""
 
     work: Any
     finish: Callable[[], object]
@@ -38,14 +38,15 @@ class _Exchanged:
 class Group:
     """A process group, the ledger in which its collectives are entered, and the clock that measures waits for them.
 
-    Its methods begin a communication between contiguous buffers and return what to `wait()` for. The planner replaces them by
-    ones that communicate nothing (`evodsp.planner.trace`).
+    Its methods begin a communication between contiguous buffers and return an object with `wait()`. The planner replaces
+    them by methods that communicate nothing (`evodsp.planner.trace`).
     """
 
     def __init__(self, handle: dist.ProcessGroup, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> None:
-        """`ledger`: None enters them nowhere. `waits`: None measures nothing."""
+        """`ledger`: record of the collectives; None keeps none. `waits`: clock of the waits; None measures nothing."""
         self.handle, self.ledger, self.waits = handle, ledger, waits
-        # PyTorch looks both up in dictionaries; a step of a small model asks hundreds of times.
+        # Both are stored, because PyTorch looks them up in dictionaries and a step of a small model reads them hundreds of
+        # times.
         self.rank, self.size = dist.get_rank(handle), dist.get_world_size(handle)
         """This process's rank within the group, and the number of ranks."""
 
@@ -55,22 +56,21 @@ class Group:
         return self.handle.group_name
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
-        """`arriving`, `leaving`: how many numbers come from each rank, and go to each."""
+        """`arriving`, `leaving`: number of elements from each rank, and to each rank."""
         return dist.all_to_all_single(received, sent, list(arriving), list(leaving), group=self.handle, async_op=True)
 
     @cached_property
     def _by_gloo(self) -> bool:
         """Whether gloo communicates, as on CPUs.
 
-        It gathers and sums in rounds, each of which takes as long as an all-to-all, and its reduce-scatter sums everything on
-        every rank. One all-to-all and a sum of what it brings take 0.3 to 1.0 of the time
-        (scripts/benchmarks/results/gloo.txt).
+        It gathers and sums in rounds, each of which takes as long as an all-to-all, and its reduce-scatter sums everything
+        on every rank. One all-to-all and a local sum take 0.3 to 1.0 of the time (scripts/benchmarks/results/gloo.txt).
         Terms are added in the order of the ranks, so that a sum has the same bits on all of them.
         """
         return dist.get_backend(self.handle) == dist.Backend.GLOO
 
     def all_gather(self, received: Tensor, sent: Tensor) -> Any:
-        """What all ranks send, one rank's after another."""
+        """The tensors of all ranks, concatenated in the order of the ranks."""
         if self._by_gloo and sent.numel() <= _GATHERED:
             counts = [sent.numel()] * self.size
             copies = sent.reshape(1, -1).repeat(self.size, 1)
@@ -78,7 +78,7 @@ class Group:
         return _all_gather(received, sent, group=self.handle, async_op=True)
 
     def reduce_scatter(self, received: Tensor, sent: Tensor) -> Any:
-        """This rank's part of the sum of what all ranks send."""
+        """This rank's part of the sum of all ranks' tensors."""
         if not self._by_gloo:
             return _reduce_scatter(received, sent, group=self.handle, async_op=True)
         counts = [received.numel()] * self.size
@@ -99,12 +99,12 @@ class Group:
         return dist.broadcast(x, group_src=root, group=self.handle, async_op=True)
 
     def reduce(self, x: Tensor, root: int) -> Any:
-        """The sum over all ranks, in place on rank `root` of this group; the others' contents are then undefined."""
+        """The sum over all ranks, in place on rank `root` of this group; the buffers of the other ranks are then undefined."""
         return dist.reduce(x, group_dst=root, group=self.handle, async_op=True)
 
 
 class Place(Group):
-    """A rank's place in a group without processes, for what is counted or planned on shapes. It cannot communicate."""
+    """A rank's place in a group without processes, to count or plan on shapes. It cannot communicate."""
 
     def __init__(self, rank: int, size: int, ledger: Ledger | None = None) -> None:
         self.rank, self.size, self.ledger, self.waits = rank, size, ledger, None

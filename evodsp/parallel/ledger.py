@@ -1,4 +1,4 @@
-"""What was communicated: every collective in order, with its bytes.
+"""The ledger of communication: every collective in order, with its bytes.
 
 An all-gather counts the bytes of its output; a reduce-scatter and an all-to-all those of their local input; an all-reduce
 twice its input; a broadcast and a reduce one copy of what is sent. An all-gather or a reduce-scatter counts the same whether it
@@ -37,7 +37,9 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
 
     def add(self, kind: Kind, elements: int, element_size: int, transposed: bool = False) -> None:
-        """Record a collective that moves `elements` numbers of `element_size` bytes. `transposed`: it carries gradients."""
+        """Record a collective that moves `elements` numbers of `element_size` bytes. `transposed`: whether it carries
+        gradients.
+        """
         phase: Phase = "backward" if transposed else "recompute" if _inside_backward_pass() else "forward"
         self.entries.append(Entry(kind, elements, elements * element_size, phase))
 
@@ -51,7 +53,7 @@ class Ledger:
 
 
 def _inside_backward_pass() -> bool:
-    """Whether autograd is running a backward pass in this thread. A collective of the forward pass that is launched there is
-    launched again: activation checkpointing recomputes inside the backward pass, and tells nobody. torch has no public
-    question for this; its own checkpointing asks the same function."""
+    """Whether autograd is running a backward pass in this thread. A forward collective that is launched there belongs to a
+    recomputation: activation checkpointing recomputes inside the backward pass without notice. torch has no public function
+    for this; its own checkpointing calls the same private one."""
     return torch._C._current_graph_task_id() != -1

@@ -11,11 +11,11 @@ from evodsp.rng import Draws, at_least
 def dropout(x: Tensor, rate: float, positions: Tensor, draws: Draws) -> Tensor:
     """`x` [..., C] with elements set to zero with probability `rate`, and the others divided by 1 - `rate`.
 
-    `positions`: int64, broadcastable to [...]: the number of each vector in the WHOLE tensor, for instance
-    `torch.arange(T * S).view(T, S)`, sharded like `x`. Vectors of different samples need different numbers, or they
-    share a mask. `draws`: a stream for this call, for instance `Draws.root(seed).at("attention", layer, step)`. The
-    same stream, positions and rate give the same mask on one device, on any shard, and when activations are recomputed.
-    `torch.nn.Dropout` does not: its masks are right, but depend on the number of ranks.
+    `positions`: int64, broadcastable to [...]: the number of each vector in the WHOLE tensor, for instance `torch.arange(T
+    * S).view(T, S)`, sharded like `x`. Vectors of different samples need different numbers, or they share a mask. `draws`:
+    a random stream for this call, for instance `Draws.root(seed).at("attention", layer, step)`. The same stream, positions
+    and rate give the same mask on one device, on any shard, and when activations are recomputed. The masks of
+    `torch.nn.Dropout` are valid too, but depend on the number of ranks.
 
     Raises ValueError if `rate` is not in [0, 1).
     """

@@ -39,11 +39,13 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of these samples this rank works on."""
+        """Number, among these samples, of the sample of this rank."""
         return self.devices[DATA].get_local_rank()
 
     def sequence_group(self, ledger: Ledger | None = None, waits: WaitTimes | None = None) -> Group:
-        """The ranks that share this rank's sample. `ledger`: records their collectives; `waits`: measures waits for them."""
+        """The ranks that share this rank's sample. `ledger`: record of their collectives; `waits`: clock of the waits for
+        them.
+        """
         return Group(self.devices[SEQUENCE].get_group(), ledger, waits)
 
     def data_group(self) -> Group:
@@ -56,7 +58,7 @@ class Mesh:
 
 
 Ranks = Mesh | DeviceMesh | dist.ProcessGroup | Group
-"""What names the ranks that share a tensor: of a `Mesh` its sequence group; a `DeviceMesh` must have one dimension."""
+"""A name for the ranks that share a tensor. A `Mesh` stands for its sequence group; a `DeviceMesh` must have one dimension."""
 
 
 def group_of(ranks: Ranks) -> Group:
@@ -89,11 +91,11 @@ def data_ranks(world: int, sequence: int) -> int:
 
 
 def own_group(groups: Tensor, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """This rank's group of a division of all ranks into groups. All ranks call this together.
+    """This rank's group in a division of all ranks into groups. All ranks call this together.
 
-    `groups` [groups, size]: the ranks of one group in each row.
-    `backend`: None: that of the default group. NCCL splits its communicator once: where it is connected already, each group
-    made by itself would be a split of its own, of all ranks. With gloo a rank only connects to the members of its own group.
+    `groups` [groups, size]: the ranks of one group in each row. `backend`: None: that of the default group. With NCCL all
+    groups are made by one split of the communicator; made one by one, each would be a split of its own over all ranks. With
+    gloo a rank connects only to the members of its own group.
     """
     whole = dist.distributed_c10d._get_default_group()
     if backend is None and "nccl" in dist.get_backend() and whole.bound_device_id is not None:
@@ -106,12 +108,13 @@ def own_group(groups: Tensor, backend: str | None = None, timeout: timedelta | N
 def init_mesh(sequence: int, device_type: str | None = None, timeout: timedelta | None = None) -> Mesh:
     """The mesh over all ranks of the default process group. Raises UserError if their number is no multiple of `sequence`.
 
-    `device_type`: 'cpu' or 'cuda'; None: the default group's. `timeout`: of one collective; None: torch's default.
+    `device_type`: 'cpu' or 'cuda'; None: the default group's. `timeout`: time limit of one collective; None: torch's
+    default.
     """
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu"
     world = dist.get_world_size()
     ranks = torch.arange(world).view(data_ranks(world, sequence), sequence)
-    # Not `init_device_mesh`: its groups get torch's default time-out, whatever the default group's is.
+    # `init_device_mesh` is not used, because its groups get torch's default time-out instead of the default group's.
     groups = [own_group(members, timeout=timeout) for members in (ranks.T, ranks)]
     return Mesh(DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=(DATA, SEQUENCE)))

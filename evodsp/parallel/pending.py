@@ -4,8 +4,8 @@
     ...                                  # compute something else
     y = pending.wait()                   # its result
 
-What is launched early in the forward pass is launched early in the backward pass as well: the transpose is launched where the
-forward result was awaited, and awaited where the forward collective was launched.
+A collective that is launched early in the forward pass has a transpose that is launched early in the backward pass: it is
+launched where the forward result was awaited, and awaited where the forward collective was launched.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ class Pending(ABC):
 
     @abstractmethod
     def wait(self, keep: bool = False) -> Tensor:
-        """The tensor. `keep`: a recomputation will ask for it again; otherwise it may be asked for once."""
+        """Wait for the tensor and return it. `keep`: pass True if a recomputation will call `wait` again; otherwise call it
+        only once.
+        """
 
 
 class Ready(Pending):
-    """A tensor that is here."""
+    """A tensor that is available already."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x
@@ -40,7 +42,7 @@ class Ready(Pending):
 
 
 class Deferred(Pending):
-    """A tensor that is made where it is awaited."""
+    """A tensor that is computed when it is awaited."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self._make = make
@@ -50,7 +52,7 @@ class Deferred(Pending):
 
 
 class Shared(Pending):
-    """A pending tensor with several readers: the first one waits, the others get the same tensor."""
+    """A pending tensor with several readers. The first reader waits; the others get the same tensor."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending: Pending | None = pending
@@ -64,10 +66,10 @@ class Shared(Pending):
 
 
 class Launched(Pending):
-    """The result of a collective under way, and a link of the graph.
+    """The result of a running collective, as part of the autograd graph.
 
-    What goes through the graph from launch to wait is only a token: a buffer that is still being filled must not be touched,
-    and autograd would check it or add to it. The tensors travel in `_Link`, which both graph nodes hold.
+    From launch to wait the graph carries only a token: a buffer that is still being filled must not be touched, and
+    autograd would check it or add to it. The tensors are in `_Link`, which both graph nodes hold.
     """
 
     def __init__(self, x: Tensor, collective: Collective) -> None:
@@ -86,7 +88,7 @@ class _Link:
     sending: Transfer | None = None
     returning: Transfer | None = None
     kept: Tensor | None = None
-    """The result, kept if it will be asked for again."""
+    """The result, if it must be kept for a recomputation."""
 
 
 class _Launch(torch.autograd.Function):
@@ -106,12 +108,12 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, link: _Link, keep: bool) -> Tensor:
         ctx.link = link
-        transfer, link.sending = link.sending, None  # and with it what was sent
+        transfer, link.sending = link.sending, None  # the send buffer is freed with it
         result = link.kept if transfer is None else transfer.wait()
         if result is None:
-            raise RuntimeError("a collective's result was asked for twice; use wait(keep=True) the first time")
+            raise RuntimeError("wait() was called twice on one collective; call wait(keep=True) the first time")
         link.kept = result if keep else None
-        return result.detach()  # a tensor object of its own: autograd marks it
+        return result.detach()  # a new tensor object, because autograd marks it
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -120,7 +122,7 @@ class _Wait(torch.autograd.Function):
 
 
 class Traced(Pending):
-    """A collective under way within a graph of torch.compile, where it must be an operator.
+    """A running collective within a torch.compile graph, where it must be an operator.
 
     Autograd again gets a token instead of the buffer. Its gradient, in the backward pass, IS the buffer that the transpose
     receives, and so the token has that buffer's shape. Nothing but the wait reads it.
@@ -161,5 +163,5 @@ _wait_tensor = torch.ops._c10d_functional.wait_tensor
 
 
 def start(x: Tensor, collective: Collective) -> Pending:
-    """Launch `collective` on `x`; its result is awaited with `.wait()`."""
+    """Launch `collective` on `x`; `.wait()` gives its result."""
     return Traced(x, collective) if torch.compiler.is_compiling() else Launched(x, collective)

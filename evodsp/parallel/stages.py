@@ -1,14 +1,15 @@
-"""Makes a model written for one device parallel: its stages say along which axis they compute, and the rest is done here.
+"""Parallelizes a model written for one device, given the axis along which each of its stages computes.
 
     mesh = init_mesh(sequence=4)
     parallelize(model, mesh, "batch time space channel",
                 {"blocks.*.spatial": "space", "blocks.*.temporal": "time"}, region="blocks")
 
-The tensor is split where it enters the region, and gathered where it leaves it. A stage is a submodule that mixes positions
-along some axes. If the tensor is sharded along one of them, it is switched to another axis before the stage. All other
-modules treat positions one by one, run on shards, and need not be mentioned. Modules are not changed: they get hooks.
+The tensor is split where it enters the region, and gathered where it leaves the region. A stage is a submodule that mixes
+positions along some axes. If the tensor is sharded along one of them, it is switched to another axis before the stage. All
+other modules treat positions one by one, run on shards, and need not be mentioned. Modules are not changed; hooks are added
+to them.
 
-A tensor is here in one of several STATES: whole, or sharded along one axis (the arXiv paper's table 2).
+A tensor is in one of several STATES: whole, or sharded along one axis (table 2 of the arXiv paper).
 
     from \\ to     whole      axis i
     whole          -          split (no communication)
@@ -59,11 +60,11 @@ def parallelize(
     `argument` and `result`: name of the region's argument that is split, if it is not the first, and number of the item that
     is gathered, if the region returns a tuple.
 
-    `shard`: the axis along which to split; None: the one that is needed whole last.
+    `shard`: the axis along which to split; None: the axis that a stage needs whole last.
 
     All ranks must call the model with the same arguments. After `backward`, the mean over ranks of each parameter's
-    gradient is its gradient: DDP and FSDP over all ranks compute it, otherwise `average_gradients`. Random numbers are
-    each rank's own, unless they are drawn with `dropout` of this package. Axes of one position are never sharded.
+    gradient is its gradient: DDP and FSDP over all ranks compute it, otherwise `average_gradients`. Each rank draws its own
+    random numbers, unless they are drawn with `dropout` of this package. Axes of one position are never sharded.
     Activations may be recomputed (torch.utils.checkpoint); with use_reentrant=True, run the backward pass of one input
     before the forward pass of another size.
 
@@ -93,7 +94,7 @@ def parallelize(
             f"region '{region}' is parallelized already, with these stages; make the model anew to parallelize it again"
         )
     if router.group.size > 1:
-        # Hooks run in the order of registration: the region is entered before its first stage, and left after its last one.
+        # Hooks run in the order of registration, so the region is entered before its first stage and left after its last one.
         model.register_forward_pre_hook(router.begin)
         first.register_forward_pre_hook(router.enter, with_kwargs=True)
         for position, (path, stage) in enumerate(found.items()):
@@ -128,18 +129,18 @@ class _Router:
     """Axes that each stage needs whole, in the order of the stages."""
     shard: str | None
     region: str
-    """Its path or paths, for messages."""
+    """The region's path or paths, for messages."""
     argument: str
     result: int
     _pass: _Pass | None = None
-    """The forward pass that runs, or that a backward pass recomputes."""
+    """The forward pass that is running, or that a backward pass is recomputing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Router:
-        """A copy of the model has a router of its own, for the same ranks: a process group cannot be copied."""
+        """A router for a copy of the model, with the same ranks, because a process group cannot be copied."""
         return copy.copy(self)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """The model is called."""
+        """Hook before the model's forward: no pass through the region has begun."""
         self._pass = None
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -174,7 +175,9 @@ class _Router:
         return output
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The model returns. What was split must have been gathered: a shard has the rank of a whole tensor."""
+        """Hook after the model's forward. A split tensor must have been gathered by now: nothing else would tell a shard
+        from a whole tensor.
+        """
         if self._pass is not None and not self._pass.left:
             raise UserError(
                 f"the region '{self.region}' was entered but not left, because its last module did not run; "
@@ -187,10 +190,11 @@ class _Router:
         return self._pass.sizes
 
     def state(self, x: Any, layout: Sequence[str], name: str) -> State:
-        """How `x` is sharded, from its shape. Axes have at least two positions, so that each state has another shape.
+        """The state of `x`, inferred from its shape. Sharded axes have at least two positions, so each state has another
+        shape.
 
-        The shape is a better witness than a record of what was done: it also holds for recomputed activations, skipped blocks
-        and tensors that a model keeps.
+        Inference from the shape, unlike a record of the state, also works for recomputed activations, skipped blocks and
+        tensors that a model keeps.
         """
         if self._pass is None:
             raise UserError(
@@ -214,16 +218,16 @@ class _Router:
         for axis, size in zip(layout, x.shape, strict=True):
             if size not in (1, self.sizes().get(axis, size)):
                 raise UserError(
-                    f"{name} has {size} positions along {axis}, but whole it has {self.sizes()[axis]}; "
-                    "list under `whole` what every rank holds whole"
+                    f"{name} has {size} positions along {axis}, but the whole axis has {self.sizes()[axis]}; "
+                    "list arguments that every rank holds whole under `whole`"
                 )
         if state is None or state not in layout or x.shape[layout.index(state)] == 1:
             return x
         return split(x, layout.index(state), self.group)
 
     def free_axis(self, along: Sequence[str], position: int) -> State:
-        """The axis to shard while a stage computes along `along`: the one that a later stage needs whole last, so that
-        the fewest switches follow. None if there is none."""
+        """The axis to shard while a stage computes along `along`: the one that the later stages need whole last, so that
+        the fewest switches follow. None if no axis is left."""
 
         def next_use(axis: str) -> int:
             return next((n for n, needed in enumerate(self.uses[position:]) if axis in needed), len(self.uses))
@@ -244,14 +248,14 @@ class _Router:
 
 
 class _StageHooks:
-    """Brings a stage's arguments into the state that it needs, and its result back."""
+    """Moves a stage's arguments into the state that it needs, and its result back."""
 
     def __init__(self, router: _Router, path: str, stage: Stage, position: int) -> None:
         """`position`: the stage's number in the order of the model."""
         self.router, self.path, self.stage, self.position = router, path, stage, position
         self.along = stage.along.split()
         self._came: State = None
-        """The state of the input of the latest call. (A stage does not call itself.)"""
+        """The state of the input in the latest call. (A stage does not call itself.)"""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         router, stage, place = self.router, self.stage, f"stage {self.path}"
@@ -293,7 +297,7 @@ class _StageHooks:
         return _with_items(output, {n: back(axes) for n, axes in layouts.items()}, place)
 
     def _sharded(self) -> list[tuple[str, list[str]]]:
-        """Names of the arguments that arrive sharded, and their axes."""
+        """Names of the sharded arguments, and their axes."""
         if self.stage.sharded is None:
             return [("", list(self.router.layout))]
         return [(name, layout.split()) for name, layout in self.stage.sharded.items()]
@@ -307,7 +311,7 @@ class _StageHooks:
 
 @dataclass(frozen=True)
 class _Argument:
-    """Where an argument of a call is: its position, or its keyword."""
+    """The place of an argument in a call: its position, or its keyword."""
 
     key: int | str
 
@@ -315,7 +319,7 @@ class _Argument:
     def named(
         cls, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], place: str
     ) -> _Argument:
-        """The argument of this name of the module's forward; "" is the first one."""
+        """The argument with this name of the module's forward; "" is the first one."""
         if name in kwargs:
             return cls(name)
         parameters = inspect.signature(module.forward).parameters
@@ -336,7 +340,7 @@ class _Argument:
         return args[self.key] if self.key < len(args) else None
 
     def put(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call's arguments with this one replaced."""
+        """The arguments of the call with this one replaced."""
         if isinstance(self.key, str):
             return args, {**kwargs, self.key: x}
         return (*args[: self.key], x, *args[self.key + 1 :]), kwargs
@@ -361,7 +365,7 @@ def _with_items(output: Any, changes: Mapping[int, Any], place: str) -> Any:
 
 
 def _with_layout(x: Any, layout: Sequence[str], name: str) -> Tensor:
-    """`x`, a tensor with these axes. Raises UserError if it is none."""
+    """`x`, if it is a tensor with these axes; otherwise raises UserError."""
     if isinstance(x, Tensor) and x.ndim == len(layout):
         return x
     found = f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"

@@ -1,4 +1,4 @@
-"""How long a rank computes nothing because it waits for collectives: the part of communication that is not hidden."""
+"""Measures how long a rank waits for collectives without computing: the part of communication that is not hidden."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 class WaitTimes:
     """Measures the waits for collectives of the groups that it was given to, between `begin` and `end`.
 
-    On a CPU a wait is the time that the call takes. On a GPU the call returns at once, and the stream stands still until the
-    communication is done: two events around the call say for how long. They are read when all is over, so that nothing waits
-    for them, but recording them takes microseconds of the host's time, so a run measures some of its steps only.
+    On a CPU a wait is the time that the call takes. On a GPU the call returns at once, and the stream stands still until
+    the communication is done; two events around the call measure this time. They are read at the end, so that nothing waits
+    for them. Recording them takes microseconds of the host's time, so a run measures only some of its steps.
     """
 
     def __init__(self, on_gpu: bool) -> None:
@@ -27,7 +27,7 @@ class WaitTimes:
         return not self._on_gpu
 
     def begin(self) -> None:
-        """Measure from now on."""
+        """Start measuring."""
         self._running, self._seconds, self._events = True, 0.0, []
 
     def wait(self, work: Any) -> None:
@@ -46,7 +46,7 @@ class WaitTimes:
             self._seconds += time.perf_counter() - begun
 
     def end(self) -> float:
-        """Seconds of waiting since `begin`, for the device if there is one. The host waits for the last wait to be over."""
+        """Seconds of waiting since `begin`, on the device if there is one. The host waits until the last wait is over."""
         self._running = False
         if self._events:
             self._events[-1][1].synchronize()

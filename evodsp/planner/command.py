@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from evodsp.files import whole_file
-from evodsp.planner import predicting
+from evodsp.planner import prediction_report
 from evodsp.planner.choose import compare
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
@@ -44,9 +44,9 @@ def _train(settings: PlanConfig, gpus: int, device: Device, links: Links) -> int
 
 
 def _predict(settings: PlanConfig, gpus: int, device: Device, links: Links) -> int:
-    what = predicting.prediction_of(settings, device)
-    found = predicting.predicted(what, gpus, device, links, settings.sequence)
-    _write(settings, predicting.text(found), predicting.page(found), predicting.as_json(found))
+    what = prediction_report.prediction_of(settings, device)
+    found = prediction_report.plan_prediction(what, gpus, device, links, settings.sequence)
+    _write(settings, prediction_report.text(found), prediction_report.page(found), prediction_report.as_json(found))
     return 0 if found.fitting else 1
 
 

@@ -1,4 +1,7 @@
-"""Memory and time of a prediction on each of its ranks: the model's passes without gradients, followed on shapes alone.
+"""Memory and time that a prediction needs of each rank: the model's passes without gradients, followed on shapes alone.
+
+`evodsp plan --predict` asks for several numbers of ranks, `evodsp estimate` for several lengths, and `evodsp predict` for each
+target before it runs.
 
 Memory and time come from two runs. With a limit of working memory, layers compute many equal pieces: two of them show the
 memory. The time is that of layers computed whole, whose products are the same. A CPU takes other kernels than a GPU, in pieces
@@ -7,23 +10,28 @@ as large as its cache; what they hold besides is little, so a CPU's prediction i
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+
+import torch
 
 from evodsp.config import ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
-from evodsp.planner.device import Device, Links
+from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
 from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
 from evodsp.planner.simulate import Times, items_of, simulate
 from evodsp.planner.trace import Operation
 
+GIB = 2**30
 SINGLE, HALF = 4, 2
-"""Bytes of a number."""
+"""Bytes of a number in fp32 and in bf16."""
 WORKING_SHARE = 32
 """On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
+WORKING_CPU = 256 << 20
+"""Bytes within which a layer computes on a CPU, unless another amount is given."""
 SAMPLES = 2
 """Pieces of a layer that are followed."""
 HEAP = 16 << 20
@@ -31,16 +39,26 @@ HEAP = 16 << 20
 process'). By its own way it keeps more."""
 _PARTS = {"other": "templates and embedders"}
 """Names of places that differ from the model's."""
+_SMALL_WORKING = 64 << 20
+_FEW_ROWS = 1024
+"""Working memory and extra rows that `changes` proposes."""
+_MOST_RANKS = 64
+"""Largest number of ranks that `changes` proposes."""
+
+
+def pair_share(residues: int, channels: int, ranks: int, half: bool) -> int:
+    """Bytes of a rank's shard of the pair representation."""
+    return residues * -(-residues // ranks) * channels * (HALF if half else SINGLE)
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """What is predicted, and how."""
+class PlannedPrediction:
+    """A prediction to be followed: model, sizes and settings."""
 
     model: ModelConfig
     sizes: SampleSizes
     passes: int = 4
-    """Of a seed: recycling iterations and the first pass."""
+    """Passes of a seed: the recycling iterations and the first pass."""
     ensembles: int = 1
     ranks: int = 1
     half: bool = False
@@ -52,6 +70,11 @@ class Prediction:
     """Bytes for what a layer computes beside the representations; None: no limit."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
 
+    @property
+    def pair_share(self) -> int:
+        """Bytes of a rank's shard of the pair representation: no pass needs less."""
+        return pair_share(self.sizes.residues, self.model.channels.pair, self.ranks, self.half)
+
 
 @dataclass(frozen=True)
 class PredictionMemory:
@@ -59,31 +82,112 @@ class PredictionMemory:
 
     weights: int
     features: int
-    """Of a pass, or of all passes where they wait in the same memory."""
+    """Input features of a pass, or of all passes where they wait in the same memory."""
     pair: int
-    """Its shard of the pair representation."""
+    """The rank's shard of the pair representation."""
     msa: int
-    """Its shard of the MSA representation, or of the extra MSA's, which is there at that moment."""
+    """The rank's shard of the MSA representation, or of the extra MSA's if that is alive at the worst moment."""
     layers: int
-    """What else the model holds: copies of representations, what a layer makes, logits."""
+    """All else that the model holds: copies of representations, results of a layer, logits."""
     heap: int
-    """On a CPU what the C library keeps of freed memory for the next tensors: at most `HEAP`."""
+    """Freed memory that the C library keeps on a CPU for the next tensors: at most `HEAP`."""
     at: str
-    """The part of the model in which that is."""
+    """The part of the model with the worst moment."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.features + self.pair + self.msa + self.layers + self.heap
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by what they hold."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "at"}
 
 
-def prediction_memory(what: Prediction) -> PredictionMemory:
-    """Of the rank with the largest shards. Follows a pass, which takes about a second at any size."""
+@dataclass(frozen=True)
+class Machine:
+    """A device, of which each rank has one; ranks on a CPU share it."""
+
+    name: str
+    free: int
+    """Bytes that a program may take of it."""
+    shared: bool
+    """Whether all ranks take their memory from it."""
+    device: Device | None
+    """Its rates; None for a device of an unknown kind."""
+    links: Links | None = None
+
+    @classmethod
+    def here(cls, device: torch.device) -> Machine:
+        """A device of this machine, with the memory that is free now."""
+        if device.type != "cuda":
+            return cls("this machine", free_memory(), True, this_cpu())
+        name = torch.cuda.get_device_name(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + cached
+        known = next((own for own in names("device") if own.upper() in name.upper()), None)
+        return cls(name, free, False, *_rates(known)) if known else cls(name, free, False, None)
+
+    @classmethod
+    def named(cls, name: str) -> Machine:
+        """An idle device by the name of its kind or by the path of its file. Raises UserError."""
+        device, links = _rates(name)
+        return cls(device.name, device.usable, not device.on_gpu, device, links)
+
+    def free_for(self, ranks: int) -> int:
+        """Bytes that each of the ranks may take."""
+        return self.free // ranks if self.shared else self.free
+
+    def fits(self, total: int, ranks: int) -> bool:
+        """Whether each of the ranks may take `total` bytes."""
+        return total * (ranks if self.shared else 1) <= self.free
+
+
+def _rates(name: str) -> tuple[Device, Links]:
+    device = load_device(name)
+    return device, Links(load_link(device.inside), load_link(device.across), device.gpus_per_node)
+
+
+def working_memory_of(device: Device) -> int:
+    """Bytes within which a layer computes on a device of this kind, unless another amount is given."""
+    return int(device.memory_gib * GIB) // WORKING_SHARE if device.on_gpu else WORKING_CPU
+
+
+@dataclass(frozen=True)
+class PredictionNeeds:
+    """What a prediction needs of each of its ranks."""
+
+    what: PlannedPrediction
+    memory: PredictionMemory
+    one_pass: Times | None
+    """Time and communication of a pass; None on a device of an unknown kind."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of all passes of a seed."""
+        return None if self.one_pass is None else self.what.passes * self.one_pass.total
+
+    def line(self, name: str, free: int) -> str:
+        """For a terminal: the memory of a rank, what is `free` for it, and the time of a seed."""
+        each = f" on each of {self.what.ranks} ranks" if self.what.ranks > 1 else ""
+        time = "" if self.seconds is None else f"; about {duration(self.seconds)} a seed"
+        return f"{name}: needs {size(self.memory.total)}{each}, {size(free)} free{time}"
+
+
+def prediction_needs(what: PlannedPrediction, device: Device | None, links: Links | None = None) -> PredictionNeeds:
+    """Memory of the rank with the largest shards, and time. `links`: between the ranks."""
+    one_pass = None if device is None else prediction_times(what, device, links)
+    return PredictionNeeds(what, prediction_memory(what), one_pass)
+
+
+def prediction_memory(what: PlannedPrediction) -> PredictionMemory:
+    """Memory of the rank with the largest shards. Follows a pass, which takes about a second at any size."""
     program = _followed(what, min(what.ensembles, 2), what.memory)
     # Of the reduced model: without gradients, equal blocks need the same memory one after another.
     worst = max((event for event in program.events if isinstance(event, Operation)), key=lambda event: event.live)
     channels, n, place = what.model.channels, what.sizes, worst.place[0]
     number, shard = HALF if what.half else SINGLE, -(-n.residues // what.ranks)
-    pair = min(pair_share(what), worst.live)
+    pair = min(what.pair_share, worst.live)
     in_extra = place.startswith("extra_msa")
     rows, width = (n.extra, channels.extra_msa) if in_extra else (n.clusters + n.templates, channels.msa)
     msa = 0 if place in ("other", "template_embedder") else min(rows * shard * width * number, worst.live - pair)
@@ -98,14 +202,8 @@ def prediction_memory(what: Prediction) -> PredictionMemory:
     )
 
 
-def pair_share(what: Prediction) -> int:
-    """Bytes of a rank's shard of the pair representation: no pass needs less."""
-    n = what.sizes.residues
-    return n * -(-n // what.ranks) * what.model.channels.pair * (HALF if what.half else SINGLE)
-
-
-def prediction_times(what: Prediction, device: Device, links: Links | None = None) -> Times:
-    """One pass. `links`: between the ranks. Follows the pass once for each kind of feature set."""
+def prediction_times(what: PlannedPrediction, device: Device, links: Links | None = None) -> Times:
+    """Times of one pass. `links`: between the ranks. Follows the pass once for each kind of feature set."""
     crowded = device.crowded(what.ranks)
 
     def seconds(work: Operation) -> float:
@@ -123,14 +221,14 @@ def prediction_times(what: Prediction, device: Device, links: Links | None = Non
     if what.ensembles == 1:
         return one
     two = times(2)  # each further set adds what the second one adds
-    sums = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    sums = {f.name: getattr(one, f.name) for f in fields(one)}
     for name in ("total", "device", "host", "communication", "exposed", "launches", "calls", "bytes", "flops"):
         sums[name] += (what.ensembles - 1) * (getattr(two, name) - getattr(one, name))
     return Times(**sums)
 
 
 @lru_cache(maxsize=64)
-def _followed(what: Prediction, sets: int, memory: int | None) -> Program:
+def _followed(what: PlannedPrediction, sets: int, memory: int | None) -> Program:
     return follow(
         PlannedStep(
             what.model,
@@ -143,3 +241,56 @@ def _followed(what: Prediction, sets: int, memory: int | None) -> Program:
             sets=sets,
         )
     )
+
+
+def changes(what: PlannedPrediction, fits: Callable[[PlannedPrediction], bool]) -> list[str]:
+    """Options of `evodsp predict` with which it fits, each by itself; if there is none, the ones that fit together; empty if
+    nothing helps."""
+    single = list(_smaller(what))
+    found = [option for option, changed in single if fits(changed)]
+    more = _more_ranks(what, fits)
+    if found or more:
+        return [*found, *more]
+    together = what
+    for option, changed in single:
+        if option == "--precision bf16":
+            together = replace(together, half=True)
+        elif option.startswith("--working_memory"):
+            together = replace(together, memory=changed.memory)
+        else:
+            together = replace(together, sizes=changed.sizes)
+    options = " ".join(option for option, _ in single)
+    if options and fits(together):
+        return [options]
+    return [f"{options} {option}".strip() for option in _more_ranks(together, fits)]
+
+
+def _smaller(what: PlannedPrediction) -> Iterator[tuple[str, PlannedPrediction]]:
+    """Options that need less memory, and the prediction with each."""
+    if not what.half:
+        yield "--precision bf16", replace(what, half=True)
+    if what.memory is None or what.memory > _SMALL_WORKING:
+        yield "--working_memory 64MiB", replace(what, memory=_SMALL_WORKING)
+    if what.sizes.extra > _FEW_ROWS:
+        yield f"--extra_msa {_FEW_ROWS}", replace(what, sizes=replace(what.sizes, extra=_FEW_ROWS))
+
+
+def _more_ranks(what: PlannedPrediction, fits: Callable[[PlannedPrediction], bool]) -> list[str]:
+    """The least power of two of ranks that fits."""
+    most = min(_MOST_RANKS, what.sizes.residues, what.sizes.clusters)
+    for ranks in (2**power for power in range(1, most.bit_length())):
+        if ranks > what.ranks and fits(replace(what, ranks=ranks)):
+            return [f"--parallel.sequence {ranks}"]
+    return []
+
+
+def duration(seconds: float) -> str:
+    """Seconds, rounded as an estimate deserves."""
+    if seconds < 90:
+        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def size(count: int) -> str:
+    """Bytes as MiB or GiB."""
+    return f"{count / 2**20:.0f} MiB" if count < GIB else f"{count / GIB:.1f} GiB"

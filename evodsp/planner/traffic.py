@@ -34,17 +34,17 @@ class CollectiveCall:
     """One collective of one rank."""
 
     layer: str
-    """The sub-layer that asks for it; `switch m`, `switch m back` and `switch z` move a representation between sub-layers."""
+    """The sub-layer that communicates; `switch m`, `switch m back` and `switch z` move a representation between sub-layers."""
     kind: Kind
     elements: int
-    """Numbers counted in the forward pass."""
+    """Elements counted in the forward pass."""
     backward: int
-    """Numbers counted for its transpose in the backward pass; 0: it has none."""
+    """Elements counted for its transpose in the backward pass; 0 without a transpose."""
 
 
 @dataclass(frozen=True)
 class StackSizes:
-    """Everything that volumes depend on, and which rank of how many."""
+    """The sizes on which volumes depend, the number of ranks, and the rank."""
 
     ranks: int
     rank: int
@@ -72,16 +72,16 @@ def recomputed(calls: Sequence[CollectiveCall], plan: CommunicationPlan) -> list
 
 
 class RecordingExchange(ShardedExchange):
-    """Writes down what one rank of a group would communicate. Results have the right shapes and no content."""
+    """Records what one rank of a group would communicate. Results have the right shapes and no content."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__(Place(rank, ranks))
         self.calls: list[CollectiveCall] = []
         self.layer: str | None = None
-        """The sub-layer that is running."""
+        """Name of the sub-layer that is running."""
 
     def name_layers(self, model: nn.Module) -> None:
-        """Have the calls of a sub-layer carry its name. Sub-layers are the children of modules called `…_stack`."""
+        """Name each recorded call after its sub-layer. Sub-layers are the children of modules called `…_stack`."""
         for path, module in model.named_modules():
             if path.rpartition(".")[0].endswith("_stack"):
                 self._name(module, path.rpartition(".")[2])
@@ -114,17 +114,17 @@ class RecordingExchange(ShardedExchange):
 
 
 def evoformer_calls(n: StackSizes) -> list[CollectiveCall]:
-    """The forward pass of an Evoformer stack of `n.config.blocks` blocks."""
+    """The calls of the forward pass of an Evoformer stack of `n.config.blocks` blocks."""
     return _calls(n, extra=False)
 
 
 def extra_msa_calls(n: StackSizes) -> list[CollectiveCall]:
-    """The forward pass of an extra-MSA stack."""
+    """The calls of the forward pass of an extra-MSA stack."""
     return _calls(n, extra=True)
 
 
 def inner_block(n: StackSizes, extra: bool = False) -> list[CollectiveCall]:
-    """One block that is not the last of its stack. An Evoformer block has twelve collectives."""
+    """The calls of one block that is not the last of its stack. An Evoformer block has twelve."""
     two, one = (_calls(replace(n, config=replace(n.config, blocks=blocks)), extra) for blocks in (2, 1))
     return two[: len(two) - len(one)]
 

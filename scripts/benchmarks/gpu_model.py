@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
 
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import working_memory
 from evodsp.inference.passes import run_passes
 from evodsp.model.flops import pass_flops, training_flops
@@ -91,15 +90,14 @@ def _prediction(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured
     kernels, others = chosen(backend, device, HALF, gradients=False)
     yield from others
     model = gpu_cases.model(gpu_cases.config_of(setup.sizes, inputs), kernels, device).eval()
-    nowhere = Path("none")
-    config = PredictConfig(inputs=[nowhere], checkpoint=nowhere, output=nowhere, precision="bf16")
-    use_memory(model, working_memory(config.working_memory, device))
+    settings = PassSettings("bf16")
+    use_memory(model, working_memory(settings.working_memory, device))
     batch = gpu_cases.features_of(inputs)
     for name in ("first", "prediction"):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         begin = time.perf_counter()
-        output, passes = run_passes(model, batch, config)
+        output, passes = run_passes(model, batch, settings)
         output.structure.positions.cpu()
         yield Measured(name, time.perf_counter() - begin, "s", "kernels are compiled" if name == "first" else "")
         del output

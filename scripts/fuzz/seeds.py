@@ -17,7 +17,7 @@ from evodsp.data.building.config import BuildConfig
 from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.scan import make_index
 from evodsp.inference.results import TIMINGS, write_json, write_results
-from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
 

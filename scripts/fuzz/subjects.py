@@ -27,8 +27,8 @@ from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.record_codec import decode_chain, decode_parsed
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.source import TemplateSource
-from evodsp.inference.batch_page import batch_page
 from evodsp.inference.inputs import read_inputs
+from evodsp.inference.pages.batch_page import batch_page
 from evodsp.inference.prediction import Prediction
 from evodsp.planner.device import load_device, load_link
 from evodsp.report.run_command import page

@@ -1,13 +1,11 @@
-"""Trains twice, once with compiled blocks, and prints the losses of both and the number of graphs. Run by test_compilation.
+"""Trains twice, once with compiled blocks. In a process of its own, because torch cannot trace the checks of shapes.
 
-In an interpreter of its own, because torch cannot trace the checks of shapes. The graphs run without a C++ compiler.
+The graphs run without a C++ compiler.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +15,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
-from evodsp.training import command
+from evodsp.training import command, execution
 from evodsp.training.execution import CompiledBlocks
+from tests.builders.kept_parsers import kept_parsers
 
 
 def run(chains: Path, output: Path, *options: str) -> dict[str, Any]:
@@ -33,16 +32,24 @@ def run(chains: Path, output: Path, *options: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    chains, folder, *options = sys.argv[1:]
-    torch.set_num_threads(1)
+def both(
+    chains: Path, folder: Path, options: tuple[str, ...], quick: bool
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What `run` finds uncompiled and compiled, and the number of graphs of the compiled run. `quick`: graphs run as they are
+    traced, and small blocks are not compared at the start."""
     graphs = [0]
+
+    def unasked(*_: Any) -> str:
+        return ""
 
     def counted(graph: torch.fx.GraphModule, examples: Any) -> Any:
         graphs[0] += 1
-        return aot_eager(graph, examples)
+        return graph.forward if quick else aot_eager(graph, examples)
 
-    with mock.patch.object(command, "CompiledBlocks", functools.partial(CompiledBlocks, backend=counted)):
-        compiled = run(Path(chains), Path(folder) / "compiled", "--compile", "blocks", *options)
-    plain = run(Path(chains), Path(folder) / "plain", *options)
-    print("RESULT", json.dumps({"plain": plain, "compiled": compiled, "graphs": graphs[0]}))
+    with kept_parsers():
+        with (
+            mock.patch.object(command, "CompiledBlocks", functools.partial(CompiledBlocks, backend=counted)),
+            mock.patch.object(execution, "problem_of_compiling", unasked if quick else execution.problem_of_compiling),
+        ):
+            compiled = run(chains, folder / "compiled", "--compile", "blocks", *options)
+        return run(chains, folder / "plain", *options), compiled, graphs[0]

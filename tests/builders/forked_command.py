@@ -1,4 +1,4 @@
-"""`evodsp` and the ranks that it starts, as forks of a process that has predicted before: else each of them takes seconds.
+"""`evodsp` and the ranks that it starts, as forks of a process that has run before: else each of them takes seconds.
 
 All else is as where Python starts them: exit codes, signals, sessions, environment, and where the output goes. `planted` is a
 program that each of these processes runs first, as a file sitecustomize.py would be.
@@ -19,12 +19,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-import evodsp
+from tests.builders.kept_parsers import kept_parsers
 from tests.ranks import RankPool, Target, end_with_parent
 
 
 class _Commands(RankPool):
-    """A process that starts commands. It has predicted before: the first prediction of a process takes seconds longer."""
+    """A process that starts commands."""
 
     def __init__(self) -> None:
         super().__init__(ranks=1)
@@ -81,8 +81,6 @@ def number_of(pid: int) -> int:
 def _start_commands(_: int, __: int, ___: str, pipe: Connection) -> None:
     """Start each command that arrives through `pipe`; send its process id, and its exit code when it has ended."""
     end_with_parent()
-    model = evodsp.AlphaFold(evodsp.ModelConfig.preset("test"))
-    evodsp.predict("MKTAYIAK", None, model, report=lambda _: None, device="cpu", recycles=0)
     while True:
         try:
             words, environment, files, planted = pipe.recv()
@@ -136,7 +134,8 @@ def _evodsp(words: list[str], planted: str) -> int:
     exec(planted, {})
     sys.argv = ["evodsp", *words]
     try:
-        run()
+        with kept_parsers():
+            run()
     except SystemExit as done:
         return int(done.code or 0)
 

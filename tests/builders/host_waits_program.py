@@ -1,16 +1,12 @@
-"""A program that trains a small model on the meta device, as one process or as rank 0 of two, and prints where the host waits.
+"""Trains a small model on the meta device, as one process or as rank 0 of two, and says where the host waits.
 
-`python -m tests.builders.host_waits_program CHAINS OUTPUT`: for 1 rank and then for 2, one line for each step between the first
-and the last: the number of ranks and a JSON list. The meta device has shapes and no numbers, so it runs everything that a GPU
-would, and nothing that reads a value.
+The meta device has shapes and no numbers, so it runs everything that a GPU would, and nothing that reads a value.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,7 +37,7 @@ from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import WEIGHTS
 
 META = torch.device("meta")
-STEPS = 4
+STEPS = 3
 
 
 def _adam(parameters: Any, **options: Any) -> Optimizer:
@@ -87,7 +83,11 @@ class Boundaries(Callback):
         self.before.append(len(self.seen.waits))
 
 
-def main(ranks: int, chains: Path, output: Path) -> None:
+def waits(ranks: int, chains: Path, output: Path) -> list[list[str]]:
+    """The waits of each step between the first and the last."""
+    torch.set_num_threads(1)
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    os.environ.update(rank if ranks == 2 else {})
     base = ModelConfig.preset("test")
     heads = HeadsConfig(predicted_aligned_error=True, experimentally_resolved=True)
     sizes = {item.name: getattr(base, item.name) for item in dataclasses.fields(ModelConfig) if item.name != "heads"}
@@ -119,17 +119,10 @@ def main(ranks: int, chains: Path, output: Path) -> None:
         with seen:
             trainer.fit(module, datamodule=data)
     # The first batch copies constants to the device; after the last one the run ends.
-    for first, last in zip(boundaries.before[1:], boundaries.before[2:], strict=False):
-        print(f"WAITS {ranks} " + json.dumps([wait for wait in seen.waits[first:last] if not _moves_the_batch(wait)]))
+    steps = zip(boundaries.before[1:], boundaries.before[2:], strict=False)
+    return [[wait for wait in seen.waits[first:last] if not _moves_the_batch(wait)] for first, last in steps]
 
 
 def _moves_the_batch(wait: str) -> bool:
     """The loader has pinned the batch's memory where there are GPUs, so its copies are asynchronous."""
     return wait.startswith("_to_copy lightning/fabric/utilities/apply_func.py")
-
-
-if __name__ == "__main__":
-    where, target = Path(sys.argv[1]), Path(sys.argv[2])
-    main(1, where, target / "1")
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    main(2, where, target / "2")

@@ -19,7 +19,14 @@ PAGES = [
         for name in ("index", "quickstart", "training", "weights", "prediction", "data", "planning", "dsp")
     ),
     *("docs/parallelize.md", "docs/frameworks.md"),
-    *("docs/measured.md", "docs/paper.md", "docs/migration.md", "docs/contributing.md", "docs/changelog.md"),
+    *(
+        "docs/measured.md",
+        "docs/paper.md",
+        "docs/migration.md",
+        "docs/contributing.md",
+        "docs/development.md",
+        "docs/changelog.md",
+    ),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "api").glob("*.md")),
 ]
 INCLUDED = ["CONTRIBUTING.md", "CHANGELOG.md"]  # by docs/contributing.md and docs/changelog.md

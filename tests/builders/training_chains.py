@@ -33,6 +33,15 @@ trainer: {max_steps: 6, accelerator: cpu, log_every_n_steps: 1}
 SEQUENCES = {"1abc_A": "MKTAYIAKQRWLE", "2abc_B": "GSHMDERVTCNPF"}
 
 
+def write_chains(folder: Path) -> Path:
+    """Write both chains and the options of a run on them, tiny.yaml, into a folder. Returns the folder."""
+    for key, letters in SEQUENCES.items():
+        write_chain(folder, key, letters)
+    directories = f"  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n"
+    (folder / "tiny.yaml").write_text(TINY.replace("data:\n", "data:\n" + directories))
+    return folder
+
+
 def write_chain(folder: Path, key: str, letters: str) -> None:
     """Write a chain, whose atoms lie near a straight line, and its alignment of three sequences."""
     pdb_id, chain_id = key.split("_")

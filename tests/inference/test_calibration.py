@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.inference.calibration import Calibration
-from evodsp.inference.plots import calibration_figure
+from evodsp.inference.score.calibration import Calibration
+from evodsp.inference.score.figures import calibration_figure
 
 
 def test_numbers_of_a_known_case():

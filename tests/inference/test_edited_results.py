@@ -11,10 +11,10 @@ import pytest
 
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
-from evodsp.inference.batch_page import batch_page
+from evodsp.inference.pages.batch_page import batch_page
+from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.relaxation import read_relaxation
-from evodsp.inference.report import compare
 from evodsp.inference.results import (
     RANKING,
     TIMINGS,
@@ -26,8 +26,8 @@ from evodsp.inference.results import (
     write_json,
     write_results,
 )
-from evodsp.inference.target_page import write_target_page
-from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.inference.score.scores import compare
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
 
 LENGTH = 6
 

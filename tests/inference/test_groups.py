@@ -8,6 +8,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -47,10 +48,10 @@ def take_slowly(handle: Any, total: int) -> list[int]:
         taken.append(place)
         if groups.number == 0 and len(taken) == 1:
             while not groups.finished(total - 1):
-                pass
+                time.sleep(0.01)
         groups.finish([f"{place}"])
     while not groups.finished(total):
-        pass
+        time.sleep(0.01)
     assert sorted(int(line) for _, (line,) in groups.news()) == list(range(total))
     assert not list(groups.news()), "all have been read"
     assert groups.gathered({place: -place for place in taken}, total) == {place: -place for place in range(total)}

@@ -14,8 +14,8 @@ import pytest
 from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.inference import command
+from evodsp.inference.api import as_given_files
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.given import as_given_files
 from evodsp.inference.inputs import as_files, read_inputs
 from evodsp.inference.predict import predict, predict_records
 from tests.builders.prediction import silent

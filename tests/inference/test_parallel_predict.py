@@ -24,7 +24,7 @@ from evodsp.inference import seeds
 from evodsp.inference.command import run as start_ranks
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict, predict_records
-from evodsp.inference.writers import PredictedStructure
+from evodsp.inference.structure_files import PredictedStructure
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig

@@ -18,8 +18,8 @@ from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
 from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict
+from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.inference.writers import PredictedStructure
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outputs import ModelOutput, StructureOutput
 from evodsp.model.recycling import settled

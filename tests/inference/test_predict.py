@@ -12,8 +12,8 @@ import torch
 from evodsp.config import KernelsConfig, check_matmul
 from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.errors import UserError
+from evodsp.inference import jobs, results, seeds
 from evodsp.inference import predict as module
-from evodsp.inference import preparation, results, seeds
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.predict import predict, predict_records
@@ -168,7 +168,7 @@ def test_progress_lines_name_stages(predicted: Finished):
 def test_finished_targets_are_kept(workplace, finished: Finished, monkeypatch):
     """Catches finished targets that are predicted again, or a checkpoint that is loaded for nothing."""
     before = {path: path.stat().st_mtime_ns for path in workplace.config.output.rglob("*")}
-    monkeypatch.setattr(preparation, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
+    monkeypatch.setattr(jobs, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
     lines: list[str] = []
     found = predict(workplace.config, lines.append)
     assert [r.kept for r in found] == [True, True]

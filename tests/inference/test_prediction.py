@@ -16,7 +16,7 @@ import torch
 import evodsp
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.errors import UserError
-from evodsp.inference.given import is_sequence
+from evodsp.inference.api import is_sequence
 from evodsp.inference.prediction import Prediction
 from evodsp.model.alphafold import AlphaFold
 

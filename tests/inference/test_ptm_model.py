@@ -23,8 +23,8 @@ from evodsp.inference import seeds
 from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import read_plddt, read_result, write_results
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.inference.writers import AlignedError, PredictedStructure
 from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
 from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.outputs import ModelOutput
@@ -164,7 +164,7 @@ def test_aligned_errors_in_model_cif(ptm_workplace, ptm_finished: Finished, monk
     result = ptm_finished.results[0]
     assert errors_in(result.structure(0)) == {}
     without = result.structure().read_text()
-    monkeypatch.setattr("evodsp.inference.preparation.load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("evodsp.inference.jobs.load_model", lambda *_: pytest.fail("the model was loaded"))
     (added, *_) = predict(replace(ptm_workplace.config, pae_in_cif=True), silent)
     pae = read_json(result.folder / "seed_0_pae.json")[0]["predicted_aligned_error"]
     found = errors_in(added.structure(0))

@@ -17,9 +17,9 @@ import torch
 from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
-from evodsp.inference import preparation
+from evodsp.inference import jobs
+from evodsp.inference.models import feature_config
 from evodsp.inference.predict import predict
-from evodsp.inference.provenance import feature_config
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import read_npz
@@ -98,7 +98,7 @@ def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
         seen.append(features)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparation, "_jobs", stop)
+    monkeypatch.setattr(jobs, "_jobs", stop)
     path = tmp_path / "params_model_2_ptm.npz"
     np.savez(path, weights=np.zeros(1, np.float32))
     for change in ({}, {"extra_msa": 64, "recycles": 1}):
@@ -107,7 +107,7 @@ def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
         )
         with pytest.raises(KeyboardInterrupt):
             predict(config, silent)
-        assert seen[-1] == feature_config(config, published_features("model_2_ptm"))
+        assert seen[-1] == feature_config(config.sizes, published_features("model_2_ptm"))
     assert [(f.msa_clusters, f.extra_msa, f.max_templates, f.recycles) for f in seen] == [
         (512, 1024, 4, 3),
         (512, 64, 4, 1),

@@ -18,7 +18,7 @@ from evodsp.inference import relaxation
 from evodsp.inference.predict import predict
 from evodsp.inference.relaxation import relax
 from evodsp.inference.results import read_result
-from evodsp.inference.writers import PredictedStructure
+from evodsp.inference.structure_files import PredictedStructure
 from tests.builders.pages import ROOT
 from tests.builders.prediction import silent
 
@@ -211,7 +211,7 @@ def test_a_finished_prediction_is_relaxed_without_the_model(
     sequence = "".join(RESTYPES_WITH_X[code] for code in structure().aatype[:10])
     workplace.config.fasta.write_text(f">y\n{sequence}\n")
     predict(workplace.change(alignments=None, seeds=1), silent)
-    monkeypatch.setattr("evodsp.inference.preparation.load_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("evodsp.inference.jobs.load_model", lambda *_: pytest.fail("the model was loaded"))
     (result,) = predict(workplace.change(alignments=None, seeds=1, relax="best"), silent)
     assert result.kept
     assert "seed_0_relaxed.cif" in files(workplace, "y")

@@ -9,10 +9,10 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data.records import ProteinSequence
-from evodsp.inference import searched
-from evodsp.inference.config import PredictConfig
-from evodsp.inference.searched import with_searched
+from evodsp.inference import search
+from evodsp.inference.search import with_searched
 from evodsp.inference.targets import Target
+from evodsp.search.limits import ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError
 from evodsp.search.server import MsaServer
 
@@ -32,15 +32,14 @@ def test_a_server_that_is_gone_costs_only_what_it_would_have_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches records that have alignments, and those found before, which are not predicted because a server is down."""
-    monkeypatch.setattr(searched, "MsaServer", Dying)
+    monkeypatch.setattr(search, "MsaServer", Dying)
     (tmp_path / "own.a3m").write_text(">q\nMKT\n")
     records = {"own": "MKT", "found": "GST", "lost": "AAA", "lost_too": "CCC"}
     targets = [
         Target(ProteinSequence(name, letters), tmp_path / "own.a3m" if name == "own" else None, ("none",))
         for name, letters in records.items()
     ]
-    config = PredictConfig(inputs=[tmp_path], checkpoint=tmp_path, output=tmp_path, msa_server="http://host")
-    usable, failures = with_searched(targets, config)
+    usable, failures = with_searched(targets, tmp_path, "http://host", ServerLimits())
     assert [target.query.name for target in usable] == ["own", "found"]
     assert usable[1].alignments == tmp_path / "_alignments" / "found"
     assert [(failure.name, failure.reason) for failure in failures] == [

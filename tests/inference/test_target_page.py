@@ -18,12 +18,12 @@ import pytest
 from evodsp.data.records import Alignment
 from evodsp.geometry.alphabet import GAP
 from evodsp.geometry.residues import CA
-from evodsp.inference.batch_page import batch_page, write_batch_page
-from evodsp.inference.coverage import coverage
-from evodsp.inference.failures import Failure
+from evodsp.inference.failures import RecordFailure
+from evodsp.inference.pages.batch_page import batch_page, write_batch_page
+from evodsp.inference.pages.coverage import coverage
+from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.results import TIMINGS, write_json, write_results
-from evodsp.inference.target_page import write_target_page
-from evodsp.inference.writers import AlignedError, PredictedStructure
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
 
 NAME = "x</script><b>&"
 RESIDUES = 60
@@ -64,7 +64,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_results(folder, {0: helix(0), 1: helix(1)}, "cif", {"templates": ["<i>1abc"]}, NAME)
     write_json(folder / TIMINGS, {"name": NAME, "features_seconds": 1.0, "model_seconds": 3.25})
     write_target_page(folder, [alignment()])
-    write_batch_page(root, [Failure("<u>bad", "no <u>letters")])
+    write_batch_page(root, [RecordFailure("<u>bad", "no <u>letters")])
     return root
 
 
@@ -107,7 +107,7 @@ def test_data_is_that_of_the_files(output: Path) -> None:
 
 def test_many_seeds_share_the_page(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
     """Catches pages that grow without limit, and blocks of residues that are not averages."""
-    monkeypatch.setattr("evodsp.inference.target_page._MOST_CELLS", 2 * 9 * 9)
+    monkeypatch.setattr("evodsp.inference.pages.target_page._MOST_CELLS", 2 * 9 * 9)
     write_target_page(output / "x", [alignment()])
     data = embedded((output / "x" / "report.html").read_text())
     assert data["step"] == 7

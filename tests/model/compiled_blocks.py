@@ -1,4 +1,4 @@
-"""Compiles the blocks of a stack, with dropout, and prints how many graphs torch made. Run by test_dropout.
+"""Compiles the blocks of a stack, with dropout, and counts the graphs that torch made. Run by test_dropout.
 
 The blocks are alike, so one graph serves all of them, and the random numbers of every step. Raises if a graph breaks or
 computes something else.
@@ -46,8 +46,3 @@ def graphs(leaf: str) -> int:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
     torch.compiler.reset()
     return compiled[0]
-
-
-if __name__ == "__main__":
-    for kind in ("masks", "keys"):
-        print(kind, graphs(kind))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -21,6 +19,8 @@ from evodsp.model.sharded import Budget, Made, Sharded
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.rng import Draws
 from tests.builders.small_stack import small_stack, streams
+from tests.model.compiled_blocks import graphs
+from tests.ranks import in_a_fork
 
 SIZES, CHANNELS = (3, 50), 40
 
@@ -145,15 +145,13 @@ def test_a_layer_without_a_key_is_an_error() -> None:
     torch.testing.assert_close(stack(*inputs, NO_DROPOUT.at("evoformer")), stack(*inputs), rtol=0, atol=0)
 
 
-def test_a_block_is_one_graph_for_all_blocks_and_steps() -> None:
+@pytest.mark.parametrize("leaf", ["masks", pytest.param("keys", marks=pytest.mark.verify)])
+def test_a_block_is_one_graph_for_all_blocks_and_steps(leaf: str) -> None:
     """Catches a graph break, and keys or names of blocks that are compiled into the graph: each step would compile anew.
 
-    In an interpreter of its own, because torch cannot trace the checks of shapes.
+    In a process of its own, because torch cannot trace the checks of shapes.
     """
-    command = [sys.executable, "-m", "tests.model.compiled_blocks"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.split() == ["masks", "1", "keys", "1"]
+    assert in_a_fork(graphs, leaf) == 1
 
 
 class Count(TorchDispatchMode):

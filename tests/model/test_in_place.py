@@ -124,7 +124,7 @@ STREAMED = CommunicationPlan(outer_product_mean="sum", stream_bias=True)
         ("templates", 2, CommunicationPlan(triangle_outgoing="gather", triangle_incoming="gather", stream_bias=True)),
     ],
 )
-@pytest.mark.parametrize("memory", [1, 3000])
+@pytest.mark.parametrize("memory", [1, pytest.param(3000, marks=pytest.mark.verify)])
 def test_pieces_of_shards_equal_the_whole(
     pool: RankPool, kind: Stack, ranks: int, plan: CommunicationPlan, memory: int
 ) -> None:
@@ -211,8 +211,15 @@ def run_model_rank(handle: Any, memory: int) -> dict[str, Tensor]:
     return run_model(memory, ShardedExchange(Group(handle)))
 
 
-@pytest.mark.parametrize(("ensembles", "draws"), [(1, False), (2, False), (1, True)])
-@pytest.mark.parametrize("memory", [1, 5000])
+@pytest.mark.parametrize(
+    ("memory", "ensembles", "draws"),
+    [
+        (1, 1, True),
+        (1, 2, False),
+        *(pytest.param(*rest, marks=pytest.mark.verify) for rest in ((1, 1, False), (5000, 1, False), (5000, 1, True))),
+        (5000, 2, False),
+    ],
+)
 def test_the_whole_model_in_pieces(memory: int, ensembles: int, draws: bool) -> None:
     """Catches a recycled pair representation that is overwritten while it is still needed (by the next feature set of an
     ensemble), templates that are mixed up, and dropout that is lost."""

@@ -15,22 +15,22 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from tests.builders.sharded_stacks import SEQUENCES, Case, check
 from tests.ranks import RankPool
 
-# Three and four ranks find what two ranks find, so only the plainest cases run on two.
+# Three ranks, none of whose shards are alike, find what two and four find: these run the plainest cases only.
 QUICK = [
-    (Case("evoformer"), (2, 3, 4)),
-    (Case("evoformer", batch=2, recompute=True), (3, 4)),
+    (Case("evoformer"), (2, 4)),
+    (Case("evoformer", batch=2, recompute=True), (3,)),
     (Case("evoformer", recompute=True, overlap=False), (3,)),
-    (Case("extra", batch=2), (2, 3, 4)),
-    (Case("extra_deep", recompute=True), (3, 4)),
-    (Case("templates", batch=2, recompute=True), (3, 4)),
-    (Case("evoformer", plan=DAP), (3, 4)),
+    (Case("extra", batch=2), (2, 3)),
+    (Case("extra_deep", recompute=True), (3,)),
+    (Case("templates", batch=2, recompute=True), (3,)),
+    (Case("evoformer", plan=DAP), (3,)),
     (Case("extra", recompute=True, plan=CommunicationPlan(keep_gathered=False)), (3,)),
-    (Case("extra_deep", recompute=True, plan=DAP), (3, 4)),
+    (Case("extra_deep", recompute=True, plan=DAP), (3,)),
     (
         Case("extra", batch=2, recompute=True, plan=CommunicationPlan(outer_product_mean="sum", stream_bias=True)),
-        (3, 4),
+        (3,),
     ),
-    (Case("templates", plan=CommunicationPlan("channel", "gather", stream_bias=True)), (2, 4)),
+    (Case("templates", plan=CommunicationPlan("channel", "gather", stream_bias=True)), (2,)),
 ]
 EVERY = list(itertools.starmap(Case, itertools.product(SEQUENCES, (1, 2), (False, True), (False, True))))
 

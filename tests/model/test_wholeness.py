@@ -12,6 +12,7 @@ import dataclasses
 import inspect
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -125,11 +126,18 @@ class Watcher(TorchDispatchMode):
             held = whole(x.numel())
             if held is None or x.untyped_storage().data_ptr() in self._given:
                 continue
-            lines = [f for f in traceback.extract_stack() if "/evodsp/" in f.filename]
-            if any(f.lineno in LOGITS and f.filename.endswith("kernels/chunked.py") for f in lines[-2:]):
+            lines = list(islice(_lines_of_the_package(), 2))[::-1]
+            if any(line in LOGITS and file.endswith("kernels/chunked.py") for file, line in lines):
                 continue  # logits: all pairs of positions of one row, for the rows that this rank has
-            places = [f"{f.filename.rpartition('/evodsp/')[2]}:{f.lineno}" for f in lines[-2:]]
+            places = [f"{file.rpartition('/evodsp/')[2]}:{line}" for file, line in lines]
             self.found.add(f"{held} {list(x.shape)} {what} {' > '.join(places)}")
+
+
+def _lines_of_the_package() -> Iterator[tuple[str, int]]:
+    """File and line of each call under way, the innermost first."""
+    for frame, line in traceback.walk_stack(None):
+        if "/evodsp/" in frame.f_code.co_filename:
+            yield frame.f_code.co_filename, line
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -141,16 +149,16 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(list(vars(leaf).values()))
 
 
-def watch(handle: Any, plan: CommunicationPlan) -> tuple[list[str], list[str]]:
-    """Tensors found in two passes with loss and gradients, and the modules that did not run."""
+def watch(handle: Any, plan: CommunicationPlan, cycles: int = 2) -> tuple[list[str], list[str]]:
+    """Tensors found in passes with loss and gradients, and the modules that did not run."""
     torch.manual_seed(0)
     exchange = ShardedExchange(Group(handle))
     model = AlphaFold(config())
     use_exchange(model, exchange, plan)
     labels = {name: x.float() if x.is_floating_point() else x for name, x in batch_of(1, RESIDUES).items()}
-    batch = labels | random_features(CLUSTERS, EXTRA, RESIDUES, TEMPLATES, cycles=2)
-    batch["true_msa"] = torch.randint(22, (1, 2, CLUSTERS, RESIDUES))
-    batch["bert_mask"] = torch.ones(1, 2, CLUSTERS, RESIDUES)
+    batch = labels | random_features(CLUSTERS, EXTRA, RESIDUES, TEMPLATES, cycles=cycles)
+    batch["true_msa"] = torch.randint(22, (1, cycles, CLUSTERS, RESIDUES))
+    batch["bert_mask"] = torch.ones(1, cycles, CLUSTERS, RESIDUES)
     batch |= existing_entries(batch)  # as the loader does; all 8 frames of a fourth of the residues would be 2 R
     with Watcher(batch.values()) as watcher:
         output = model(batch, [Draws.root(0).at(0)])
@@ -182,7 +190,7 @@ def test_nothing_large_is_ever_whole(pool: RankPool) -> None:
 
 def test_what_dap_gathers_is_found(pool: RankPool) -> None:
     """Catches a `Watcher` that finds nothing: DAP gathers an operand of triangle multiplication in every block."""
-    for found, _ in pool.run(RANKS, watch, DAP):
+    for found, _ in pool.run(RANKS, watch, DAP, 1):
         assert any(line.startswith("R x R x 16 ") for line in found)
 
 

@@ -260,8 +260,8 @@ CALLS: dict[Callable[[Any], None], str] = {
     "has 2 axes; give the layout of this tensor",
     a_mask_that_is_no_tensor: "argument mask of stage blocks.0.time is of type tuple, but its layout 'time space' has 2 "
     "axes; give the layout of this tensor",
-    a_mask_that_is_a_shard: "argument mask of stage blocks.0.time has 3 positions along space, but whole it has 7; list "
-    "under `whole` what every rank holds whole",
+    a_mask_that_is_a_shard: "argument mask of stage blocks.0.time has 3 positions along space, but the whole axis has 7; "
+    "list arguments that every rank holds whole under `whole`",
     a_dictionary_as_result: "stage blocks.0.time returned a dict, expected a tensor or a tuple; let it return one",
     fewer_results_than_declared: "stage blocks.0.time returned 2 items, but item 2 should be sharded; items count from 0",
     a_result_of_another_size: "the result of stage blocks.0.time has the shape [2, 1, 4, 4], which is no shard of 'batch time "

@@ -20,8 +20,8 @@ from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
 from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, memory
-from evodsp.planner.predicting import predicted
-from evodsp.planner.prediction import Prediction, prediction_memory, prediction_times
+from evodsp.planner.prediction import PlannedPrediction, prediction_memory, prediction_times
+from evodsp.planner.prediction_report import plan_prediction
 from evodsp.planner.program import Program, Repeat, SampleSizes
 from evodsp.planner.simulate import Item, Span, Times
 
@@ -154,13 +154,16 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
 
 def test_one_number_of_ranks_on_a_crowded_node() -> None:
     """Catches a prediction that pays nothing for its neighbours, and efficiency measured against itself."""
-    what = Prediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
+    what = PlannedPrediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
     h100 = load_device("h100")
-    alike, crowded = (predicted(what, 2, dataclasses.replace(h100, crowding=c), LINKS, sequence=2) for c in (1.0, 3.0))
-    assert [share.ranks for share in crowded.shares] == [2]
-    assert crowded.alone.ranks == 1
-    assert crowded.alone.one.device == pytest.approx(alike.alone.one.device)
-    assert crowded.shares[0].one.device == pytest.approx(alike.shares[0].one.device * 9 / 7)  # one of seven neighbours
+    alike, crowded = (
+        plan_prediction(what, 2, dataclasses.replace(h100, crowding=c), LINKS, sequence=2) for c in (1.0, 3.0)
+    )
+    assert [share.what.ranks for share in crowded.shares] == [2]
+    assert crowded.alone.what.ranks == 1
+    assert crowded.alone.one_pass.device == pytest.approx(alike.alone.one_pass.device)
+    one_of_seven = 9 / 7  # neighbours
+    assert crowded.shares[0].one_pass.device == pytest.approx(alike.shares[0].one_pass.device * one_of_seven)
 
 
 def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +175,7 @@ def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: 
     printed = capsys.readouterr().out
     numbers = json.loads(output.with_suffix(".json").read_text())
     assert [share["ranks"] for share in numbers["shares"]] == [1, 2]
-    what = Prediction(
+    what = PlannedPrediction(
         ModelConfig.preset("small"), SampleSizes(40, 24, 32), passes=2, half=True, memory=80 * 2**30 // 32
     )
     for share in numbers["shares"]:

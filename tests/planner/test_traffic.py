@@ -48,7 +48,9 @@ def traffic(
     return ledger
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.verify), 3, pytest.param(4, marks=pytest.mark.verify)]
+)
 @pytest.mark.parametrize(
     ("extra", "sequences", "plan"),
     [
@@ -81,8 +83,13 @@ def volume(calls: list[CollectiveCall]) -> int:
     return sum(call.elements for call in calls)
 
 
-@pytest.mark.parametrize(("sequences", "residues"), [(128, 256), (512, 384)])
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
+SIZES = [(128, 256), pytest.param(512, 384, marks=pytest.mark.verify)]
+
+
+@pytest.mark.parametrize(("sequences", "residues"), SIZES)
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.verify) for ranks in (4, 8, 16)), 64], ids=str
+)
 def test_a_block_moves_what_the_design_says(sequences: int, residues: int, ranks: int) -> None:
     """Catches a volume other than the design's 2 Mm/N + Mm/8 + Mz (1/8 + 8/N) numbers, in twelve collectives.
 
@@ -96,8 +103,11 @@ def test_a_block_moves_what_the_design_says(sequences: int, residues: int, ranks
         assert volume(calls) == 2 * msa // ranks + msa // 8 + pair // 8 + 8 * pair // ranks
 
 
-@pytest.mark.parametrize(("sequences", "residues"), [(128, 256), (512, 384)])
-@pytest.mark.parametrize(("ranks", "most"), [(4, 0.80), (8, 0.60), (16, 0.45), (64, 0.27)])
+@pytest.mark.parametrize(("sequences", "residues"), SIZES)
+@pytest.mark.parametrize(
+    ("ranks", "most"),
+    [(4, 0.80), *(pytest.param(*limit, marks=pytest.mark.verify) for limit in ((8, 0.60), (16, 0.45), (64, 0.27)))],
+)
 def test_a_block_moves_less_than_under_dap(sequences: int, residues: int, ranks: int, most: float) -> None:
     """Catches a plan that saves less than the design promises over DAP, which moves 2 Mm/N + Mm/8 + Mz (2 + 1/8 + 4/N)."""
     n = StackSizes(ranks, 0, 1, sequences, residues, 256, 128, EvoformerConfig())
@@ -107,7 +117,9 @@ def test_a_block_moves_less_than_under_dap(sequences: int, residues: int, ranks:
     assert volume(inner_block(n)) / dap <= most
 
 
-@pytest.mark.parametrize(("sequences", "residues", "most"), [(1024, 256, 0.65), (5120, 384, 0.35)])
+@pytest.mark.parametrize(
+    ("sequences", "residues", "most"), [(1024, 256, 0.65), pytest.param(5120, 384, 0.35, marks=pytest.mark.verify)]
+)
 def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: int, most: float) -> None:
     """Catches switches of the extra MSA: DAP switches it to R and back in every block; here it stays sharded along S."""
     config = ModelConfig().extra_msa
@@ -117,7 +129,10 @@ def test_an_extra_msa_block_moves_less_than_under_dap(sequences: int, residues: 
 
 @pytest.mark.parametrize(
     ("sequences", "residues", "ranks", "collectives"),
-    [(5120, 384, 2, 2), (5120, 384, 8, 2), (5120, 384, 64, 10), (1024, 256, 8, 4)],
+    [
+        *(pytest.param(5120, 384, *rest, marks=pytest.mark.verify) for rest in ((2, 2), (8, 2), (64, 10))),
+        (1024, 256, 8, 4),
+    ],
 )
 def test_partial_outer_products_are_few_collectives_of_bounded_size(
     sequences: int, residues: int, ranks: int, collectives: int
@@ -137,8 +152,8 @@ def test_partial_outer_products_are_few_collectives_of_bounded_size(
     [
         (False, 5, CommunicationPlan()),
         (False, 5, CommunicationPlan(keep_gathered=False)),
-        (True, 6, CommunicationPlan()),
-        (True, 6, CommunicationPlan(keep_gathered=False)),
+        pytest.param(True, 6, CommunicationPlan(), marks=pytest.mark.verify),
+        pytest.param(True, 6, CommunicationPlan(keep_gathered=False), marks=pytest.mark.verify),
         (True, 40, CommunicationPlan()),  # its outer product mean sums over ranks
     ],
     ids=str,

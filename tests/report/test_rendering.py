@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import evodsp
-from evodsp.inference.residue_charts import strip
+from evodsp.inference.pages.residue_charts import strip
 from evodsp.report.charts import mark, picture
 from evodsp.report.page import Page
 from evodsp.report.rendering import render

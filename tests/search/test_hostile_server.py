@@ -17,10 +17,10 @@ import pytest
 
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import SettingError, UserError
-from evodsp.inference.search_config import SearchConfig
 from evodsp.reading.answers import BadAnswerError
 from evodsp.search import archive
 from evodsp.search.archive import split
+from evodsp.search.config import SearchConfig
 from evodsp.search.limits import ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher, search
 from evodsp.search.server import MsaServer

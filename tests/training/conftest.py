@@ -7,27 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders.kept_parsers import kept_parsers
 from tests.builders.training import CommandPool
-from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+from tests.builders.training_chains import write_chains
 
 
 @pytest.fixture(scope="module", autouse=True)
-def parsers() -> Iterator[None]:
-    """Command lines in this process have one parser."""
-    with kept_parsers():
-        yield
+def every_test_has_them(parsers: None) -> None:
+    """The parsers that are kept."""
 
 
 @pytest.fixture(scope="session")
 def chains(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with alignments/, mmcif_files/ and tiny.yaml."""
-    folder = tmp_path_factory.mktemp("chains")
-    for key, letters in SEQUENCES.items():
-        write_chain(folder, key, letters)
-    directories = f"  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n"
-    (folder / "tiny.yaml").write_text(TINY.replace("data:\n", "data:\n" + directories))
-    return folder
+    return write_chains(tmp_path_factory.mktemp("chains"))
 
 
 @pytest.fixture(scope="session")

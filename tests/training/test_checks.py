@@ -257,7 +257,7 @@ def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, t
     runs = {}
     for ranks, parameters in ((1, "replicate"), (2, "zero1"), (2, "fsdp2")):
         output = tmp_path / parameters
-        options = ["--trainer.precision", "bf16-mixed", "--trainer.max_steps", "3", "--model.optimizer.clip", "batch"]
+        options = ["--trainer.precision", "bf16-mixed", "--trainer.max_steps", "2", "--model.optimizer.clip", "batch"]
         options += ["--trainer.limit_val_batches=0"]
         options += ["--parallel.sequence", str(ranks), "--parallel.parameters", parameters]
         outcomes = commands.evodsp(ranks, *words(chains, output, *options))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from evodsp.cli import main
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.builders.compiled_training_program import both
+from tests.ranks import in_a_fork
 
 
 @pytest.mark.parametrize(
@@ -51,32 +47,28 @@ def test_a_missing_compiler_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "quick"),
     [
-        ("--trainer.max_steps", "3"),
+        (("--model.evoformer.blocks=2", "--data.train.recycles=0"), True),
+        pytest.param(("--model.evoformer.blocks=3",), False, marks=pytest.mark.verify),
         pytest.param(
-            ("--trainer.max_steps", "3", "--trainer.precision", "bf16-mixed", "--model.evoformer.checkpoint", "true",
+            ("--model.evoformer.blocks=3", "--trainer.precision", "bf16-mixed", "--model.evoformer.checkpoint", "true",
              "--model.extra_msa.checkpoint", "true"),
+            False,
             marks=pytest.mark.verify,
         ),
     ],
 )  # fmt: skip
-def test_a_compiled_run_is_the_run(chains: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_a_compiled_run_is_the_run(chains: Path, tmp_path: Path, options: tuple[str, ...], quick: bool) -> None:
     """Catches a graph for each block or step, changed numbers, and other names in checkpoints.
 
-    Three blocks of the Evoformer, one of the extra-MSA stack, recycling, dropout, the moving average. Each half of a block is
-    one graph in passes with gradients, and one in recycled passes without.
+    Several blocks of the Evoformer, one of the extra-MSA stack, recycling, dropout, the moving average. Each half of a block is
+    one graph in passes with gradients, and one in recycled passes without; three more are those of the check at the start.
+    `make test` runs the graphs as they are traced, without recycling and without that check, which has tests of its own.
     """
-    command = [sys.executable, "-m", "tests.builders.compiled_training_program", str(chains), str(tmp_path)]
-    command += ["--model.evoformer.blocks", "3", *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    found = json.loads(line.removeprefix("RESULT "))
-    plain, compiled = found["plain"], found["compiled"]
+    plain, compiled, graphs = in_a_fork(both, chains, tmp_path, (*options, "--trainer.max_steps=3"), quick)
     assert len(plain["loss"]) == 3
     tolerance = 1e-2 if "bf16-mixed" in options else 1e-4
     torch.testing.assert_close(compiled["loss"], plain["loss"], rtol=tolerance, atol=0)
     assert compiled["names"] == plain["names"]
-    assert found["graphs"] <= 8 + 3  # those of the check at the start
+    assert graphs <= (4 if quick else 8 + 3)

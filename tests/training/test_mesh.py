@@ -21,7 +21,7 @@ from tests.builders.training import CommandPool
 
 RUN = """
 seed: 3
-global_batch: 4
+global_batch: 2
 model:
   channels: {msa: 12, pair: 10, extra_msa: 6, single: 14}
   extra_msa: {blocks: 1, msa_heads: 2, msa_head_width: 3, pair_heads: 2, pair_head_width: 3, triangle_channels: 5,
@@ -36,15 +36,19 @@ model:
 data:
   train_chains: [102m_A, 1k1a_A, 2q2k_A]
   validation_chains: [102m_A, 1k1a_A, 2q2k_A]
-  batch_size: 2
-  samples_per_epoch: 8
+  batch_size: 1
+  samples_per_epoch: 4
   train: {crop_size: 23, msa_clusters: 7, extra_msa: 9, recycles: 1, block_delete: true}
-  validation: {crop_size: 29, msa_clusters: 5, extra_msa: 6, recycles: 1, uniform_recycling: false}
+  validation: {crop_size: 29, msa_clusters: 5, extra_msa: 6, recycles: 0, uniform_recycling: false}
 trainer: {max_steps: 3, accelerator: cpu, log_every_n_steps: 1, gradient_clip_val: 0.1, precision: 64-true}
 """
 BY_BATCH = ("--model.optimizer.clip", "batch")
 TEN = (
     "--trainer.max_steps=10",
+    "--global_batch=4",
+    "--data.batch_size=2",
+    "--data.samples_per_epoch=8",
+    "--data.validation.recycles=1",
     "--model.evoformer.blocks=2",
     "--model.structure_module.iterations=2",
     "--data.train.recycles=2",

@@ -45,7 +45,7 @@ def searched(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_with_templates(searched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches a template branch that gets no features, no gradient, or templates that the user cannot see in the log."""
     output = tmp_path / "run"
-    options = ["--output", str(output), "--trainer.max_steps", "16"]
+    options = ["--output", str(output), "--trainer.max_steps", "16", "--trainer.limit_val_batches", "0"]
     assert main(["fit", "--config", str(searched / "tiny.yaml"), *options]) == 0
     log = capfd.readouterr().err
     expected = (

@@ -1,4 +1,4 @@
-"""The table of backends. It imports no torch, so that settings are checked before anything heavy is loaded."""
+"""The table of backends. This module does not import torch, so that settings are checked before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Backend:
 
     module: str
     devices: tuple[str, ...] = ()
-    """Types of devices on which `auto` tries it. On others it must be asked for by name."""
+    """Device types on which `auto` tries the backend. On other devices it is used only if a setting names it."""
 
 
 BACKENDS: dict[str, Backend] = {
@@ -26,7 +26,7 @@ BACKENDS: dict[str, Backend] = {
     "cuequivariance": Backend("evodsp.model.kernels.cuequivariance"),
     "reference": Backend("evodsp.model.kernels.reference"),
 }
-"""By name, in the order in which `auto` tries them."""
+"""The backends by name, in the order in which `auto` tries them."""
 
 
 def check_names(config: KernelsConfig) -> None:

@@ -1,12 +1,12 @@
-"""Operators that compute a large intermediate a few rows at a time: what they share, projections, and the transition.
+"""Operators that compute a large intermediate a few rows at a time: their common parts, projections, and the transition.
 
-What they share says which rows are computed at a time, how results and gradients of all chunks come together, and in which
-steps backends differ. Where everything is one chunk, its results and gradients are used as they are: no zeros, no sums, no
-copies into a whole.
+The common parts choose the chunks of rows, join the results and gradients of all chunks, and name the steps in which
+backends differ. If there is one chunk, its results and gradients are used directly: no zeros, no sums, no copies into a
+whole.
 
-Projections and the transition, as triangle multiplication (`triangle_products`), begin with a layer norm. None keeps the norm:
-the backward pass forms it again from the operator's input. So of a sub-layer's input only the residual stream itself is kept.
-`chunked` and `triton` share these operators. They differ in `Steps`: what lies between the matrix products.
+Projections and the transition, like triangle multiplication (`triangle_products`), begin with a layer norm. None keeps the
+norm: the backward pass recomputes it from the operator's input, so that only the residual stream itself is kept. `chunked`
+and `triton` share these operators. They differ in `Steps`, the steps between the matrix products.
 
 Shape legend: B batch, N rows of attention, L positions, Q queries, H heads, D head width, n1 n2 axes of a shard of a
 representation, s r those of an MSA, c channels of an operand, h hidden channels, o p channels of results, z channels of the
@@ -34,7 +34,7 @@ GPU_NUMBERS = 1 << 28
 """Size of a chunk of a layer's intermediate on a GPU: enough to fill it."""
 
 Chunk = tuple[int | slice, slice]
-"""What indexes the first two axes of a representation: (sample, rows), or everything."""
+"""Index of the first two axes of a representation: (sample, rows), or everything."""
 EVERYTHING: Chunk = (slice(None), slice(None))
 
 
@@ -56,11 +56,11 @@ def chunks_of(x: Float[Tensor, "B n1 n2 c"], channels: int) -> list[Chunk]:
 
 
 def returned(x: Tensor) -> Tensor:
-    """x, as the forward pass of an autograd.Function returns it: compiled, it is a tensor object of its own.
+    """x as a result of an autograd.Function's forward pass: under torch.compile, a new tensor object.
 
-    torch.compile makes every intermediate tensor of such a forward pass a result. If one is the very object that is returned
-    (operations in place and `contiguous` with nothing to do give one object two names), torch 2.11 takes the gradient of that
-    result, which is zero, instead of the returned one's, and says nothing.
+    torch.compile makes every intermediate tensor of such a forward pass a result. If an intermediate is the same object as
+    the returned tensor (as after operations in place, or `contiguous` of a contiguous tensor), torch 2.11 silently takes
+    the intermediate's gradient, which is zero.
     """
     return x.view_as(x) if torch.compiler.is_compiling() else x
 
@@ -69,13 +69,15 @@ class Whole:
     """A tensor that is computed chunk by chunk."""
 
     def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
-        """`make`: an empty tensor of the right size; not called if there is only one chunk, which then is the whole."""
+        """`make`: returns an empty tensor of the right size; not called if there is only one chunk, which then is the
+        whole.
+        """
         self._single = len(chunks) == 1
         if not self._single:
             self.x = make()
 
     def put(self, at: tuple[Any, ...], piece: Tensor) -> None:
-        """Set the part `at`."""
+        """Set the chunk at index `at`."""
         if self._single:
             self.x = piece
         else:
@@ -86,7 +88,7 @@ class SampleSums:
     """A sum over the rows of each sample, in float32 at least, whose terms are computed chunk by chunk."""
 
     def __init__(self, chunks: Sequence[Chunk], make: Callable[[], Tensor]) -> None:
-        """`make`: zeros of the right size; not called if there is only one chunk."""
+        """`make`: returns zeros of the right size; not called if there is only one chunk."""
         self._single = len(chunks) == 1
         if not self._single:
             self.x = make()
@@ -100,7 +102,7 @@ class SampleSums:
 
 
 ColumnSums = Callable[[Tensor, torch.dtype], Tensor]
-"""(matrix [P c], whose rows may be apart in memory; dtype) -> sum of all rows in this dtype."""
+"""(matrix [P c], rows of any stride; dtype) -> sum of all rows in this dtype."""
 
 
 def column_sums(x: Float[Tensor, "P c"], dtype: torch.dtype) -> Float[Tensor, " c"]:
@@ -109,18 +111,22 @@ def column_sums(x: Float[Tensor, "P c"], dtype: torch.dtype) -> Float[Tensor, " 
 
 
 class Sums:
-    """Gradients of parameters, summed over chunks in float32 at least. A single chunk's are rounded by its product."""
+    """Gradients of parameters, summed over chunks in float32 at least. Those of a single chunk have the precision of its
+    matrix product.
+    """
 
     def __init__(
         self, chunks: Sequence[Chunk], *parameters: Tensor | None, column_sums: ColumnSums = column_sums
     ) -> None:
-        """`column_sums`: what sums the gradients of biases."""
+        """`column_sums`: function that sums the gradients of biases."""
         self._parameters, self._several = parameters, len(chunks) > 1
         self._column_sums = column_sums
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
     def dtype(self, number: int) -> torch.dtype:
-        """Precision that pieces of one parameter's gradient need: a single one is rounded to the parameter's."""
+        """Precision of the terms of one parameter's gradient: the parameter's own if there is a single term, float32 at
+        least otherwise.
+        """
         parameter = self._parameters[number]
         assert parameter is not None
         return wide(parameter.dtype) if self._several else parameter.dtype
@@ -134,7 +140,9 @@ class Sums:
             total += piece
 
     def add_linear(self, weight: int, gradient: Tensor, x: Tensor, bias: int | None = None) -> None:
-        """Add to the gradients of a linear layer. `gradient`: of its result, `x`: its input, a position in each row."""
+        """Add to the gradients of a linear layer. `gradient`: gradient of its result; `x`: its input; both with one row per
+        position.
+        """
         total = self._totals[weight]
         if total is not None and total.dtype == x.dtype:
             total.addmm_(gradient.T, x)
@@ -145,14 +153,14 @@ class Sums:
             self.add(bias, self._column_sums(own, wide(own.dtype) if self._several else own.dtype))
 
     def results(self) -> list[Any]:
-        """The gradients; None of what is no parameter, or got none."""
+        """The gradients; None for absent parameters and for those without a gradient."""
         pairs = zip(self._totals, self._parameters, strict=True)
         return [None if total is None or p is None else total.to(p.dtype) for total, p in pairs]
 
 
 @dataclass(frozen=True)
 class Steps:
-    """What operators compute between matrix products. Not differentiable: each comes with its backward pass."""
+    """The elementary steps between an operator's matrix products. They are not differentiable; each has its backward step."""
 
     norm: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(x [* c], weight, bias) -> layer norm of x, contiguous and in its dtype; mean and inverse deviation of each position. The
@@ -160,10 +168,11 @@ class Steps:
     norm_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     """(gradient, x, weight, mean, inverse deviation) -> gradients of x, weight and bias."""
     norm_again: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] | None
-    """(gradient, x, weight, bias) -> layer norm of x, as `norm` returns it; gradients of x, weight and bias. None where one
-    pass over memory less does not pay: on a CPU, products after it find less in the caches."""
+    """(gradient, x, weight, bias) -> layer norm of x, as `norm` returns it; gradients of x, weight and bias. None on a CPU,
+    where one pass over memory less does not pay: the products after it find less in the caches."""
     project: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(y [* I J z], weight [4c z], bias) -> projections of y in the layout that the next two want: [* I J 4c] or [4c * I J]."""
+    """(y [* I J z], weight [4c z], bias) -> projections of y in the layout that the next two steps take: [* I J 4c] or [4c
+    * I J]."""
     gated_operands: Callable[[Tensor, Tensor], Tensor]
     """(projections, mask [* I J]) -> [2 * c I J]: mask x sigmoid(second half of the channels) x first half."""
     gated_operands_backward: Callable[[Tensor, Tensor, Tensor, torch.dtype], tuple[Tensor, Tensor]]
@@ -185,13 +194,13 @@ class Steps:
 
 
 def cast_all(x: Tensor, *others: Any) -> list[Any]:
-    """The operands in the precision of activations. Autocast does not see the products inside of a Function."""
+    """The operands in the precision of activations, because autocast does not see products inside an autograd.Function."""
     dtype = activation_dtype(x)
     return [None if operand is None else operand.to(dtype) for operand in (x, *others)]
 
 
 def matrix(x: Tensor) -> Tensor:
-    """A chunk with one row a position."""
+    """A chunk as a matrix with one row per position."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -210,12 +219,14 @@ def norm_backward(
     weight: Tensor,
     statistics: Sequence[Tensor],
 ) -> None:
-    """The gradients of x and of the norm's parameters, the first two of `sums`. `upstream`: that of the norm of x[at]."""
+    """Compute the gradients of x[at] and of the norm's parameters, which are the first two of `sums`. `upstream`: gradient
+    of the norm of x[at].
+    """
     put_norm(sums, grad_x, at, *steps.norm_backward(upstream.view(x[at].shape), x[at], weight, *statistics))
 
 
 def put_norm(sums: Sums, grad_x: Whole, at: Chunk, piece: Tensor, of_weight: Tensor, of_bias: Tensor) -> None:
-    """Take in the gradients of x[at] and of the norm's parameters."""
+    """Store the gradient of x[at], and add the gradients of the norm's parameters to `sums`."""
     grad_x.put(at, piece)
     sums.add(0, of_weight)
     sums.add(1, of_bias)
@@ -226,19 +237,19 @@ def parts_of(
 ) -> tuple[
     Float[Tensor, "B N Q H D"], Float[Tensor, "B N L H D"], Float[Tensor, "B N L H D"], Float[Tensor, "B N Q H D"]
 ]:
-    """Views: so many queries, from number `first` on; all keys; all values; the gates of these queries."""
+    """Views of `projected`: n queries from position `first` on, all keys, all values, and the gates of these queries."""
     q, k, v, gate = projected.unbind(3)
     attending = slice(first, first + queries)
     return q[:, :, attending], k, v, gate[:, :, attending]
 
 
 def empty_gradient(projected: Float[Tensor, "B N L 4 H D"], queries: int) -> Float[Tensor, "B N L 4 H D"]:
-    """Memory for the gradient of the projection. Where only some positions attend, the others' queries and gates get zero."""
+    """Memory for the gradient of the projection. If some positions do not attend, their queries and gates get zero."""
     return torch.empty_like(projected) if queries == projected.shape[2] else torch.zeros_like(projected)
 
 
 class Layers:
-    """The operators, made of these steps. Each is differentiable once in all its inputs but masks."""
+    """The operators, composed of a backend's steps. Each is differentiable once in all its inputs but masks."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -267,9 +278,10 @@ class Layers:
         biases: Sequence[Float[Tensor, " _"] | None],
         planes: int = 0,
     ) -> tuple[Tensor, ...]:
-        """Linear layers of the norm of x: each [B n1 n2 o], contiguous; of the last `planes` layers each [B p n1 n2].
+        """Linear layers of the layer norm of x: each result is [B n1 n2 o], contiguous; those of the last `planes` layers
+        are [B p n1 n2].
 
-        A bias that is shorter than a layer's result belongs to the last channels. The last `planes` layers have none.
+        A bias that is shorter than a layer's result belongs to the last channels. The last `planes` layers have no bias.
         """
         x, *layers = cast_all(x, *(y for pair in zip(weights, biases, strict=True) for y in pair))
         with without_autocast(x.device):
@@ -292,7 +304,7 @@ class Layers:
     def linear(
         self, x: Float[Tensor, "B n1 n2 c"], weight: Float[Tensor, "o c"], bias: Float[Tensor, " o"]
     ) -> Float[Tensor, "B n1 n2 o"]:
-        """A linear layer. Keeps its inputs only."""
+        """A linear layer. It keeps only its inputs."""
         x, *parameters = cast_all(x, weight, bias)
         with without_autocast(x.device):
             return _Linear.apply(self._steps, x, *parameters)
@@ -304,7 +316,7 @@ class Layers:
         weight: Float[Tensor, "o c"],
         bias: Float[Tensor, " o"],
     ) -> Float[Tensor, "B s r o"]:
-        """A linear layer of x times the sigmoid of `gate`, with one x for all sequences. Keeps its inputs only."""
+        """A linear layer of x times the sigmoid of `gate`, with one x for all sequences. It keeps only its inputs."""
         x, gate, *linear = cast_all(x, gate, weight, bias)
         with without_autocast(x.device):
             return _GatedLinear.apply(self._steps, x, gate, *linear)
@@ -414,12 +426,12 @@ class _Projections(torch.autograd.Function):
 
 
 def _of_all_channels(bias: Float[Tensor, " _"], channels: int) -> Float[Tensor, " _"]:
-    """The bias of so many channels: that of the last ones may be given alone."""
+    """Pad a short bias with leading zeros to `channels` entries."""
     return bias if len(bias) == channels else F.pad(bias, (channels - len(bias), 0))
 
 
 def _channels_last(results: Sequence[Any], planes: int) -> list[Any]:
-    """Views with channels last of all results, also of the last ones, which have channels first."""
+    """Views of all results with channels last. The last `planes` results are stored channels-first."""
     last = len(results) - planes
     return [*results[:last], *(None if x is None else x.permute(0, 2, 3, 1) for x in results[last:])]
 

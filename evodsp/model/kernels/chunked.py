@@ -1,9 +1,10 @@
-"""Operators computed a few rows at a time, whose large intermediates are never whole: the default on every device but GPUs.
+"""The default backend on every device but GPUs: operators are computed a few rows at a time, and large intermediates are
+never whole.
 
-The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are computed,
-used and dropped chunk by chunk, and computed again in the backward pass. On a CPU the working set stays in cache; on every
-device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`by_chunks`) are
-computed alike.
+The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are
+computed, used and freed chunk by chunk, and recomputed in the backward pass. On a CPU the working set stays in cache; on
+every device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`by_chunks`)
+are computed in the same way.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, S
 sequences, I J residues, c channels of an operand, z channels of the result; n, i: a chunk of N, of I.
@@ -59,7 +60,7 @@ GPU_LOGITS = 1 << 26
 
 
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
-    """Gated attention within each row (algorithm 8). Differentiable once in `projected`."""
+    """Gated attention within each row (algorithm 8). It is differentiable once in `projected`."""
     with without_autocast(projected.device):
         return _Attention.apply(projected, keys, None, 0)
 
@@ -70,7 +71,7 @@ def biased_attention(
     pair_bias: Float[Tensor, "B H Q L"],
     first: int = 0,
 ) -> Float[Tensor, "B N Q H D"]:
-    """Gated attention with a bias that all rows share (algorithms 7, 13, 14). Differentiable once in all inputs but `keys`."""
+    """Gated attention with a bias that all rows share (algorithms 7, 13, 14), differentiable once in all inputs but `keys`."""
     with without_autocast(projected.device):
         return _Attention.apply(projected, keys, pair_bias, first)
 
@@ -78,8 +79,8 @@ def biased_attention(
 def global_attention(
     q: Float[Tensor, "B r H D"], key_value: Float[Tensor, "B s r 2 D"], keys: Float[Tensor, "B s r"]
 ) -> Float[Tensor, "B r H D2"]:
-    """Attention of one query per column and head over the sequences of a shard, not yet divided. Differentiable once in `q` and
-    `key_value`."""
+    """Attention of one query per column and head over the sequences of a shard, not yet divided. It is differentiable once
+    in `q` and `key_value`."""
     q, key_value = cast_all(q, key_value)
     with without_autocast(q.device):
         return _GlobalAttention.apply(q, key_value, keys)
@@ -90,7 +91,7 @@ def _heads_first(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
 
 
 def _factor(x: Float[Tensor, "n L H D"]) -> Float[Tensor, "n H L D"]:
-    """A contiguous copy, which a product of strided operands would make each time. On a CPU in float32 at least."""
+    """A contiguous copy, which each product of strided operands would make again. On a CPU it is in float32 at least."""
     dtype = x.dtype if x.device.type == "cuda" else wide(x.dtype)
     return _heads_first(x).to(dtype, memory_format=torch.contiguous_format, copy=True)
 
@@ -119,7 +120,7 @@ def _weights(
 
 def _masked(keys: Float[Tensor, "B N K"], dtype: torch.dtype) -> Float[Tensor, "B N 1 1 K"]:
     """The bias of absent keys, in float32 at least."""
-    # Contiguous: torch.compile lays out a sum as its operands are, and not as the tensor that it is written into.
+    # This copy is contiguous because torch.compile lays out a sum like its operands, not like the tensor that receives it.
     return mask_bias(keys.to(wide(dtype))).contiguous()[:, :, None, None, :]
 
 
@@ -146,9 +147,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projected: Tensor, keys: Tensor, pair_bias: Tensor | None, first: int) -> Tensor:
         q, k, v, gate = parts_of(projected, first, _queries(projected, pair_bias))
-        if pair_bias is not None:  # read once a chunk; around the ending node it comes transposed
+        if pair_bias is not None:  # each chunk reads it once; around the ending node it is transposed
             pair_bias = pair_bias.contiguous()
-        # With the order of the gate's strides, so that the caller's transposition is undone.
+        # The result has the gate's order of strides, so that the caller's transposition costs no copy.
         out = torch.empty_like(gate)
         masked, columns = _masked(keys, projected.dtype), _query_chunks(q, k.shape[2])
         for b, rows in _row_chunks(q, k.shape[2]):
@@ -180,8 +181,8 @@ class _Attention(torch.autograd.Function):
             grad_gate[b, rows] = (grad[b, rows].to(opening.dtype) * out[b, rows]).mul_(1.0 - opening)
             upstream = _factor((grad[b, rows] * opening).to(v_.dtype))
             _heads_first(grad_v[b, rows]).copy_(wide_product(weights.mT, upstream))
-            # The sum over keys of weight x gradient is subtracted in here. Output x gradient, which equals it, would bring in
-            # the rounding of the output.
+            # This subtracts the sum over keys of weight x gradient. Output x gradient equals it, but would add the rounding
+            # of the output.
             slope = torch._softmax_backward_data(wide_product(upstream, v_.mT), weights, -1, weights.dtype)
             if grad_bias is not None:
                 grad_bias[b] += slope.sum(0)
@@ -191,7 +192,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _GlobalAttention(torch.autograd.Function):
-    """Sums whose backward pass computes the weights again, a few columns at a time."""
+    """Global attention whose backward pass recomputes the weights, a few columns at a time."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, key_value: Tensor, keys: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ def _queries(projected: Tensor, pair_bias: Tensor | None) -> int:
 
 
 def _opening(gate: Tensor) -> Tensor:
-    """How far a gate is open, 0 to 1, in float32 at least."""
+    """The sigmoid of a gate's logits, in float32 at least."""
     return gate.to(wide(gate.dtype)).sigmoid()
 
 
@@ -258,14 +259,16 @@ def _norm_backward(
     grad: Tensor, x: Float[Tensor, "*chunk c"], weight: Tensor, mean: Tensor, inverse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     weight = weight.to(x.dtype)
-    # The bias is only looked at for its shape.
+    # Only the shape of the bias is read.
     return torch.ops.aten.native_layer_norm_backward(
         grad, x, x.shape[-1:], mean, inverse, weight, weight, [True, True, True]
     )
 
 
 def _project(y: Float[Tensor, "*chunk I J z"], weight: Tensor, bias: Tensor) -> Float[Tensor, "cccc *chunk I J"]:
-    """Channels first, as triangle multiplication wants them: a transposition afterwards takes a third of the product's time."""
+    """The projection with channels first, as triangle multiplication takes it. A transposition afterwards takes a third of
+    the product's time.
+    """
     return torch.addmm(bias.unsqueeze(1), weight, y.flatten(0, -2).T).view(len(weight), *y.shape[:-1])
 
 
@@ -286,7 +289,7 @@ def _gated_operands_backward(
     result = torch.empty_like(projected)
     of_values, of_gates = result.chunk(2)
     opening = gates.sigmoid()
-    # One operand after the other: the compiler cannot write into a view that splits an axis.
+    # The operands are written one after the other, because the compiler cannot write into a view that splits an axis.
     for of_operand, place in zip(grad.movedim(-3, 1).unbind(), of_values.chunk(2), strict=True):
         torch.mul(of_operand, mask, out=place)
     of_values.mul_(opening)

@@ -1,4 +1,4 @@
-"""Attention with a pair bias by NVIDIA's package cuequivariance-torch, on GPUs.
+"""Attention with a pair bias, computed by NVIDIA's package cuequivariance-torch on GPUs.
 
 Shape legend: B batch, N rows (each attends within itself), L positions, Q of them as queries, H heads,
 D head width.
@@ -17,7 +17,7 @@ def biased_attention(
     pair_bias: Float[Tensor, "B H Q L"],
     first: int = 0,
 ) -> Float[Tensor, "B N Q H D"]:
-    """Gated attention with a bias that all rows share (algorithms 7, 13 and 14), of the Q positions from `first` on."""
+    """Gated attention with a bias that all rows share (algorithms 7, 13 and 14). The Q positions from `first` on attend."""
     q, k, v, gate = projected.transpose(2, 4).unbind(3)  # heads before positions
     q, gate = (x.narrow(3, first, pair_bias.shape[2]) for x in (q, gate))
     present = keys[:, :, None, None, :].bool()

@@ -1,7 +1,7 @@
-"""Attention by the package flash-attn (Dao et al., arXiv 2205.14135), on GPUs, in bf16 or fp16, without a pair bias.
+"""Attention without a pair bias, computed by the package flash-attn (Dao et al., arXiv 2205.14135) on GPUs, in bf16 or fp16.
 
-flash-attn knows no mask of keys. Here one more channel carries it: 1 in every query, a large negative number in every masked
-key, so that their product is the bias of the logit. Heads are padded to a multiple of 8 channels, as the package asks.
+flash-attn takes no key mask. An additional channel carries it: 1 in every query, a large negative number in every masked key,
+so that their product is the bias of the logit. Heads are padded to a multiple of 8 channels, as the package asks.
 
 Shape legend: B batch, N rows (each attends within itself), L positions, H heads, D head width.
 """

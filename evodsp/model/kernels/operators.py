@@ -1,7 +1,8 @@
-"""The operators of which there are several implementations: each is declared once, in the table `OPERATORS`.
+"""The operators with several implementations. Each is declared once, in the table `OPERATORS`.
 
-A new operator is its formula in `reference`, its entry here, its field of `KernelsConfig` and a function in `chunked`, which
-may be the formula itself. A new backend of an operator is a function of that name in the backend's module.
+To add an operator, write its formula in `reference`, its entry here, its field of `KernelsConfig` and a function in
+`chunked`, which may be the formula itself. To implement an operator in a backend, define a function of its name in the
+backend's module.
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from evodsp.model.kernels import chunked, reference
 from evodsp.parallel.exchange import added_softmax_sums
 
 Operator = Callable[..., Any]
-"""Returns a tensor or several."""
+"""A function of tensors and settings that returns one tensor or several."""
 
 
 class Inputs:
-    """Makes the tensors of an example, always the same ones."""
+    """Makes the random tensors of an example, the same ones each time."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._device, self._dtype = device, dtype
 
     def random(self, *shape: int) -> Tensor:
-        """Normal numbers."""
+        """Standard normal numbers."""
         return torch.randn(shape, generator=self._generator).to(self._device, self._dtype)
 
     def mask(self, *shape: int) -> Tensor:
-        """Ones, and some zeros."""
+        """A mask of ones with some zeros."""
         return (torch.rand(shape, generator=self._generator) > 0.2).to(self._device, self._dtype)
 
     def keys(self) -> Tensor:
-        """The keys of two random streams, whose words differ."""
+        """Dropout keys of two random streams. Their words differ."""
         return torch.tensor([0x0123456789ABCDEF, -0x0123456789ABCDEF], device=self._device)
 
 
@@ -47,24 +48,24 @@ def _plainly(function: Operator, tensors: Sequence[Tensor], settings: Mapping[st
 
 @dataclass(frozen=True)
 class Spec:
-    """One operator: what it computes, and how an implementation is compared with that."""
+    """One operator: its formula, and the inputs on which implementations are compared with it."""
 
     formula: Operator
     examples: Callable[[Inputs], list[Tensor]]
-    """Small inputs: sizes that differ and do not divide, some keys masked, strides as in the model."""
+    """Function that makes small inputs: sizes differ and do not divide, some keys are masked, strides are as in the model."""
     mask: int | None = None
-    """Number of the input that is a mask, keys to draw it from, or counts, and gets no gradient."""
+    """Index of the input without gradient: a mask, dropout keys, or counts."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments besides tensors."""
+    """Arguments that are not tensors."""
     call_with: Callable[[Operator, Sequence[Tensor], Mapping[str, Any]], Any] = _plainly
-    """How an implementation is called with tensors as `examples` gives them."""
+    """Function that calls an implementation with the tensors of `examples`."""
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """The tensors of the example."""
         return self.examples(Inputs(device, dtype))
 
     def call(self, function: Operator, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The results of an implementation for such tensors."""
+        """The results of an implementation for tensors like those of `examples`."""
         result = self.call_with(function, tensors, self.settings)
         return result if isinstance(result, tuple) else (result,)
 
@@ -73,7 +74,7 @@ def _heads(make: Inputs) -> list[Tensor]:
     rows, length, heads, width = 5, 37, 3, 16
     keys = make.mask(2, rows, length)
     keys[0, 0] = 0  # a row without keys
-    return [make.random(2, length, rows, 4, heads, width).transpose(1, 2), keys]  # as for columns
+    return [make.random(2, length, rows, 4, heads, width).transpose(1, 2), keys]  # strides as in column attention
 
 
 def _operands(make: Inputs) -> list[Tensor]:
@@ -89,7 +90,7 @@ def _queries_of_columns(make: Inputs) -> list[Tensor]:
 
 
 def _two_shards(function: Operator, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> Tensor:
-    """Of two shards, one of them small: their shifts differ, and do not matter."""
+    """Call global attention on two shards, one of them small. Their shifts differ, and the result must not depend on them."""
     q, *sharded = tensors
     shards = zip(*(x.split([x.shape[1] - 2, 2], 1) for x in sharded), strict=True)
     sums = added_softmax_sums(torch.stack([function(q, *shard, **settings) for shard in shards]))
@@ -178,11 +179,11 @@ OPERATORS: dict[str, Spec] = {
         settings={"outgoing": True},
     ),
 }  # fmt: skip
-"""By name."""
+"""All operators by name."""
 
 
 class Kernels:
-    """The implementation of each operator, by its name. `chunked` implements those that are not given."""
+    """The implementation of each operator, by its name. `chunked` implements the operators that are not given."""
 
     def __init__(self, **chosen: Operator) -> None:
         if unknown := chosen.keys() - OPERATORS.keys():
@@ -196,11 +197,11 @@ class Kernels:
 
     @classmethod
     def of(cls, backend: ModuleType) -> Kernels:
-        """The operators of a backend; `chunked` implements those that it lacks."""
+        """The operators of a backend. `chunked` implements the operators that it lacks."""
         return cls(**{name: getattr(backend, name) for name in OPERATORS if hasattr(backend, name)})
 
     def replaced(self, **chosen: Operator) -> Kernels:
-        """With other implementations of some operators."""
+        """These operators with some implementations replaced."""
         return Kernels(**{**vars(self), **chosen})
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""The operator of the outer product mean: outer products summed over sequences, and projected (algorithm 10).
+"""The operator of the outer product mean: outer products, summed over sequences and projected (algorithm 10).
 
 A residue pair has c x c products (1,024 in AlphaFold2), eight times as many numbers as the pair representation. So they are
 formed a few rows at a time, used and dropped, and formed again in the backward pass. `chunked` and `triton` share this and
@@ -24,21 +24,21 @@ from evodsp.model.precision import activation_dtype, without_autocast
 
 @dataclass(frozen=True)
 class ProductSteps:
-    """What is computed of a few rows. Not differentiable: each comes with its backward pass."""
+    """The elementary steps for a few rows. They are not differentiable; each has its backward step."""
 
     form: Callable[[Tensor, Tensor], Tensor]
     """(left [S i c], right [S J c]) -> products, summed over sequences, in any layout."""
     project: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
     """(products, weight [z cc], bias [z], counts [i J 1]) -> [i J z]: (products @ weight.T + bias) / counts."""
     project_backward: Callable[[Tensor, Tensor, Tensor, Tensor | None, Sums], Tensor]
-    """(gradient of that result, products, weight, counts, sums) -> gradient of the products as a matrix [ic Jc]. Adds the
-    gradients of weight and bias to `sums`, whose first two they are."""
+    """(gradient of that result, products, weight, counts, sums) -> gradient of the products as a matrix [ic Jc]. It also
+    adds the gradients of weight and bias to the first two of `sums`."""
     gpu_products: int
-    """Products per chunk on a GPU: enough to fill it."""
+    """Number of products per chunk on a GPU: enough to fill it."""
 
 
 class OuterProducts:
-    """The operator, made of these steps."""
+    """The operator, composed of a backend's steps."""
 
     def __init__(self, steps: ProductSteps) -> None:
         self._steps = steps
@@ -51,8 +51,8 @@ class OuterProducts:
         bias: Float[Tensor, " z"] | None = None,
         counts: Float[Tensor, "B I J 1"] | None = None,
     ) -> Float[Tensor, "B I J z"]:
-        """The projected sum of outer products (algorithm 10); with `bias` and `counts`, (that + bias) / counts. Differentiable
-        once in all inputs but `counts`.
+        """The projected sum of outer products (algorithm 10); with `bias` and `counts`, (sum + bias) / counts. It is
+        differentiable once in all inputs but `counts`.
 
         Inputs are saved before the result is computed. A recomputation for the backward pass ends when everything has been
         saved again; if it ends with this operator, the result is not computed a second time.
@@ -61,7 +61,7 @@ class OuterProducts:
         left, right, weight = left.to(dtype), right.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
         with without_autocast(left.device):
-            if torch.compiler.is_compiling():  # which cannot follow what two nodes share
+            if torch.compiler.is_compiling():  # the compiler cannot follow state that two nodes share
                 return _OuterProduct.apply(self._steps, left, right, weight, bias, counts)
             inputs, shared = (left, right, weight, bias, counts), _Shared(self._steps)
             token = _Operands.apply(shared, *inputs)
@@ -140,14 +140,16 @@ class _OuterProduct(torch.autograd.Function):
 
 @dataclass
 class _Shared:
-    """What the two nodes of an outer product give each other."""
+    """State that the two autograd nodes of an outer product share."""
 
     steps: ProductSteps
     gradient: Tensor | None = None
 
 
 class _Operands(torch.autograd.Function):
-    """Saves what the backward pass needs, and computes the gradients when that of the product is there. Returns a token."""
+    """Saves the inputs for the backward pass, and computes the gradients once the product's gradient has arrived. Returns a
+    token.
+    """
 
     @staticmethod
     def forward(
@@ -181,4 +183,4 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.shared.gradient = grad
-        return (None,) * 3  # the token's, too: `_Operands` is called all the same
+        return (None,) * 3  # the token has no gradient either; autograd calls `_Operands` all the same

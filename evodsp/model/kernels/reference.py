@@ -1,6 +1,6 @@
 """The operators' formulas, as AlphaFold2's supplement states them: the truth that every other backend is compared with.
 
-They are written for reading, not for speed: autograd differentiates them, and nothing is computed piece by piece.
+They are written to be read, not for speed: autograd differentiates them, and nothing is computed piece by piece.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, L positions, Q queries, D head width, I J
 residues of a pair, S sequences, n1 n2 axes of a shard of a representation, c channels of an operand, z channels of the result.
@@ -25,7 +25,7 @@ LOG2_E = math.log2(math.e)
 def attention(projected: Float[Tensor, "B N L 4 H D"], keys: Float[Tensor, "B N L"]) -> Float[Tensor, "B N L H D"]:
     """Gated attention within each row (algorithm 8). `projected`: queries, keys, values and logits of the gate.
 
-    `keys`: 1 where a key is present; gets no gradient.
+    `keys`: 1 where a key is present; it gets no gradient.
     """
     return _attended(projected, mask_bias(keys)[:, :, None, None, :], slice(None))
 
@@ -56,11 +56,12 @@ def global_attention(
 ) -> Float[Tensor, "B r H D2"]:
     """Attention of one query per column and head over the sequences of a shard (algorithm 19, line 5), not yet divided.
 
-    D2: D + 2 channels, in float32 at least. Sums over sequences of 2^(logit - shift) x value [D] and of 2^(logit - shift); then
-    the shift, which counts as a constant: the largest logit, or the smallest number if there are no sequences. Logits are those
-    of a usual softmax times log2(e), because GPUs compute powers of two. `Exchange.softmax_sums` adds such sums of shards.
+    The result has D2 = D + 2 channels, in float32 at least: the sums over sequences of 2^(logit - shift) x value [D] and of
+    2^(logit - shift), then the shift, which counts as a constant. The shift is the largest logit, or the smallest number if
+    there are no sequences. Logits are those of a usual softmax times log2(e), because GPUs compute powers of two.
+    `Exchange.softmax_sums` adds such sums of shards.
 
-    All heads share keys and values. `keys`: 1 where a sequence is present; gets no gradient.
+    All heads share keys and values. `keys`: 1 where a sequence is present; it gets no gradient.
     """
     k, v = key_value.unbind(3)
     bias = mask_bias(keys).transpose(1, 2).unsqueeze(2)
@@ -84,9 +85,9 @@ def dropout_add(
 ) -> Float[Tensor, "B n1 n2 c"]:
     """x + update * keep / (1 - rate), scaled and added in fp32 at least, in the dtype of x (supplement 1.11.6).
 
-    Kept are the positions whose uniform number (`Draws.uniform_at`) is at least the rate. Positions are counted in the mask of
+    A position is kept if its uniform number (`Draws.uniform_at`) is at least the rate. Positions are counted in the mask of
     the WHOLE representation, which is constant along `shared_dim` (1 or 2). `whole`: sizes of axes 1 and 2 over all shards;
-    `offsets`: where this shard begins. `keys`: of each sample's stream (`Draws.signed_key`).
+    `offsets`: where this shard begins. `keys`: key of each sample's stream (`Draws.signed_key`).
     """
     sizes = [*whole, x.shape[-1]]
     sizes[shared_dim - 1] = 1
@@ -149,7 +150,7 @@ def gated_linear(
 def linear(
     x: Float[Tensor, "B n1 n2 c"], weight: Float[Tensor, "o c"], bias: Float[Tensor, " o"]
 ) -> Float[Tensor, "B n1 n2 o"]:
-    """A linear layer (the last one of attention; algorithms 7, 8, 13 and 14)."""
+    """A linear layer: the output layer of attention (algorithms 7, 8, 13 and 14)."""
     return F.linear(x, weight, bias)
 
 
@@ -165,8 +166,8 @@ def gated_projection(
 ) -> Float[Tensor, "2 B c I J"]:
     """Both operands of triangle multiplication (algorithms 11 and 12, lines 1 and 2), channels first.
 
-    Of the norm of x: mask x sigmoid(gate) x value. `cc`: the channels of the first operand, then those of the second one. The
-    mask gets no gradient.
+    An operand is mask x sigmoid(gate) x value, projected from the layer norm of x. `cc`: the channels of the first operand,
+    then the channels of the second one. The mask gets no gradient.
     """
     y = layer_norm(x, norm_weight, norm_bias)
     values, gates = F.linear(y, weight, bias), F.linear(y, gate_weight, gate_bias)
@@ -186,9 +187,10 @@ def triangle_product(
     output_gate_bias: Float[Tensor, " o"],
     outgoing: bool,
 ) -> tuple[Float[Tensor, "B c I I"], Float[Tensor, "B I J o"]]:
-    """Triangle multiplication where a whole representation is at hand (algorithms 11 and 12, lines 1 to 4 up to its norm).
+    """Triangle multiplication of a whole representation (algorithms 11 and 12, lines 1 to 4 up to the norm of line 4).
 
-    The sum over the third residue of products of both operands of `gated_projection`, and the logits of the output gate.
+    Returns the sum over the third residue of products of both operands of `gated_projection`, and the logits of the output
+    gate.
     """
     a, b = gated_projection(x, mask, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias)
     product = torch.einsum("bcik,bcjk->bcij" if outgoing else "bckj,bcki->bcij", a, b)
@@ -229,7 +231,7 @@ def outer_product(
 ) -> Float[Tensor, "B I J z"]:
     """Sum over sequences of outer products, projected (algorithm 10, lines 3 and 4): weight vec(sum_s left_si right_sj^T).
 
-    `cc`: c x c; the left operand's channel varies slower. With `bias` and `counts`: (that + bias) / counts.
+    `cc`: c x c; the left operand's channel varies slower. With `bias` and `counts` the result is (sum + bias) / counts.
     """
     c = left.shape[-1]
     product = torch.einsum("bsic,bsjd,zcd->bijz", left, right, weight.unflatten(-1, (c, c)))
@@ -239,5 +241,7 @@ def outer_product(
 def layer_norm(
     x: Float[Tensor, "*batch c"], weight: Float[Tensor, " c"], bias: Float[Tensor, " c"], eps: float = 1e-5
 ) -> Float[Tensor, "*batch c"]:
-    """Each position's channels, shifted and scaled to mean 0 and variance 1, times a weight plus a bias. In the dtype of x."""
+    """The channels of each position, shifted and scaled to mean 0 and variance 1, times a weight plus a bias, in the dtype of
+    x.
+    """
     return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype), eps)

@@ -1,7 +1,7 @@
-"""Chooses an implementation of each operator: by the device, by what is installed, and by a comparison with the formulas.
+"""Chooses an implementation of each operator by the device, the installed packages, and a comparison with the formulas.
 
-A backend is a module of this folder. Its functions have the names of the operators that it implements. A new backend is one
-file, and one line of the table in `backends`.
+A backend is a module of this folder, with functions named after the operators that they implement. A new backend is one file,
+and one line of the table in `backends`.
 
 `choose` runs once, when a run starts. The model calls the functions that it returns, and knows nothing of backends.
 """
@@ -25,18 +25,18 @@ OnAllRanks = Callable[[str | None], list[str | None]]
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for one operator."""
+    """The implementation chosen for one operator."""
 
     operator: str
     backend: str
     reason: str
-    """Why, in words for the log."""
+    """The reason for the choice, for the log."""
     problems: tuple[str, ...] = ()
-    """What is wrong with the backends that were tried before."""
+    """Problems of the backends that were tried before."""
 
 
 def summary(choices: Sequence[Choice], device: torch.device) -> list[str]:
-    """For the log: one line with the backend of each operator and why, and a warning for each problem with another backend."""
+    """Lines for the log: the backend of each operator with the reason, and a warning for each problem with another backend."""
     used: dict[tuple[str, str], list[str]] = {}
     problems: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
@@ -58,13 +58,13 @@ def choose(
     gradients: bool = True,
     on_all_ranks: OnAllRanks = lambda value: [value],
 ) -> tuple[Kernels, list[Choice]]:
-    """The operators of a run on `device` whose activations have this dtype, and why each was chosen.
+    """The operators of a run on `device` whose activations have this dtype, and the reason for each choice.
 
-    Each candidate is compared with `reference` on the device, at a small size, and with `gradients` (of a training run)
-    backward too. One that differs or fails is passed over, and `chunked` takes its place.
+    Each candidate is compared with `reference` on the device, at a small size. With `gradients`, for a training run, the
+    backward pass is compared too. A candidate that differs or fails is passed over, and `chunked` takes its place.
 
-    `on_all_ranks` gathers a value of every rank, by rank. A candidate that fails on one of them is passed over on all, so that
-    every rank computes alike. All ranks call this together.
+    `on_all_ranks` gathers a value of every rank, by rank. A candidate that fails on one rank is passed over on all, so that
+    all ranks compute alike. All ranks call this together.
 
     Raises SettingError for a backend that does not exist.
     """
@@ -85,10 +85,10 @@ def choose(
 
 
 def _problem(operator: str, backend: Backend, device: torch.device, dtype: torch.dtype, gradients: bool) -> str | None:
-    """Why this rank cannot compute an operator by a backend: empty if it can, None if the backend does not have it."""
+    """The reason why this rank cannot use a backend's operator: empty if it can, None if the backend lacks the operator."""
     try:
         function = getattr(importlib.import_module(backend.module), operator, None)
-    except Exception as error:  # the package of an extra: absent, or broken in any way
+    except Exception as error:  # the package of an extra may be absent, or broken in any way
         reason = (str(error).splitlines() or [""])[0]
         return reason if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
     return problem_of(operator, function, device, dtype, gradients) if function else None
@@ -97,7 +97,7 @@ def _problem(operator: str, backend: Backend, device: torch.device, dtype: torch
 def _chosen(
     operator: str, config: KernelsConfig, device: torch.device, problem: Callable[[Backend], str | None]
 ) -> tuple[Operator, Choice]:
-    """The function of one operator, and why. `problem`: as `_problem`, of all ranks."""
+    """The chosen function of one operator, and the reason. `problem`: `_problem` for all ranks."""
     own = getattr(config, operator)
     wanted = own or config.backend
     candidates = [wanted] if wanted != "auto" else [n for n, b in BACKENDS.items() if device.type in b.devices]

@@ -1,8 +1,8 @@
-"""Attention by torch's `scaled_dot_product_attention`.
+"""Attention without a pair bias, computed by torch's `scaled_dot_product_attention`.
 
-Only without a pair bias: torch's fused kernels want the bias of every row of its own, which is as large as the logits. Its
-tensors have five axes, for which torch computes the formula: the fused kernels, which take four, keep the logarithm of a row's
-sum, which a mask of -1e9 swallows, and their gradients are wrong for rows without any key.
+A pair bias is not supported, because torch's fused kernels take a separate bias for every row, as large as the logits. The
+tensors are given with five axes, so that torch computes the formula. The fused kernels take four axes and keep the logarithm
+of a row's sum, in which a mask of -1e9 is lost; their gradients are wrong for rows without any key.
 
 Shape legend: B batch, N rows (each attends within itself), L positions, H heads, D head width.
 """

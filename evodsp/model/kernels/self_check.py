@@ -1,4 +1,6 @@
-"""Compares a backend's operator with its formula, on the device of a run: a wrong package or driver shows at the start."""
+"""Compares a backend's operator with its formula on the device of a run, so that a faulty package or driver is found at the
+start.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ from torch import Tensor
 from evodsp.model.kernels.operators import OPERATORS, Operator, Spec
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Largest difference, as a fraction of the largest number of each result. fp32 allows for products in TF32, fp64 for rows
-without keys, whose logits of -1e9 keep few digits."""
+"""Largest allowed difference, as a fraction of the largest number of each result. The limit for fp32 allows for products in
+TF32, that for fp64 for rows without keys, whose logits of -1e9 keep few digits."""
 
 
 def problem_of(
     operator: str, function: Operator, device: torch.device, dtype: torch.dtype, gradients: bool = True
 ) -> str:
-    """Why the function cannot be used for the operator here; '' if it computes what the formula does.
+    """The reason why the function cannot be used for the operator on this device; '' if it agrees with the formula.
 
     `gradients`: whether to compare the backward pass too. Any exception counts as a problem: a kernel that does not compile
     must not end a run that another backend can do.
@@ -33,17 +35,17 @@ def problem_of(
     results = len(expected) - (len(wanted) if gradients else 0)
     names = [f"result {n + 1}" if results > 1 else "the result" for n in range(results)]
     names += [f"the gradient of argument {n + 1}" for n in wanted]
-    for name, x, y in zip(names, found, expected, strict=False):  # without gradients, only results
+    for name, x, y in zip(names, found, expected, strict=False):  # without gradients only results are compared
         if x.shape != y.shape:
             return f"{name} has shape {list(x.shape)} instead of {list(y.shape)}"
         difference = float((x.to(y.dtype) - y).abs().max() / y.abs().max())
-        if not difference <= TOLERANCE[dtype]:  # NaN is no good either
+        if not difference <= TOLERANCE[dtype]:  # this condition rejects NaN too
             return f"{name} differs by {difference:.1e} of its largest number, more than {TOLERANCE[dtype]:.0e}"
     return ""
 
 
 def _results(spec: Spec, function: Operator, inputs: list[Tensor], gradients: bool) -> list[Tensor]:
-    """What the function returns and, with `gradients`, those of all inputs but the mask."""
+    """The results of the function and, with `gradients`, the gradients of all inputs but the mask."""
     arguments = [x.detach().requires_grad_(gradients and n != spec.mask) for n, x in enumerate(inputs)]
     outputs = spec.call(function, arguments)
     if not gradients:

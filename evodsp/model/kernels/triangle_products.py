@@ -1,4 +1,4 @@
-"""Triangle multiplication's operators, which begin with a layer norm as those of `by_chunks` do.
+"""The operators of triangle multiplication. They begin with a layer norm, like those of `by_chunks`.
 
 Shape legend: B batch, I J residues of a shard of the pair representation, n1 n2 its axes in any order, c channels of an operand
 (cc of both, cccc with their gates), z channels of the pair representation, o channels of results, * axes of a chunk.
@@ -29,7 +29,7 @@ from evodsp.model.precision import without_autocast
 
 
 class Triangles:
-    """The operators, made of these steps. Each is differentiable once in all its inputs but masks."""
+    """The operators, composed of a backend's steps. Each is differentiable once in all its inputs but masks."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -45,7 +45,7 @@ class Triangles:
         gate_weight: Float[Tensor, "cc z"],
         gate_bias: Float[Tensor, " cc"],
     ) -> Float[Tensor, "2 B c I J"]:
-        """Both operands of triangle multiplication, channels first. Projections are computed again in the backward pass."""
+        """Both operands of triangle multiplication, channels first. The projections are recomputed in the backward pass."""
         x, mask = cast_all(x, mask)
         both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
         with without_autocast(x.device):
@@ -65,7 +65,9 @@ class Triangles:
         output_gate_bias: Float[Tensor, " o"],
         outgoing: bool,
     ) -> tuple[Float[Tensor, "B c I I"], Float[Tensor, "B I J o"]]:
-        """The product of both operands, and the logits of the output gate. Operands are formed again in the backward pass."""
+        """The product of both operands, and the logits of the output gate. The operands are formed again in the backward
+        pass.
+        """
         x, mask, *output_gate = cast_all(x, mask, output_gate_weight, output_gate_bias)
         both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
         norm = norm_weight, norm_bias
@@ -81,14 +83,14 @@ class Triangles:
         weight: Float[Tensor, "o c"],
         bias: Float[Tensor, " o"],
     ) -> Float[Tensor, "B n1 n2 o"]:
-        """A linear layer of the norm of x, times the sigmoid of `gate`. Keeps its inputs only."""
+        """A linear layer of the layer norm of x, times the sigmoid of `gate`. It keeps only its inputs."""
         x, gate, *linear = cast_all(x, gate, weight, bias)
         with without_autocast(x.device):
             return _GatedOutput.apply(self._steps, x, gate, norm_weight, norm_bias, *linear)
 
 
 def _both(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:
-    """The parameters of two layers as those of one, so that one matrix product serves both."""
+    """The parameters of two layers, joined, so that one matrix product computes both."""
     return torch.cat([values, gates]).to(like.dtype)
 
 
@@ -137,7 +139,7 @@ def _empty_operands(x: Float[Tensor, "B I J z"], weight: Float[Tensor, "cccc z"]
 
 
 def _operands_at(at: Chunk) -> tuple[Any, ...]:
-    """Where a chunk's operands are."""
+    """The index of a chunk's operands."""
     sample, rows = at
     return slice(None), sample, slice(None), rows
 
@@ -168,7 +170,7 @@ class _TriangleProduct(torch.autograd.Function):
         norm_weight, norm_bias, weight, bias, gate_weight, _ = parameters
         chunks = chunks_of(x, len(weight))
         operands = Whole(chunks, lambda: _empty_operands(x, weight))
-        formed = []  # norms, their statistics and projections: few enough, for all chunks, to be kept for a moment
+        formed = []  # norms, their statistics and projections of all chunks, kept only during this call
         for at in chunks:
             normal = steps.norm(x[at], norm_weight, norm_bias)
             projected = steps.project(normal[0], weight, bias)

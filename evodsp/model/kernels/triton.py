@@ -1,7 +1,7 @@
-"""Backend `triton`: own kernels for CUDA devices, functions named as the operators that they implement.
+"""Backend `triton`: evodsp's kernels for CUDA devices, in functions named after the operators that they implement.
 
-Importing this module does not import Triton; launching a kernel does. `REPORTS` tells, for each operator of torch behind these
-functions, how many grids a call launches and how many bytes they move, from the shapes of its arguments.
+Importing this module does not import Triton; launching a kernel does. `REPORTS` computes, for each torch operator behind
+these functions, how many grids a call launches and how many bytes they move, from the shapes of its arguments.
 
 Shape legend: B batch, N rows (each attends within itself), L positions, Q queries, H heads, D head width.
 """
@@ -65,7 +65,7 @@ LAUNCHED: dict[str, Operator] = {
     )
     for operator in module.OPERATORS
 }
-"""By `namespace::name`."""
+"""The launched operators by `namespace::name`."""
 REPORTS: dict[str, Callable[..., tuple[int, int]]] = {name: operator.report for name, operator in LAUNCHED.items()}
 """`namespace::name` of an operator -> function of its positional arguments that returns (launches, bytes moved)."""
 

@@ -1,5 +1,5 @@
-"""Own kernels in Triton: one file an operator here, its device code in the file of the same name in `device/`.
+"""evodsp's Triton kernels: one file per operator here, and its device code in the file of the same name in `device/`.
 
-A file here says what is allocated and which grids are launched; it works without Triton, on fake tensors too. Only `device/`
-imports Triton, when a kernel is first launched.
+A file here allocates results and launches grids; it works without Triton, also on fake tensors. Only `device/` imports
+Triton, when a kernel is first launched.
 """

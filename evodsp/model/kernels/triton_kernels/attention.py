@@ -1,14 +1,14 @@
-"""Gated attention with a key mask and a pair bias, whose logits are never in memory.
+"""Gated attention with a key mask and a pair bias. Its logits are never stored in memory.
 
 Forward: each program takes a tile of queries of one row and head, streams over the keys and keeps a running softmax. For the
-backward pass it stores, per query, the largest logit and the inverse of the sum of weights. (Their logarithm would be one
-number, but where all keys are masked it is -1e9 and swallows the sum.)
+backward pass it stores, per query, the largest logit and the inverse of the sum of weights. (The logarithm of that sum would
+be one number, but where all keys are masked it is -1e9 and the sum is lost in it.)
 
 Backward, in three kernels that recompute the weights, without atomic additions, so that results do not depend on timing:
 
 1. per tile of queries, over keys: gradients of q and gate, and the centre of the softmax's backward, the sum over keys of
-   weight x gradient. The centre is accurate in fp32: output x gradient, both rounded, is only a first guess, and what the
-   guess misses is summed over the keys in the same pass.
+   weight x gradient. The centre is accurate in fp32: output x gradient, both rounded, is only a first guess, and its error is
+   summed over the keys in the same pass.
 2. per tile of keys, over queries: gradients of k and v.
 3. per tile of the bias, over rows: its gradient, summed in registers. Where tiles are few, the rows are shared by several
    programs; their sums are added in a fixed order.
@@ -38,11 +38,11 @@ from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
 WIDEST = 64
 """The largest head width."""
-# Neighbouring programs take the same tile of the bias in this many rows, so that it is read from the cache.
+# Number of rows whose programs are neighbours and take the same tile of the bias, so that it is read from the cache.
 _ROWS_TOGETHER = 16
 # Rows and columns of a tile of the bias that is copied.
 _COPIED = 64
-# Programs that the kernel of the bias's gradient should have at least: eight for each of an H100's processors.
+# Least number of programs of the kernel of the bias's gradient: eight per multiprocessor of an H100.
 _ENOUGH_PROGRAMS = 1056
 
 
@@ -54,10 +54,10 @@ def attention(
 ) -> Float[Tensor, "B N Q H D"]:
     """sigmoid(gate) * softmax(q k^T / sqrt(D) + pair_bias + (keys - 1) * 1e9) v, within each row, of projected q, k, v, gate.
 
-    With a bias only the Q positions from `first` on attend. `keys`: 1 where a key is present, 0 where it is absent; gets no
-    gradient. The result is laid out in memory as `projected` is. Differentiable once in `projected` and `pair_bias`. The
-    gradient of `projected` is filled in place: with views of it, autograd would put four gradients together by a copy. Raises
-    ValueError for heads wider than 64.
+    With a bias only the Q positions from `first` on attend. `keys`: 1 where a key is present, 0 where it is absent; it gets
+    no gradient. The result is laid out in memory as `projected` is. It is differentiable once in `projected` and
+    `pair_bias`. The gradient of `projected` is filled in place: with views of it, autograd would put four gradients
+    together by a copy. Raises ValueError for heads wider than 64.
     """
     width = projected.shape[-1]
     if width > WIDEST:
@@ -68,14 +68,17 @@ def attention(
 
 
 def _keys_fastest(pair_bias: Tensor | None) -> Tensor | None:
-    """As the projection leaves the bias, heads vary fastest: each of the many readings of a tile would fetch every head's."""
+    """The bias with keys varying fastest. The projection leaves heads varying fastest, and then each of the many reads of a
+    tile would fetch all heads.
+    """
     return pair_bias if pair_bias is None or pair_bias.stride(-1) == 1 else pair_bias.contiguous()
 
 
 def _in_whole_rows(launch: Launcher, bias: Tensor | None) -> Tensor | None:
-    """A view of as many keys, whose rows are multiples of 16 elements long and end with zeros.
+    """A view of the same keys whose rows are padded with zeros to a multiple of 16 elements.
 
-    So at every length a thread reads several numbers at once. One by one, their addresses alone fill a thread's registers.
+    So a thread reads several numbers at once at every length. With one address per number, addresses alone would fill its
+    registers.
     """
     if bias is None or all(size % 16 == 0 for size in (bias.shape[3], *bias.stride()[:3])):
         return bias
@@ -83,12 +86,14 @@ def _in_whole_rows(launch: Launcher, bias: Tensor | None) -> Tensor | None:
 
 
 def _queries_fastest(launch: Launcher, bias: Tensor | None) -> Tensor | None:
-    """The same numbers for programs that take keys by queries: a transposed tile would wait for memory shared by threads."""
+    """The bias with queries varying fastest, for programs that take keys by queries: a transposed tile would wait for shared
+    memory.
+    """
     return None if bias is None else _laid_out(launch, bias.transpose(2, 3)).transpose(2, 3)
 
 
 def _laid_out(launch: Launcher, x: Float[Tensor, "B H M N"]) -> Float[Tensor, "B H M N"]:
-    """A copy in rows of whole 16 elements."""
+    """A copy whose rows are padded to a multiple of 16 elements."""
     batch, heads, rows, columns = x.shape
     padded = tiles(columns, 16) * 16
     copy = x.new_empty(batch, heads, rows, padded)
@@ -111,7 +116,7 @@ def _queries(projected: Tensor, bias: Tensor | None) -> int:
 def _forward_body(
     launch: Launcher, projected: Tensor, keys: Tensor, bias: Tensor | None, first: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, and of each query the largest logit (base 2) and the inverse of the sum of weights."""
+    """The output; and for each query the largest logit (base 2) and the inverse of the sum of weights."""
     q, k, v, gate = parts_of(projected, first, _queries(projected, bias))
     out = torch.empty_like(gate)
     largest, inverse = (q.new_empty(_per_query(q), dtype=torch.float32) for _ in range(2))
@@ -246,7 +251,7 @@ def _programs(q: Tensor, positions: int) -> int:
 
 
 def _strided(**tensors: Tensor | None) -> dict[str, Any]:
-    """Arguments `x` and `x_strides` for each tensor."""
+    """Kernel arguments `x` and `x_strides` for each tensor."""
     named: dict[str, Any] = {}
     for name, x in tensors.items():
         named[name] = x
@@ -265,35 +270,37 @@ def _sizes(q: Tensor, k: Tensor) -> dict[str, Any]:
 
 
 def _constants(q: Tensor, other: Tensor, bias: Tensor | None) -> dict[str, Any]:
-    """`other`: a tensor whose strides may differ from those of the projection and of what is made like it."""
+    """Compile-time constants. `other`: a tensor whose strides may differ from those of the projection."""
     width = q.shape[-1]
     return {
         "BIASED": bias is not None,
         "WIDTH": width,
-        "PADDED": max(16, next_power_of_two(width)),  # matrix products need 16 at least
+        "PADDED": max(16, next_power_of_two(width)),  # tensor cores need at least 16
         "EIGHTS": all(stride % 8 == 0 for x in (q, other) for stride in (width, *x.stride()[:4])),
         "PRECISION": product_precision(),
     }
 
 
 def _tile(q: Tensor) -> int:
-    """Queries of a program (keys, for the gradient of keys). Four warps of a Hopper GPU multiply 64 at a time."""
+    """Number of queries per program (keys, for the gradient of keys). Four warps of a Hopper GPU multiply 64 at a time."""
     return 32 if q.element_size() == 4 else 64
 
 
 def _other_tile(q: Tensor) -> int:
-    """Keys that are taken at a time against a tile of queries, or queries against keys: what fits every GPU's registers."""
+    """Number of keys that a program takes at a time against a tile of queries, or queries against keys: as many as fit the
+    registers of every GPU.
+    """
     return 16 if q.element_size() == 4 else 32
 
 
 def _schedule(q: Tensor) -> dict[str, int]:
-    """Warps, and depth of the pipeline of loads; operands in fp32 take twice the registers.
+    """Number of warps, and depth of the pipeline of loads. Operands in fp32 take twice the registers.
 
     On an H200 three tiles under way took 0.69 to 0.95 of two's time, and tiles of 32 were faster than those of 64 and 128
     (`scripts/benchmarks/attention_tiles.py`).
     """
     if q.element_size() == 4:
         return {"warps": 8, "stages": 1}
-    # With three, at a width of 24, sm_100 spills.
+    # With three stages, registers spill on sm_100 at a width of 24.
     stages = 3 if q.shape[-1] == next_power_of_two(q.shape[-1]) else 4
     return {"warps": 4, "stages": stages}

@@ -1,7 +1,7 @@
 """Sums over the rows of a matrix: gradients of biases.
 
 torch gives each group of threads a few columns of all rows; a matrix with many more rows than columns then does not fill a
-GPU. Here programs share the rows, and what they find is added in a fixed order.
+GPU. Here programs share the rows, and their partial sums are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
 # Bytes of a tile: eight loads of 16 bytes for each thread, which are under way together.
 _BYTES, _WARPS = 32 << 10, 8
-# Columns of a tile at most: runs of memory are long enough, and few columns are padding.
+# Largest number of columns of a tile: runs of memory are long enough, and few columns are padding.
 _COLUMNS = 256
-# Programs at most: two a multiprocessor of an H100, so that one adds while the other one waits. Each leaves a partial sum.
+# Largest number of programs: two per multiprocessor of an H100, so that one adds while the other waits. Each writes a partial
+# sum.
 _PROGRAMS = 264
 
 
 def column_sums(x: Float[Tensor, "rows columns"], dtype: torch.dtype) -> Float[Tensor, " columns"]:
-    """The sum of all rows, taken in fp32 and rounded to `dtype` once. Rows may be apart in memory. Not differentiable."""
+    """The sum of all rows, taken in fp32 and rounded to `dtype` once. Rows may have any stride. It is not differentiable."""
     return _sums(x, dtype)
 
 
@@ -31,7 +32,7 @@ def _body(launch: Launcher, x: Tensor, dtype: torch.dtype) -> Tensor:
     width = min(_COLUMNS, next_power_of_two(max(1, columns)))
     tile = min(_BYTES // (width * x.element_size()), next_power_of_two(max(1, rows)))
     across, along = tiles(columns, width), tiles(rows, tile)
-    # As few programs as take equally many tiles each.
+    # The fewest programs for which each takes equally many tiles.
     parts = tiles(along, tiles(along * across, _PROGRAMS)) if rows and columns else 1
     make = x.new_empty if rows else x.new_zeros  # an empty grid fills nothing
     total = make(parts, columns, dtype=dtype if parts == 1 else torch.float32)

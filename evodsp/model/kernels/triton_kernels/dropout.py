@@ -1,4 +1,4 @@
-"""Dropout of an update, scaled and added to what it updates, with evodsp's addressed random numbers.
+"""Dropout of an update, scaled and added to the representation, with evodsp's addressed random numbers.
 
 The numbers are those of `evodsp.rng.Draws.uniform_at`, bit for bit: Philox4x32-10 of the position in the WHOLE mask, under a
 key per sample. Keys are a tensor, so that a captured graph draws anew when new keys are copied into it. A program draws the
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, tiles
 
-# Numbers of the mask that a program draws, and entries of the shared axis to which it applies them.
+# Number of mask elements that a program draws, and number of entries of the shared axis to which it applies them.
 _TILE = 512
 _ENTRIES = 16
 
@@ -38,7 +38,7 @@ def dropout_add(
 
     `draw_keys`: the 64 bits of `Draws.key` of each sample's stream. `offsets`: where this shard begins along axes 1 and 2.
     `whole`: their sizes over all shards. `shared_dim`: axis along which the mask has size 1. Scale and sum are in fp32, the
-    result has the dtype of x. Differentiable once in x and `update`. Raises ValueError if `rate` is not in [0, 1).
+    result has the dtype of x. It is differentiable once in x and `update`. Raises ValueError if `rate` is not in [0, 1).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout rate {rate}, expected 0 <= rate < 1")
@@ -60,7 +60,7 @@ def _launch(
     drawn, shared = (sizes[1], sizes[0]) if shared_dim == 1 else (sizes[0], sizes[1])
 
     def strides(y: Tensor | None) -> tuple[int, int, int, int] | None:
-        """Of samples, the axis whose positions have numbers of their own, the shared axis, channels."""
+        """Strides of samples, of the drawn axis, of the shared axis and of channels."""
         return None if y is None else (y.stride(0), y.stride(3 - shared_dim), y.stride(shared_dim), y.stride(3))
 
     launch(

@@ -15,7 +15,7 @@ _TILE = 2048
 
 
 def gate(x: Float[Tensor, "*n"], logits: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """x sigmoid(logits), computed in fp32, contiguous. Not differentiable: see `gate_gradients`."""
+    """x sigmoid(logits), computed in fp32, contiguous. It is not differentiable; `gate_gradients` is its backward step."""
     return _forward(x.contiguous(), logits.contiguous())
 
 

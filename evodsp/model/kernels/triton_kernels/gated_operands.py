@@ -1,6 +1,6 @@
 """Both operands of triangle multiplication, gated and masked, with channels first.
 
-Matrix products over residues, and the all-to-all that sends each rank its channels, want the channels outermost, while the
+Matrix products over residues, and the all-to-all that sends each rank its channels, need the channels outermost, while the
 projections before them leave the channels innermost. A program transposes a tile on the way.
 
 Shape legend: B batch, I J this rank's shard of the pair axes, c channels of an operand, cc = 2 c.
@@ -27,14 +27,14 @@ def gated_operands(
 ) -> Float[Tensor, "2 B c I J"]:
     """values * sigmoid(gates) * mask, contiguous. The values are the first half of `projected`, the gates the second one.
 
-    The first c channels of each are the first operand's. `mask` gets no gradient. Arithmetic is fp32, the result has the dtype
-    of `projected`. Differentiable once.
+    The first c channels of each are the first operand's. `mask` gets no gradient. Arithmetic is fp32, the result has the
+    dtype of `projected`. It is differentiable once.
     """
     return _forward(projected, mask)
 
 
 def _sizes(values: Tensor) -> tuple[int, dict[str, int]]:
-    """Number of programs, and what the kernels are told of sizes."""
+    """Number of programs, and the size arguments of the kernels."""
     batch, rows, columns, channels = values.shape
     programs = batch * rows * tiles(columns, _POSITIONS) * tiles(channels, _CHANNELS)
     return programs, {"batch": batch, "rows": rows, "columns": columns, "channels": channels}

@@ -1,8 +1,8 @@
 """Attention of one query per column and head over the sequences of a shard (the core of algorithm 19).
 
-The softmax runs over all sequences, which several ranks may share. So a shard's result is a sum that is not yet divided, the
-sum of its weights, and the logit that both are relative to; the caller rescales and adds those of all ranks. Logits are never
-in memory; the backward pass computes them again and keeps the result beside the inputs.
+The softmax runs over all sequences, which several ranks may share. So a shard's result is the weighted sum, the sum of its
+weights, and the logit to which both are relative; the caller rescales and adds the results of all ranks. Logits are never
+stored in memory: the backward pass recomputes them from the inputs and the result, which are kept.
 
 Shape legend: B batch, s sequences of the shard, r columns (residues), H heads, D head width.
 """
@@ -24,19 +24,19 @@ def global_attention(
     key_value: Float[Tensor, "B s r 2 D"],
     keys: Float[Tensor, "B s r"] | Bool[Tensor, "B s r"] | Int[Tensor, "B s r"],
 ) -> Float32[Tensor, "B r H D2"]:
-    """Of each column and head: sums over sequences of w v [D] and of w, w = 2^(logit - largest); then `largest`.
+    """For each column and head: the sums over sequences of w v [D] and of w, with w = 2^(logit - largest); then `largest`.
 
-    logit = log2(e) (q k / sqrt(D) + (keys - 1) * 1e9), so that w is exp of the usual one. `largest` is the largest of them, or
-    fp32's smallest number if there are no sequences. One head of keys and values serves all queries. Differentiable once in
-    q and key_value; `largest` counts as a constant, which is right for any quotient of the sums.
+    logit = log2(e) (q k / sqrt(D) + (keys - 1) * 1e9), so that w is the exponential of the usual logit. `largest` is the
+    largest of them, or fp32's smallest number if there are no sequences. One head of keys and values serves all queries. It
+    is differentiable once in q and key_value; `largest` counts as a constant, which is right for any quotient of the sums.
     """
     return _forward(q, key_value, keys)
 
 
 def _schedule(q: Tensor, backward: bool) -> tuple[int, int]:
-    """Sequences that a program takes at a time, and its warps: what the registers hold.
+    """Number of sequences that a program takes at a time, and of its warps: as many as the registers hold.
 
-    Each step of the forward pass ends with a sum over all warps, so the more it takes, the better.
+    Each step of the forward pass ends with a sum over all warps, so larger steps are faster.
     """
     if q.element_size() == 4:
         return 64, 4
@@ -44,7 +44,7 @@ def _schedule(q: Tensor, backward: bool) -> tuple[int, int]:
 
 
 def _arguments(q: Tensor, key_value: Tensor, keys: Tensor, tile: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What both kernels take, and their constants. Matrix products need 16 heads and channels at least."""
+    """Arguments and constants of both kernels. Tensor cores need at least 16 heads and channels."""
     _, columns, heads, width = q.shape
     tensors: dict[str, Any] = {}
     k, v = key_value.unbind(-2)

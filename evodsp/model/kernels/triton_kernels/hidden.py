@@ -1,7 +1,7 @@
 """The gradient of a transition's hidden layer, before its ReLU: matrix product, ReLU and the gradient of the bias in one pass.
 
-The hidden layer is the widest array of a transition. Three operators would write its gradient twice and read it twice before it
-is used. This kernel writes it once.
+The hidden layer is the widest array of a transition. Three separate operators would write its gradient twice and read it
+twice before it is used. This kernel writes it once.
 
 Shape legend: P positions, c channels, h hidden channels.
 """
@@ -26,7 +26,9 @@ from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 def hidden_gradients(
     grad: Float[Tensor, "P c"], narrow: Float[Tensor, "c h"], hidden: Float[Tensor, "P h"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "P h"], Float[Tensor, " h"]]:
-    """grad @ narrow where `hidden`, the result of the ReLU, is positive; its sum over positions in `dtype`. Sums are fp32."""
+    """grad @ narrow where `hidden`, the result of the ReLU, is positive, else 0; and its sum over positions in `dtype`. Sums
+    are taken in fp32.
+    """
     return _gradients(grad, narrow, hidden, dtype)
 
 

@@ -1,13 +1,14 @@
-"""How own kernels become operators of torch, and the one way in which they are launched.
+"""How evodsp's kernels become torch operators, and the one way in which they are launched.
 
-An operator is written once, as a *body*: a function that allocates its results and hands each grid it wants to a function
-`launch`. What that function does decides what the body is:
+An operator is written once, as a *body*: a function that allocates its results and passes each grid to a function `launch`.
+The body has three uses, which differ in `launch`:
 
 - the operator itself: `launch` runs the grid on the device;
 - its fake implementation, for FakeTensorMode and torch.compile: `launch` does nothing, and the results have no numbers;
 - its report: `launch` writes the grid down, with the bytes that it moves (`Operator.launches`).
 
-So what is counted and compiled ahead of time is what runs. A body runs once for its plan (`plan.py`), which is then repeated.
+So the grids that are counted and compiled ahead of time are the grids that run. A body runs once for its plan (`plan.py`),
+which is then repeated.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class Launch:
     kernel: str
     """`module.function` in `device/`."""
     programs: int
-    """Size of the grid, which has one axis. An empty grid is not launched."""
+    """Number of programs; the grid has one axis. An empty grid is not launched."""
     arguments: dict[str, Any]
-    """Tensors, numbers, and tuples of strides, by the names of the kernel's parameters. None: the kernel does not read it."""
+    """Tensors, numbers, and tuples of strides, by the names of the kernel's parameters. The kernel does not read a None."""
     constants: dict[str, Any]
     """Compile-time constants: tile sizes and variants."""
     writes: tuple[str, ...]
@@ -64,7 +65,7 @@ def moved(x: Tensor) -> int:
 
 
 Launcher = Callable[[Launch], Any]
-# Plans that an operator remembers: proteins of many lengths make many.
+# Largest number of plans that an operator remembers: proteins of many lengths make many plans.
 _PLANS = 1024
 _UNKNOWN: Any = object()
 _PLAIN = frozenset({Tensor, Parameter, type(None), bool, int, float, torch.dtype})
@@ -85,15 +86,18 @@ def run(launch: Launch) -> Any:
 
 
 class Operator:
-    """A body as an operator of torch, `evodsp::<name>`. Its tensors are not modified and do not alias its results.
+    """A body as a torch operator, `evodsp::<name>`. The operator does not modify its tensors, and its results do not alias
+    them.
 
-    A plain call repeats the body's plan (`plan.py`) at once: torch's dispatcher costs more than a short kernel takes. It goes
-    through the dispatcher where something has to see the operator: modes such as FakeTensorMode, torch.compile, functorch,
+    A plain call repeats the body's plan (`plan.py`) at once: torch's dispatcher costs more than a short kernel takes. A call
+    goes through the dispatcher if something has to see the operator: modes such as FakeTensorMode, torch.compile, functorch,
     tracing, a profiler, subclasses of tensors.
     """
 
     def __init__(self, name: str, schema: str, body: Callable[..., Any]) -> None:
-        """`schema`: as torch writes it, without the name. `body`: called with `launch`, then the arguments of the schema."""
+        """`schema`: torch's notation of the arguments and results, without the name. `body`: function that takes `launch`,
+        then the arguments of the schema.
+        """
         self.name, self.body = f"evodsp::{name}", body
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
         self._with_gradients: Any = None
@@ -116,7 +120,7 @@ class Operator:
 
     @property
     def refused(self) -> bool:
-        """Whether Triton was not as a plan expected, so that the body runs each time."""
+        """Whether Triton differed from a plan's expectations, so that the body runs in each call."""
         return any(plan is not None and plan.refused for plan in self._plans.values())
 
     def forget(self) -> None:
@@ -124,13 +128,13 @@ class Operator:
         self._plans = {}
 
     def _repeat(self, *arguments: Any) -> Any:
-        """What the operator does on a device."""
+        """Run the operator on its device, by a plan if there is one."""
         plan, tensors = self._look_up(arguments)
         return self.body(run, *arguments) if plan is None else plan(tensors)
 
     def _look_up(self, arguments: Sequence[Any]) -> tuple[Plan | None, list[Tensor]]:
-        """The plan of such arguments, if they have one, and the tensors among them."""
-        # What `product_precision` depends on, then all that a body may depend on.
+        """The plan for arguments like these, if there is one, and the tensors among them."""
+        # The key begins with the settings behind `product_precision`, and holds everything on which a body may depend.
         key: list[Any] = [torch._C._get_cublas_allow_tf32()]
         tensors = []
         for x in arguments:
@@ -155,9 +159,9 @@ class Operator:
     ) -> None:
         """Make the operator differentiable once.
 
-        `keep(inputs, output)`: the tensors that the backward pass needs: nothing else is kept. `backward(ctx, *gradients)`:
-        the gradients of the inputs; a gradient that nobody needs arrives as None. `note(ctx, inputs)`: puts plain numbers
-        that the backward pass needs on `ctx`.
+        `keep(inputs, output)` returns the tensors to keep for the backward pass. `backward(ctx, *gradients)` returns the
+        gradients of the inputs; a gradient that is not needed arrives as None. `note(ctx, inputs)` puts plain numbers for the
+        backward pass on `ctx`.
         """
 
         def set_up(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -175,13 +179,15 @@ class Operator:
         self._with_gradients = type(self.name, (torch.autograd.Function,), methods)
 
     def launches(self, *arguments: Any) -> list[Launch]:
-        """The grids that a call launches, without launching them. Of tensors only shapes, strides and dtypes are used."""
+        """The grids that a call launches, without launching them. Only the shapes, strides and dtypes of tensors are used."""
         grids: list[Launch] = []
         self.body(grids.append, *(on_meta(x) for x in arguments))
         return [launch for launch in grids if launch.programs > 0]
 
     def report(self, arguments: Sequence[Any], *_: Any) -> tuple[int, int]:
-        """Number of grids that a call launches, and the bytes they move. A counter may add keywords and result of the call."""
+        """Number of grids that a call launches, and the bytes they move. A counter may pass the keywords and the result of
+        the call too; they are ignored.
+        """
         grids = self.launches(*arguments)
         return len(grids), sum(launch.bytes_moved for launch in grids)
 
@@ -191,7 +197,7 @@ def _ignore(launch: Launch) -> None:
 
 
 def _seen() -> bool:
-    """Whether something has to see which operators of torch are called."""
+    """Whether something has to see the torch operators that are called."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or torch.autograd._profiler_enabled()
@@ -206,16 +212,18 @@ def next_power_of_two(n: int) -> int:
 
 
 def tiles(size: int, tile: int) -> int:
-    """How many tiles cover `size` elements."""
+    """Number of tiles that cover `size` elements."""
     return -(-size // tile)
 
 
 def product_tile(size: int, limit: int, factor: Tensor) -> int:
-    """The edge of a tile that is multiplied: at most `limit`, in single precision half of it. Tensor cores need 16 at least."""
+    """The edge of a tile of a matrix product: at most `limit`, or half of it in single precision. Tensor cores need at least
+    16.
+    """
     most = limit if factor.element_size() < 4 else limit // 2
     return max(16, min(most, next_power_of_two(max(1, size))))
 
 
 def product_precision() -> str:
-    """How kernels multiply factors in float32: as torch does."""
+    """The precision in which kernels multiply float32 factors: torch's current one."""
     return "tf32" if torch._C._get_cublas_allow_tf32() else "tf32x3"

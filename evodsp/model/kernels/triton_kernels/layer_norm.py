@@ -1,4 +1,4 @@
-"""Layer normalisation over channels. The backward pass keeps the input and two numbers a position.
+"""Layer normalisation over channels. The input and two numbers per position are kept for the backward pass.
 
 Statistics and arithmetic are fp32. Gradients of weight and bias are summed by each program over its positions, then over
 programs in a fixed order.
@@ -22,10 +22,10 @@ from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 _EPS = 1e-5
 # Elements of a tile [positions, channels] in the forward pass.
 _TILE = 4096
-# In the backward pass a thread holds so many vectors of a tensor at once, each of so many bytes: loads in flight.
+# Number of vectors of a tensor that a thread loads at once in the backward pass, and bytes of a vector.
 _VECTORS, _VECTOR = 2, 16
-# Its programs at most, each of which leaves one sum of the gradients of weight and bias, and their warps. All of them are
-# resident at once on 132 multiprocessors.
+# Largest number of programs in the backward pass, and number of their warps. Each program writes one sum of the gradients of
+# weight and bias. All programs are resident at once on 132 multiprocessors.
 _PARTS, _WARPS = 528, 4
 
 
@@ -34,8 +34,8 @@ def layer_norm(
 ) -> Float[Tensor, "*batch c"]:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis, in the dtype of x, contiguous.
 
-    So the norm of a transposed view is laid out as the matrix product after it wants. Weight and bias may be wider than x.
-    Differentiable once in all three.
+    So the norm of a transposed view has the layout that the next matrix product needs. The dtype of weight and bias may be
+    wider than that of x. It is differentiable once in all three.
     """
     return _forward(_with_four_axes(x), weight, bias, eps)[0].view(x.shape)
 
@@ -72,15 +72,15 @@ def norm_again(
 
 
 def _with_four_axes(x: Float[Tensor, "*batch c"]) -> Float[Tensor, "_ _ _ c"]:
-    """Up to three axes before the channels are read where they are, through their strides."""
+    """A view with three axes before the channels. Up to three such axes are read without a copy, through their strides."""
     return x.reshape(-1, *x.shape[-3:]) if x.ndim > 4 else x.view(*(1,) * (4 - x.ndim), *x.shape)
 
 
 def _arguments(tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, int]]:
     """Arguments and constants of a launch: the tensors, all of one shape [n0, n1, n2, c], and how their positions lie.
 
-    Positions are numbered as in a contiguous tensor of this shape. Neighbouring axes that every tensor lays out like one are
-    one: each that is left costs a division.
+    Positions are numbered as in a contiguous tensor of this shape. Neighbouring axes that form one axis in every tensor are
+    joined, because each remaining axis costs a division.
     """
     some, *_ = tensors.values()
     *sizes, channels = some.shape
@@ -136,9 +136,10 @@ def _forward_body(
 def _with_gradients(
     launch: Launcher, kernel: str, grad: Tensor, x: Tensor, weight: Tensor, more: dict[str, Any], *results: str
 ) -> tuple[Tensor, Tensor]:
-    """Launch a kernel of gradients: those of x, and of weight and bias as one tensor [2, c] in the dtype of the weight.
+    """Launch a kernel that computes the gradients of x, and of weight and bias as one tensor [2, c] in the dtype of the
+    weight.
 
-    `more`: arguments of this kernel alone, of which it fills `results`.
+    `more`: further arguments of this kernel, of which it fills `results`.
     """
     grad_x = torch.empty_like(x)
     arguments, constants = _arguments({"grad": grad, "x": x, "grad_x": grad_x})

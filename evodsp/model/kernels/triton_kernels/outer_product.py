@@ -1,9 +1,9 @@
-"""Projection of outer products in the layout in which one matrix product makes them (algorithm 10).
+"""Projection of outer products in the layout in which one matrix product computes them (algorithm 10).
 
-The products of rows I with columns J are one matrix product over the sequences, [I c, S] x [S, J c]. To torch's products the
-projection after it is a matrix product only once the products are copied to [I J, c c]: a third of the operator's traffic, and
-again twice in the backward pass. These kernels read and write them where they are: [I, c, J, c], in which a pair's c x c
-numbers are c runs of c.
+The products of rows I with columns J are one matrix product over the sequences, [I c, S] x [S, J c]. With torch, the
+projection after it is a matrix product only once the outer products are copied to [I J, c c]: this copy is a third of the
+operator's traffic, and the backward pass makes it twice. These kernels read and write them where they are: [I, c, J, c], in
+which a pair's c x c numbers are c runs of c.
 
 Shape legend: I J residues, c channels of an operand, z channels of the result, k one of c x c products.
 """
@@ -29,9 +29,10 @@ from evodsp.model.kernels.triton_kernels.launch import (
 )
 from evodsp.model.kernels.triton_kernels.sums import sum_of_parts
 
-# Programs that sum the gradient of the weight at most: one a multiprocessor of an H100. Each leaves a partial sum.
+# Largest number of programs that sum the gradient of the weight: one per multiprocessor of an H100. Each writes a partial
+# sum.
 _PROCESSORS = 132
-# Programs that scale the gradient at most, numbers of their tiles, and results.
+# Largest number of programs that scale the gradient, elements of their tiles, and results of a tile.
 _PROGRAMS, _NUMBERS, _RESULTS = 264, 1 << 13, 256
 
 
@@ -47,7 +48,9 @@ def project(
     bias: Float[Tensor, " z"] | None,
     counts: Float[Tensor, "I J 1"] | None,
 ) -> Float[Tensor, "I J z"]:
-    """(products weight + bias) / counts, summed and divided in fp32. Not differentiable: see `project_backward`."""
+    """(products weight + bias) / counts, summed and divided in fp32. It is not differentiable; `project_backward` is its
+    backward step.
+    """
     return _forward(products, weight, bias, counts)
 
 
@@ -58,7 +61,7 @@ def project_backward(
     counts: Float[Tensor, "I J 1"] | None,
     sums: Sums,
 ) -> Float[Tensor, "Ic Jc"]:
-    """The gradient of the products. Adds the gradients of weight and bias to `sums`, whose first two they are."""
+    """The gradient of the products. The gradients of weight and bias are added to the first two of `sums`."""
     slope, of_weight, of_bias = _gradients(grad, products, weight, counts, sums.dtype(0))
     sums.add(0, of_weight)
     sums.add(1, of_bias)
@@ -81,7 +84,7 @@ def _sizes(products: Tensor, weight: Tensor) -> dict[str, int]:
 
 
 def _grid(products: Tensor, weight: Tensor, columns: int, results: int, deep: int, stages: int) -> dict[str, Any]:
-    """Sizes of tiles, warps and stages. `columns`, `results` and `deep`: of a tile in half precision.
+    """Sizes of tiles, number of warps and of stages. `columns`, `results` and `deep`: sizes of a tile in half precision.
 
     Two groups of four warps of a Hopper GPU multiply 128 rows at a time.
     """
@@ -96,7 +99,7 @@ def _grid(products: Tensor, weight: Tensor, columns: int, results: int, deep: in
 
 
 def _tiles_of(products: Tensor, weight: Tensor, grid: dict[str, Any], *axes: str) -> int:
-    """How many tiles cover these axes."""
+    """Number of tiles that cover these axes."""
     sizes = {"TILE_J": products.shape[2], "TILE_Z": len(weight), "TILE_K": weight.shape[1]}
     return math.prod(tiles(sizes[axis], grid["constants"][axis]) for axis in axes)
 

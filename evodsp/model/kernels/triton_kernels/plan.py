@@ -1,16 +1,17 @@
-"""What a body does, found once and then repeated without running it, so that the host keeps up with short kernels.
+"""Plans: the launches of a body, recorded once and repeated without running the body, so that the host keeps up with short
+kernels.
 
-A body (`launch.py`) allocates results, makes views and launches grids. All of it follows from shapes, strides and dtypes of its
-tensors, from its other arguments, and from `product_precision()`. So a *plan* is made of one run on the meta device: memory to
-allocate, and grids with, for each tensor, which memory it is in and where. Only addresses differ from call to call. A body that
-does anything else, such as arithmetic on tensors, gets no plan and runs each time.
+A body (`launch.py`) allocates results, makes views and launches grids. All of it follows from shapes, strides and dtypes of
+its tensors, from its other arguments, and from `product_precision()`. So a *plan* is made of one run on the meta device:
+memory to allocate, and grids with, for each tensor, which memory it is in and where. Only addresses differ from call to call.
+A body that does anything else, such as arithmetic on tensors, gets no plan and runs in each call.
 
-Repeating a plan also passes Triton's part of a launch, which looks at each argument to choose a compiled kernel. With all else
-fixed, that choice depends only on which addresses are multiples of 16. For each such pattern the first call goes through
-Triton, which compiles. In the second one, what Triton hands to its low-level launcher is written down. From the third on it is
-handed over again, with other addresses and the current stream. If anything in it is not as expected, the plan is refused, and
-the body runs and launches in the ordinary way. While hooks are set that Triton calls at launches, plans launch in the ordinary
-way too. Triton's settings (`TRITON_...`) are those of the first two calls.
+Repeating a plan also passes Triton's part of a launch, which looks at each argument to choose a compiled kernel. With all
+else fixed, that choice depends only on which addresses are multiples of 16. For each such pattern the first call goes through
+Triton, which compiles. The second call records the arguments that Triton passes to its low-level launcher. From the third
+call on they are passed again, with other addresses and the current stream. If any of them is not as expected, the plan is
+refused, and the body runs and launches in the ordinary way. While launch hooks of Triton are set, plans launch in the
+ordinary way too. Triton's settings (`TRITON_...`) are those of the first two calls.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher
 
-# What a body may call beside functions that return views. Of the second kind the memory is filled with zeros.
+# Functions that a body may call beside those that return views. The functions of the second set fill the memory with zeros.
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _ZEROS = {"zeros", "zeros_like", "new_zeros"}
-# Patterns of addresses that are remembered. As a rule there is one: all are multiples of 16.
+# Largest number of remembered patterns of addresses. As a rule there is one: all addresses are multiples of 16.
 _PATTERNS = 64
-# What is before the kernel's arguments when Triton hands them over: three sizes of the grid, stream, function, metadata of the
+# Positions of launcher arguments. Before the kernel's own come three sizes of the grid, stream, function, metadata of the
 # kernel, metadata of the launch, hooks before and after it.
 _STREAM, _LAUNCH, _BEFORE, _AFTER, _FIRST = 3, 6, 7, 8, 9
-# Only one thread at a time may write down what Triton hands over.
+# Only one thread at a time may record Triton's arguments.
 _WRITING = threading.Lock()
 
 
@@ -50,11 +51,11 @@ class _Memory(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A tensor in some memory. The inputs' are first, what the body allocates follows."""
+    """A tensor as a view of numbered memory. The inputs' memories are numbered first, then those that the body allocates."""
 
     memory: int
     offset: int
-    """In elements."""
+    """The offset in elements."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     bytes: int | None
@@ -66,14 +67,14 @@ class _View(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What Triton hands to the launcher of a compiled kernel."""
+    """The arguments that Triton passes to the launcher of a compiled kernel."""
 
     launcher: Callable[..., Any]
     arguments: list[Any]
     addresses: list[tuple[int, int, int]]
-    """Position among the arguments, number of a memory, bytes from its address."""
+    """For each tensor: its position among the arguments, the number of its memory, and its offset in bytes."""
     kernel: Any
-    """Keeps the compiled kernel loaded."""
+    """The compiled kernel, which this reference keeps loaded."""
 
 
 class Plan:
@@ -88,9 +89,11 @@ class Plan:
         single: bool,
         run: Launcher,
     ) -> None:
-        """`results`: the memory of each, and the view of it if it is not the whole. `run`: launches in the ordinary way."""
+        """`results`: for each result its memory, and its view if it is not all of that memory. `run`: function that launches
+        in the ordinary way.
+        """
         self.refused = False
-        """Whether Triton is not as expected. Then the body has to run."""
+        """Whether Triton differs from the expectations. The body then has to run."""
         self._index = device.index if device.type == "cuda" else None
         self._made, self._grids, self._results, self._single, self._run = made, grids, results, single, run
         self._kernels: dict[tuple[int, ...], list[Any]] = {}
@@ -98,7 +101,7 @@ class Plan:
         self._triton: _Triton | None = None
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        """What the body returns for these tensors, which are its arguments in order."""
+        """The body's results for these tensors, which are its arguments in order."""
         memories, like = list(tensors), tensors[0]
         for shape, stride, dtype, zeros in self._made:
             x = like.new_empty_strided(shape, stride, dtype=dtype)
@@ -131,7 +134,7 @@ class Plan:
             launcher(*given)
 
     def _ordinary(self, memories: list[Tensor], pattern: tuple[int, ...]) -> None:
-        """Launch through Triton. The second time, what it hands over is written down."""
+        """Launch through Triton. The second launch is recorded."""
         grids = [_placed(launch, views, memories) for launch, views in self._grids]
         kernels = self._kernels.get(pattern)
         if kernels is None or pattern in self._records:
@@ -144,7 +147,7 @@ class Plan:
         with _WRITING:
             handed = [_handed(self._run, launch, kernel) for (launch, _), kernel in zip(grids, kernels, strict=True)]
         if any(len(calls) > 1 for calls in handed):
-            return  # another thread launched the kernel meanwhile: the next call tries again
+            return  # another thread launched the kernel meanwhile, so the next call tries again
         try:
             self._triton = _Triton()
             stream = self._triton.stream(self._index or 0)
@@ -157,25 +160,25 @@ class Plan:
 
 
 class _Unexpected(Exception):
-    """Triton launches in another way than is known here."""
+    """Triton launches kernels in a way that this module does not know."""
 
 
 class _Triton:
-    """What a launch asks of Triton each time."""
+    """The state of Triton that each launch reads."""
 
     def __init__(self) -> None:
         from triton import knobs
         from triton.runtime import driver
 
         self.stream: Callable[[int], int] = driver.active.get_current_stream
-        """Of a device, by its number, the handle of the stream on which torch launches."""
+        """Function from a device's number to the handle of the stream on which torch launches."""
         self._runtime = knobs.runtime
         self._before, self._after = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         if not (isinstance(self._before.calls, list) and isinstance(self._after.calls, list)):
             raise _Unexpected
 
     def hooked(self) -> bool:
-        """Whether something is to be called before or after each launch."""
+        """Whether a launch hook is set."""
         before, after, runtime = self._before, self._after, self._runtime
         return bool(
             runtime.launch_enter_hook is not before
@@ -193,7 +196,7 @@ def _placed(launch: Launch, views: dict[str, _View], memories: Sequence[Tensor])
 
 
 def _handed(run: Launcher, launch: Launch, kernel: Any) -> list[tuple[Any, ...]]:
-    """Launch in the ordinary way. Returns what Triton hands to the kernel's launcher: the arguments of each call."""
+    """Launch in the ordinary way. Returns the arguments that Triton passed to the kernel's launcher, for each of its calls."""
     launcher, handed = getattr(kernel, "_run", None), []
 
     def note(*arguments: Any) -> Any:
@@ -211,10 +214,10 @@ def _handed(run: Launcher, launch: Launch, kernel: Any) -> list[tuple[Any, ...]]
 
 
 def _recorded(kernel: Any, handed: Sequence[Any], launch: Launch, views: dict[int, _View], stream: int) -> _Record:
-    """What can be handed over again. Raises _Unexpected, AttributeError or IndexError if Triton is not as expected."""
+    """A record that can be launched again. Raises _Unexpected, AttributeError or IndexError if Triton is not as expected."""
     from triton import knobs
 
-    if kernel.metadata.target.backend != "cuda":  # others choose a kernel by more than addresses
+    if kernel.metadata.target.backend != "cuda":  # other backends choose a kernel by more than addresses
         raise _Unexpected
     head = (launch.programs, 1, 1, stream, kernel.function, kernel.packed_metadata)
     hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -238,7 +241,7 @@ def _recorded(kernel: Any, handed: Sequence[Any], launch: Launch, views: dict[in
 
 
 class _Watch(TorchDispatchMode):
-    """Sees what a body calls."""
+    """Records the functions that a body calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +261,9 @@ class _Watch(TorchDispatchMode):
 
 
 def plan_of(body: Callable[..., Any], arguments: Sequence[Any], run: Launcher) -> Plan | None:
-    """The plan of a body for such arguments, or None if it has to run each time. `run` launches a grid in the ordinary way."""
+    """The plan of a body for arguments like these, or None if the body has to run in each call. `run` launches a grid in the
+    ordinary way.
+    """
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     devices = {x.device for x in tensors}
     if len(devices) != 1 or tensors[0].is_meta:
@@ -285,7 +290,7 @@ def plan_of(body: Callable[..., Any], arguments: Sequence[Any], run: Launcher) -
             if launch.programs
         ]
         views = [view(x) for x in results]
-    except KeyError:  # memory that comes from elsewhere, or is read as another dtype
+    except KeyError:  # memory from elsewhere, or memory read as another dtype
         return None
     made = [_Memory(x.shape, x.stride(), x.dtype, zeros) for x, zeros in watch.made]
     places = [_place(x, made, len(tensors)) for x in views]
@@ -296,7 +301,9 @@ def plan_of(body: Callable[..., Any], arguments: Sequence[Any], run: Launcher) -
 
 
 def _place(view: _View, made: list[_Memory], inputs: int) -> tuple[int, _View | None]:
-    """The memory of a result, and its view if it is not the whole. Memory of which it is all is allocated in its shape."""
+    """The memory of a result, and its view if it is not all of that memory. Memory that is all one result is allocated in its
+    shape.
+    """
     number = view.memory - inputs
     if number >= 0:
         x = made[number]
@@ -308,5 +315,5 @@ def _place(view: _View, made: list[_Memory], inputs: int) -> tuple[int, _View | 
 
 
 def on_meta(x: Any) -> Any:
-    """A tensor without numbers of the same shape, strides and dtype. Anything else: itself."""
+    """A meta tensor with the shape, strides and dtype of a tensor; anything else unchanged."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x

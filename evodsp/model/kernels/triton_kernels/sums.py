@@ -1,4 +1,4 @@
-"""Partial sums of several programs, added in a fixed order."""
+"""Adds the partial sums of several programs in a fixed order."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, next_power_of_two, tiles
 
-# Elements of a tile [parts, results], its parts at most, and its results at least: a sector of memory. As many parts as
-# possible are loaded at once: what a step of the loop costs is the latency of memory.
+# Elements of a tile [parts, results], its largest number of parts, and its smallest number of results: a sector of memory. As
+# many parts as possible are loaded at once, because a step of the loop costs the latency of memory.
 _TILE, _PARTS, _RESULTS = 4096, 1024, 8
 
 

@@ -44,7 +44,7 @@ def _offsets(strides, positions, PADDED: tl.constexpr, EIGHTS: tl.constexpr):
 @no_type_check
 @triton.jit
 def _inside(positions, length, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Which elements of a tile [positions, D] exist."""
+    """Mask of the elements of a tile [positions, D] that exist."""
     inside = (positions < length)[:, None]
     if WIDTH < PADDED:
         inside = inside & (tl.arange(0, PADDED) < WIDTH)[None, :]
@@ -54,7 +54,9 @@ def _inside(positions, length, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 @no_type_check
 @triton.jit
 def _start(strides, sample, row, head, EIGHTS: tl.constexpr):
-    """Offset of a row and head. Of strides that are multiples of 8 and not of 16, Triton knows nothing, unless it is told."""
+    """Offset of a row and head. The hint is needed because Triton does not detect strides that are multiples of 8 and not of
+    16.
+    """
     start = sample * strides[0] + row * strides[1] + head * strides[3]
     return tl.multiple_of(start, 8) if EIGHTS else start
 
@@ -69,7 +71,7 @@ def _tile(strides, sample, row, head, positions, PADDED: tl.constexpr, EIGHTS: t
 @no_type_check
 @triton.jit
 def _mask_bias(keys, columns, stride, length):
-    """What the mask adds to the logits of some keys: 0 or -1e9, and -inf beyond the last key."""
+    """The mask's bias of the logits of some keys: 0 or -1e9, and -inf beyond the last key."""
     present = tl.load(keys + columns.to(tl.int64) * stride, mask=columns < length, other=0).to(tl.float32)
     return tl.where(columns < length, present * MASKED - MASKED, float("-inf"))
 
@@ -77,7 +79,7 @@ def _mask_bias(keys, columns, stride, length):
 @no_type_check
 @triton.jit
 def _biased(columns, length):
-    """Which positions have a bias in memory: of 16 neighbours all or none, so that a thread reads several at once."""
+    """Mask of the positions with a bias in memory: all or none of 16 neighbours, so that a thread reads several at once."""
     return columns < tl.cdiv(length, 16) * 16
 
 
@@ -101,7 +103,7 @@ def lay_out(source, source_strides, target, heads, rows, columns, padded, TILE: 
 @no_type_check
 @triton.jit
 def _rows_of(x, positions, length, LAST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """A tile [positions, D]. LAST: some of the positions do not exist."""
+    """Loads a tile [positions, D]. LAST: some of the positions do not exist."""
     if LAST:
         tile = tl.load(x, mask=_inside(positions, length, WIDTH, PADDED), other=0.0)
     elif WIDTH < PADDED:
@@ -117,7 +119,8 @@ def _logits_of_keys(
     own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST: tl.constexpr, BIASED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of queries and some keys, in base 2. `bias`: pointers to its tile. LAST: some of the keys do not exist."""
+    """The logits of a tile of queries and some keys, in base 2. `bias`: pointers to its tile. LAST: some of the keys do not
+    exist."""
     if LAST:
         masked = _mask_bias(keys, key, keys_stride, length)
     else:
@@ -168,13 +171,13 @@ def forward(
     k += _tile(k_strides, sample, row, head, key, PADDED, EIGHTS)
     v += _tile(v_strides, sample, row, head, key, PADDED, EIGHTS)
     keys += sample * keys_strides[0] + row * keys_strides[1]
-    if BIASED:  # of queries that do not exist the last one's, which is in memory
+    if BIASED:  # queries that do not exist read the last one's bias, which is in memory
         bias += sample * bias_strides[0] + head * bias_strides[1]
         bias += tl.minimum(query, queries - 1).to(tl.int64)[:, None] * bias_strides[2] + key[None, :] * bias_strides[3]
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     mean = tl.zeros([TILE_Q, PADDED], tl.float32)
-    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop: two would not fit into the registers
+    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop, because two would not fit into the registers
         for start in range(0, length, TILE_K):
             top, total, mean = _over_keys(
                 own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
@@ -291,7 +294,7 @@ def backward_queries(
     missed = tl.zeros([TILE_Q], tl.float32)
     slope_k = tl.zeros([TILE_Q, PADDED], tl.float32)
     mean_k = tl.zeros([TILE_Q, PADDED], tl.float32)
-    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop: two would not fit into the registers
+    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop, because two would not fit into the registers
         for start in range(0, length, TILE_K):
             missed, slope_k, mean_k = _slopes_over_keys(
                 own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
@@ -371,7 +374,7 @@ def backward_keys(
     query = tl.arange(0, TILE_Q)
     q += _tile(q_strides, sample, row, head, query, PADDED, EIGHTS)
     upstream += _tile(upstream_strides, sample, row, head, query, PADDED, EIGHTS)
-    if BIASED:  # of keys that do not exist the last one's, which is in memory
+    if BIASED:  # keys that do not exist read the last one's bias, which is in memory
         bias += sample * bias_strides[0] + head * bias_strides[1]
         bias += tl.minimum(key, length - 1).to(tl.int64)[:, None] * bias_strides[3] + query[None, :] * bias_strides[2]
     first = ((sample * rows + row) * heads + head) * queries

@@ -11,9 +11,10 @@ import triton.language as tl
 @no_type_check
 @triton.jit
 def sums(x, strides, total, rows, columns, parts, TILE: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of columns, of every `parts`-th tile of rows. `total`: [parts, columns].
+    """Sums a tile of columns over every `parts`-th tile of rows. `total`: [parts, columns].
 
-    Each row of a tile has a sum of its own; these are added at the end only. Until then no thread needs another one's numbers.
+    Each row of a tile has its own sum. These are added only at the end, so that no thread needs another one's numbers
+    before.
     """
     program = tl.program_id(0)
     across = tl.cdiv(columns, WIDTH)

@@ -14,7 +14,7 @@ def dropout_add(
     x, x_strides, update, update_strides, out, out_strides, keys, drawn, shared, channels, offset, whole, least, scale,
     ADD: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Some positions of the mask (drawn axis x channels), at some entries of the shared axis."""
+    """Applies some positions of the mask (drawn axis x channels) to some entries of the shared axis."""
     program = tl.program_id(0)
     chunks, parts = tl.cdiv(drawn * channels, TILE), tl.cdiv(shared, ENTRIES)
     chunk, program = program % chunks, program // chunks
@@ -32,7 +32,7 @@ def dropout_add(
         x += sample * x_strides[0] + along * x_strides[1] + channel * x_strides[3]
     for i in range(ENTRIES):
         entry = tl.cast(part * ENTRIES + i, tl.int64)
-        there = inside & (entry + tl.zeros([TILE], tl.int64) < shared)  # a vector: the interpreter mistypes a scalar's
+        there = inside & (entry + tl.zeros([TILE], tl.int64) < shared)  # the interpreter mistypes a scalar
         value = tl.load(update + entry * update_strides[2], mask=there, other=0.0).to(tl.float32) * kept
         if ADD:
             value += tl.load(x + entry * x_strides[2], mask=there, other=0.0).to(tl.float32)

@@ -31,8 +31,8 @@ def backward(
     from_hidden = hidden + position[:, None] * hidden_strides[0] + own[None, :] * hidden_strides[1]
     inside = (position < positions)[:, None] & (own < width)[None, :]
     opened = tl.load(from_hidden, mask=inside, other=0.0) > 0
-    # Rounded before anything else: what then changes places between threads is half as much, and two programs fit a
-    # multiprocessor, so that one multiplies while the other one reads and writes.
+    # The result is rounded first: threads then exchange half as much, and two programs fit a multiprocessor, so that one
+    # multiplies while the other reads and writes.
     result = tl.where(opened, total.to(slope.dtype.element_ty), 0.0)
     tl.store(slope + position[:, None] * width + own[None, :], result, mask=inside)
     tl.store(sums + part * width + own, tl.sum(result.to(tl.float32), 0), mask=own < width)

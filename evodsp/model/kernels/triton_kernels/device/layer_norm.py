@@ -32,7 +32,7 @@ def _rows(strides, position, n1, n2, AXES: tl.constexpr):
 @no_type_check
 @triton.jit
 def _centred(value, channel, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, eps):
-    """x - mean over channels; mean and 1 / deviation of each position. `value` is 0 where there is no element."""
+    """x - mean over channels; mean and 1 / deviation of each position. `value` is 0 where no element exists."""
     middle = tl.sum(value, 1) / CHANNELS
     centred = value - middle[:, None]
     if CHANNELS != WIDTH:
@@ -109,7 +109,7 @@ def backward(
         middle = tl.load(mean + position, mask=there, other=0.0)[:, None]
         of_deviation = tl.load(inverse + position, mask=there, other=0.0)[:, None]
         value, upstream = value.to(tl.float32), upstream.to(tl.float32)
-        normal = (value - middle) * of_deviation  # of padding too, where `upstream` is 0
+        normal = (value - middle) * of_deviation  # padding is included, and its `upstream` is 0
         found = _of_x(upstream, normal, slope, of_deviation, CHANNELS)
         of_weight += upstream * normal
         of_bias += upstream
@@ -125,7 +125,7 @@ def again(
     positions, n1, n2, parts, eps, AXES: tl.constexpr, CHANNELS: tl.constexpr,
     TILE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """`forward` and `backward` of every `parts`-th tile of positions, which is read once for both."""
+    """Computes `forward` and `backward` of every `parts`-th tile of positions, which is read once for both."""
     part = tl.program_id(0)
     channel = tl.arange(0, WIDTH)
     slope = tl.load(weight + channel * weight_stride, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]

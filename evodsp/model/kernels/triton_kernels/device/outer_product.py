@@ -1,6 +1,6 @@
 """Device code of `outer_product.py`. Products and their gradient are contiguous [I, c, J, c]. Offsets are 64-bit.
 
-Strides: [I, J] of the counts, [z, k] of the weight, [I, J, z] of the gradient. Of the scaled gradient there are none: [I J, z].
+Strides: [I, J] of the counts, [z, k] of the weight, [I, J, z] of the gradient. The scaled gradient is contiguous [I J, z].
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import triton.language as tl
 @no_type_check
 @triton.jit
 def _runs(row, column, product, columns, CHANNELS: tl.constexpr):
-    """Offsets of a tile [columns, products] of one row. Runs of c products of a pair lie together, and those of all columns."""
+    """Offsets of a tile [columns, products] of one row. The c runs of a pair are c products long each, and the runs of all
+    columns follow each other.
+    """
     first, second = product // CHANNELS, product % CHANNELS
     return ((row * CHANNELS + first[None, :]) * columns + column[:, None]) * CHANNELS + second[None, :]
 

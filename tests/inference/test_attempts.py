@@ -1,4 +1,4 @@
-"""Records that ended the process that computed them (`evodsp.inference.begun`). Real ranks: test_parallel_predict.py."""
+"""Records that ended the process that computed them (`evodsp.inference.attempts`). Real ranks: test_parallel_predict.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from evodsp.errors import UserError
-from evodsp.inference import begun
 from evodsp.inference import predict as module
-from evodsp.inference.failures import Failure
+from evodsp.inference.attempts import AttemptNotes
+from evodsp.inference.failures import RecordFailure
 from evodsp.inference.predict import predict_records
 from tests.builders.prediction import silent
 
@@ -40,6 +40,10 @@ def at_alpha(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None]
 
 def note(workplace: Workplace) -> Path:
     return workplace.config.output / ".alpha_A.begun"
+
+
+def notes(workplace: Workplace) -> AttemptNotes:
+    return AttemptNotes(workplace.config.output, workplace.config.memory_options)
 
 
 def killed(workplace: Workplace, at_alpha: Callable[[BaseException | None], None], times: int, **change: Any) -> None:
@@ -92,9 +96,9 @@ def test_what_is_finished_speaks_for_a_record(workplace: Workplace) -> None:
     """Catches a record of many seeds that is left out because jobs ended in it, each some seeds further."""
 
     def some_seeds() -> None:
-        with begun.noted(workplace.config, "alpha_A", None) as left_out:
+        with notes(workplace).noted("alpha_A", None) as left_out:
             assert left_out is None
-            begun.note_progress(workplace.config, "alpha_A")
+            notes(workplace).note_progress("alpha_A")
             raise Killed
 
     for _ in range(4):
@@ -108,12 +112,12 @@ def test_a_reason_that_is_known_counts_at_once(
     """Catches a record that ends one more start though a rank has said why it cannot be."""
     monkeypatch.setattr("os._exit", sys.exit)
     with pytest.raises(SystemExit, match="1"):
-        begun.give_up(workplace.change(overwrite=True), Failure("alpha_A", "alpha_A: too long"))
+        notes(workplace).give_up(RecordFailure("alpha_A", "alpha_A: too long"), "the same command without --overwrite")
     said = capsys.readouterr().err
     assert said.startswith("evodsp: error: alpha_A: too long. The other ranks wait")
     assert "the same command without --overwrite leaves this record out" in said
-    with begun.noted(workplace.config, "alpha_A", None) as left_out:
-        assert left_out == Failure("alpha_A", f"alpha_A: too long; or delete {note(workplace)} to try it again")
+    with notes(workplace).noted("alpha_A", None) as left_out:
+        assert left_out == RecordFailure("alpha_A", f"alpha_A: too long; or delete {note(workplace)} to try it again")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ def test_a_reason_that_is_known_counts_at_once(
 def test_a_note_that_cannot_be_read_is_one_start(workplace: Workplace, content: str) -> None:
     """Catches a traceback behind a full disk or somebody's own file."""
     note(workplace).parent.mkdir(parents=True)
-    note(workplace).write_text(content.replace("OPTIONS", json.dumps(begun._options(workplace.config))))
-    with begun.noted(workplace.config, "alpha_A", None) as left_out:
+    note(workplace).write_text(content.replace("OPTIONS", json.dumps(notes(workplace).options)))
+    with notes(workplace).noted("alpha_A", None) as left_out:
         assert left_out is None
         assert json.loads(note(workplace).read_text())["starts"] == 2

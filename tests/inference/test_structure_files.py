@@ -16,8 +16,7 @@ from Bio.PDB.PDBParser import PDBParser
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_ATOM37_MASK
-from evodsp.inference.model_cif import Origin
-from evodsp.inference.writers import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
 
 FORMATS = ("cif", "pdb")
 

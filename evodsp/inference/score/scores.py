@@ -20,10 +20,10 @@ from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.layout import names_of, split_key, structure_file
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
-from evodsp.inference.calibration import Calibration
-from evodsp.inference.plots import calibration_figure, distance_figure
 from evodsp.inference.results import plddt_of, read_result
-from evodsp.inference.score_config import ScoreConfig
+from evodsp.inference.score.calibration import Calibration
+from evodsp.inference.score.config import ScoreConfig
+from evodsp.inference.score.figures import calibration_figure, distance_figure
 from evodsp.printing import show
 from evodsp.reading.quoting import printable
 

@@ -16,17 +16,17 @@ from jaxtyping import Float, UInt8
 from markupsafe import Markup
 from PIL import Image
 
-from evodsp.inference.coverage import Coverage
+from evodsp.inference.pages.coverage import Coverage
 from evodsp.report.charts import Frame, Mark, mark, path, picture
 
 FRAME = Frame(1000, 184, left=56, right=12, top=10, bottom=24)
-"""Of every chart."""
+"""The frame of every chart."""
 BANDS = ((90, "#0053d6", "very high"), (70, "#65cbf3", "confident"), (50, "#ffdb13", "low"), (0, "#ff7d45", "very low"))
 """Lower edge of pLDDT, colour and name, as in the AlphaFold database."""
 PAE_COLOURS = ((0, 68, 27), (49, 163, 84), (161, 217, 155), (247, 252, 245))
-"""From no error to the largest that the head knows, as in the AlphaFold database."""
+"""Colours from no error to the largest that the head knows, as in the AlphaFold database."""
 _IDENTITY_COLOURS = ((178, 24, 43), (244, 165, 130), (146, 197, 222), (33, 102, 172))
-"""From no identity to all letters equal."""
+"""Colours from no identity to all letters equal."""
 _TRACE, _MARGIN = 360, 14
 
 
@@ -36,7 +36,7 @@ def band_colour(plddt: float) -> str:
 
 
 def plddt_chart(plddt: Mapping[int, Float[np.ndarray, " R"]], shown: int) -> Markup:
-    """pLDDT along the sequence, a line for each seed; only that of the seed `shown` is visible."""
+    """pLDDT along the sequence, a line for each seed; only the line of the seed `shown` is visible."""
     marks, top = [], 100.0
     for lower, colour, name in BANDS:
         y, height = _y(top / 100), _y(lower / 100) - _y(top / 100)

@@ -24,9 +24,8 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
-from evodsp.inference.coverage import Coverage, coverage
-from evodsp.inference.relaxation import read_relaxation
-from evodsp.inference.residue_charts import (
+from evodsp.inference.pages.coverage import Coverage, coverage
+from evodsp.inference.pages.residue_charts import (
     BANDS,
     FRAME,
     PAE_COLOURS,
@@ -35,6 +34,7 @@ from evodsp.inference.residue_charts import (
     palette,
     plddt_chart,
 )
+from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.result_checks import FIX
 from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
 from evodsp.report.page import Page
@@ -53,7 +53,7 @@ class _Seed:
     """One prediction, as its files say."""
 
     seed: int
-    """Its number on the page: the seed, or of several models' predictions the place in the ranking."""
+    """Its number on the page: the seed, or the place in the ranking if there are several models."""
     chain: Chain
     plddt: Float[np.ndarray, " R"]
     pae: Float[np.ndarray, "R R"] | None
@@ -63,7 +63,7 @@ class _Seed:
 
 
 def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
-    """Write the page of the finished result in `folder`. `alignments`: those that it was predicted from."""
+    """Write the page of the finished result in `folder`. `alignments`: the ones that it was predicted from."""
     _, ranking = read_with_ranking(folder)
     timings = read_timings(folder)
     seeds = [
@@ -83,7 +83,8 @@ def target_page(
     found: Coverage | None,
     relaxed: Mapping[str, Mapping[str, Any]],
 ) -> Page:
-    """The page. `ranking`, `timings`: the contents of the two files; `seeds`: best first. `relaxed`: what it did, by name."""
+    """The page. `ranking`, `timings`: the contents of the two files; `seeds`: best first. `relaxed`: contents of the files of
+    relaxation, by the names of predictions."""
     best, entries = seeds[0], ranking["ranking"]
     length = len(best.plddt)
     # Where the alignments are one row, the query, there is nothing to show.
@@ -161,7 +162,7 @@ def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
 
 
 def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int]]:
-    """What is on the button of each prediction."""
+    """The values on the button of each prediction."""
     names = [
         f"{entry['model']}, seed {entry['seed']}" if "model" in entry else f"seed {entry['seed']}" for entry in entries
     ]
@@ -229,7 +230,7 @@ def _plain(value: Any) -> str:
 
 
 def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
-    """What the script needs. All seeds have the same atoms, because the sequence decides which there are."""
+    """The data of the script. All seeds have the same atoms, because the sequence decides which there are."""
     chain = seeds[0].chain
     residue, atom = np.nonzero(chain.mask > 0.5)
     step = math.ceil(len(chain) * math.sqrt(len(seeds) / _MOST_CELLS))

@@ -9,9 +9,10 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
-from evodsp.inference import estimate, needs
+from evodsp.errors import UserError
+from evodsp.inference import estimate
 from evodsp.inference.predict import predict_records
-from evodsp.planner.prediction import Prediction
+from evodsp.planner.prediction import PlannedPrediction, changes, prediction_memory, size
 from evodsp.planner.program import SampleSizes
 from tests.builders.prediction import silent
 
@@ -30,7 +31,7 @@ def workplace(workplace: Workplace) -> Workplace:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also tiny targets are told what they need."""
-    monkeypatch.setattr(needs, "TINY", 0.0)
+    monkeypatch.setattr(estimate, "TINY", 0.0)
 
 
 def test_a_target_says_what_it_needs(workplace, told) -> None:
@@ -44,20 +45,22 @@ def test_a_target_says_what_it_needs(workplace, told) -> None:
 
 def test_a_target_that_does_not_fit_is_named_and_try_anyway_runs_it(workplace, told, monkeypatch) -> None:
     """Catches a target that fills the memory, or one that is lost though the user wants to try."""
-    monkeypatch.setattr(needs, "free_memory", lambda: -(1 << 40))
-    monkeypatch.setattr(needs, "changes", lambda *_: [])  # following each option takes seconds
-    with pytest.raises(needs.UserError, match=r"no setting makes it fit.*--try_anyway"):
+    monkeypatch.setattr("evodsp.planner.prediction.free_memory", lambda: -(1 << 40))
+    monkeypatch.setattr(estimate, "changes", lambda *_: [])  # following each option takes seconds
+    with pytest.raises(UserError, match=r"no setting makes it fit.*--try_anyway"):
         predict_records(workplace.config, silent)
     assert predict_records(workplace.change(try_anyway=True), silent).failures == []
 
 
 def test_a_target_that_may_fit_is_tried(workplace, told, monkeypatch) -> None:
     """Catches a target that is refused because the estimate is a little too high."""
-    calculated = needs.prediction_memory(Prediction(ModelConfig.preset("small"), SampleSizes(20, 4, 4), memory=1 << 20))
+    calculated = prediction_memory(
+        PlannedPrediction(ModelConfig.preset("small"), SampleSizes(20, 4, 4), memory=1 << 20)
+    )
     total = calculated.total
-    monkeypatch.setattr(needs, "prediction_memory", lambda _: calculated)
+    monkeypatch.setattr("evodsp.planner.prediction.prediction_memory", lambda _: calculated)
     free = int(0.9 * total) - calculated.weights - calculated.features
-    monkeypatch.setattr(needs, "free_memory", lambda: free)
+    monkeypatch.setattr("evodsp.planner.prediction.free_memory", lambda: free)
     lines: list[str] = []
     assert predict_records(workplace.config, lines.append).failures == []
     assert any(line.endswith("; it may not fit") for line in lines)
@@ -65,24 +68,24 @@ def test_a_target_that_may_fit_is_tried(workplace, told, monkeypatch) -> None:
 
 def test_tiny_targets_are_not_followed(workplace, monkeypatch) -> None:
     """Catches a folder of small targets that becomes slow."""
-    monkeypatch.setattr(needs, "prediction_memory", None)
+    monkeypatch.setattr("evodsp.planner.prediction.prediction_memory", None)
     assert predict_records(workplace.config, silent).failures == []
 
 
 def test_changes_name_what_fits() -> None:
     """Catches an option that does not help, and help that takes several options."""
-    what = Prediction(ModelConfig.preset("small"), SampleSizes(100, 40, 2000), memory=256 << 20)
-    assert needs.changes(what, lambda one: one.half) == ["--precision bf16"]
-    assert needs.changes(what, lambda one: one.ranks >= 3) == ["--parallel.sequence 4"]
-    both = needs.changes(what, lambda one: one.half and one.sizes.extra < 2000)
+    what = PlannedPrediction(ModelConfig.preset("small"), SampleSizes(100, 40, 2000), memory=256 << 20)
+    assert changes(what, lambda one: one.half) == ["--precision bf16"]
+    assert changes(what, lambda one: one.ranks >= 3) == ["--parallel.sequence 4"]
+    both = changes(what, lambda one: one.half and one.sizes.extra < 2000)
     assert both == ["--precision bf16 --working_memory 64MiB --extra_msa 1024"]
-    assert needs.changes(what, lambda one: False) == []
+    assert changes(what, lambda one: False) == []
 
 
 def test_similar_sizes_share_a_calculation() -> None:
     """Catches a grid that lies below a size, or is coarser than the estimate."""
     for number in (33, 100, 511, 512, 2048, 5120):
-        assert number <= needs._rounded(number) <= 1.05 * number + 1
+        assert number <= estimate._rounded(number) <= 1.05 * number + 1
 
 
 def test_estimate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +95,7 @@ def test_estimate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
     (one,) = json.loads(output.read_text())
     assert one["total_bytes"] == sum(one["bytes"].values())
-    assert f"needs {needs.size(one['total_bytes'])} on each of 2 ranks" in said
+    assert f"needs {size(one['total_bytes'])} on each of 2 ranks" in said
     assert one["fits"]
     assert one["communicated_bytes_a_pass"] > 0
 
@@ -140,7 +143,7 @@ def test_a_chain_whose_pair_representation_does_not_fit_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a million residues whose pass is followed, which takes minutes."""
-    monkeypatch.setattr(estimate, "prediction_memory", None)
+    monkeypatch.setattr("evodsp.planner.prediction.prediction_memory", None)
     output = tmp_path / "numbers.json"
     assert main([*SMALL, "--residues=1000000", "--device=h100", "--precision=bf16", f"--output={output}"]) == 1
     line = capsys.readouterr().out.splitlines()[1]

@@ -10,8 +10,8 @@ import numpy as np
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.inference.failures import Failure
-from evodsp.inference.residue_charts import strip
+from evodsp.inference.failures import RecordFailure
+from evodsp.inference.pages.residue_charts import strip
 from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
@@ -26,7 +26,7 @@ _STRIP = 60
 """Most pieces of the coloured strip of a target."""
 
 
-def write_batch_page(output: Path, failures: Sequence[Failure]) -> Path:
+def write_batch_page(output: Path, failures: Sequence[RecordFailure]) -> Path:
     """Write the page of all finished results below `output`, also of earlier runs, and of the records that failed now.
 
     An index.html that evodsp has not written is the user's: the page is then index_evodsp.html.
@@ -43,7 +43,7 @@ def write_batch_page(output: Path, failures: Sequence[Failure]) -> Path:
     return path
 
 
-def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
+def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     """The page. Folders without a complete result are left out."""
     rows: list[dict[str, str]] = []
     means = []
@@ -79,7 +79,7 @@ def batch_page(output: Path, failures: Sequence[Failure]) -> Page:
 
 _ALONG = "pLDDT along the sequence"
 _HEADINGS = {"target": False, "residues": True, "mean pLDDT": True, "pTM": True, "predictions": True, _ALONG: False}
-"""Of the columns, and whether their cells are numbers."""
+"""Headings of the columns, and whether their cells are numbers."""
 
 
 def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Pictures of a prediction. matplotlib is an optional dependency, imported only when a picture is drawn."""
+"""Pictures of scores. matplotlib is an optional dependency, imported only when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from evodsp.errors import UserError
-from evodsp.inference.calibration import Calibration
+from evodsp.inference.score.calibration import Calibration
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
 
 _FARTHEST = 22.0
 """Å; larger distances have the same colour. It is the distogram's last bin, and contacts are much shorter."""
-_PLDDT_BANDS = (
-    (90.0, "#0053d6", "very high"),
-    (70.0, "#65cbf3", "confident"),
-    (50.0, "#ffdb13", "low"),
-    (0.0, "#ff7d45", "very low"),
-)
-"""Lower edge, colour and name, as in the AlphaFold database."""
 
 
 def distance_figure(
@@ -42,6 +35,8 @@ def distance_figure(
     pLDDT 0..100. Raises UserError if matplotlib is not installed.
     """
     figure, (map_axes, curve_axes) = _figure()
+    from evodsp.inference.confidence_figure import draw_plddt
+
     distances = _distances(predicted_positions)
     if true_positions is not None:
         true_distances = _distances(true_positions)
@@ -107,16 +102,3 @@ def _draw_map(figure: Figure, axes: Axes, distances: Float[np.ndarray, "R R"], b
         axes.text(0.03, 0.03, "predicted", transform=axes.transAxes, ha="left", va="bottom", **label)
     axes.set(xlabel="residue", ylabel="residue", title="CA–CA distances")
     figure.colorbar(image, ax=axes, label="distance (Å)", extend="max", shrink=0.9)
-
-
-def draw_plddt(axes: Axes, plddt: Float[np.ndarray, " R"]) -> None:
-    residues = np.arange(1, len(plddt) + 1)
-    top = 100.0
-    for lower, colour, name in _PLDDT_BANDS:
-        axes.axhspan(lower, top, color=colour, alpha=0.22, linewidth=0)
-        axes.text(1.015, (lower + top) / 2, name, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-        top = lower
-    axes.plot(residues, plddt, color="#202020", linewidth=1.4)
-    axes.set(xlabel="residue", ylabel="pLDDT (0 to 100)", title=f"Predicted confidence, mean pLDDT {plddt.mean():.1f}")
-    axes.set_xlim(1, max(len(plddt), 2))
-    axes.set_ylim(0, 100)

@@ -40,7 +40,7 @@ class Calibration:
 
     @classmethod
     def of(cls, chains: Sequence[tuple[np.ndarray, np.ndarray]]) -> Calibration:
-        """Of each chain's pLDDT and lDDT-CA, both [R] with its own R."""
+        """Calibration from each chain's pLDDT and lDDT-CA, both [R] with its own R."""
         numbers = np.repeat(np.arange(len(chains)), [len(plddt) for plddt, _ in chains])
         plddt, lddt = (np.concatenate(values).astype(np.float64) for values in zip(*chains, strict=True))
         return cls(plddt, lddt, numbers)
@@ -65,7 +65,7 @@ class Calibration:
             )
 
     def line(self, name: str) -> str:
-        """All of it in a line that begins with the name of the set."""
+        """A line for a terminal that begins with the name of the set."""
         side = "too high" if self.too_high >= 0 else "too low"
         said = f"pLDDT {self.plddt.mean():.1f}, true lDDT-CA {self.lddt.mean():.1f}: {abs(self.too_high):.1f} {side}"
         found = [f"{_correlation(self.plddt, self.lddt)} over {len(self.plddt):,} residues"]

@@ -1,4 +1,5 @@
-"""What a target's folder holds already: seeds that need no model, structures to write in another format, the user's own files.
+"""Results of earlier runs in a target's folder: seeds that need no model, structures to write in another format, a user's
+files.
 
 Structures are stored with 0.001 Å and pLDDT with 0.01, in mmCIF as in PDB: so a format is written from a file of the other one,
 and holds the same numbers as if it had been written at once.
@@ -14,8 +15,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from evodsp.config import FeatureConfig
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
-from evodsp.inference.model_cif import Origin
+from evodsp.inference.config import PassSettings
+from evodsp.inference.models import SIZES
 from evodsp.inference.result_checks import read_object
 from evodsp.inference.results import (
     OURS,
@@ -31,11 +35,15 @@ from evodsp.inference.results import (
     read_with_ranking,
     stem,
 )
-from evodsp.inference.writers import structure_text
+from evodsp.inference.structure_files import Origin, structure_text
+from evodsp.inference.targets import Target, template_digest
+
+NUMERICS = 1
+"""Raised when a version of evodsp computes other numbers from the same inputs, beyond rounding: its results do not mix."""
 
 
 @dataclass(frozen=True)
-class Stored:
+class EarlierResult:
     """A complete result of an earlier run with the same inputs and settings."""
 
     result: PredictionResult
@@ -44,7 +52,7 @@ class Stored:
     timings: Mapping[str, Any]
     """timings.json."""
     model: str | None = None
-    """What this run's model is called among several; None if the folder holds those of one model only."""
+    """Name of this run's model among several; None if the folder holds the results of one model only."""
     models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The settings of all models in the folder, if there are several."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +61,7 @@ class Stored:
     """The model whose files have no model's name yet, because it was alone so far."""
 
     def missing(self, seeds: Sequence[int]) -> list[int]:
-        """Those of `seeds` that have to be predicted."""
+        """The seeds among `seeds` that have to be predicted."""
         there = {entry["seed"] for entry in self.ranking if entry.get("model") == self.model}
         return [seed for seed in seeds if seed not in there]
 
@@ -96,16 +104,16 @@ class Stored:
         return {**more, **sums, "seeds": [*self.timings["seeds"], *more["seeds"]]}
 
 
-def find_stored(
+def find_earlier(
     folder: Path,
     settings: Mapping[str, Any],
     overwrite: bool,
     model: str | None = None,
     names: Mapping[str, str] = MappingProxyType({}),
-) -> Stored | None:
+) -> EarlierResult | None:
     """The result that `folder` already holds, or None if everything has to be predicted.
 
-    `model`: what this run calls the model, if it has several; `names`: what it calls all of them, by their files' fingerprints.
+    `model`: the name of the model in this run, if it has several; `names`: the names of all, by their files' fingerprints.
     Raises UserError if `folder` holds results of other settings, or an incomplete one (unless `overwrite`).
     """
     if not folder.exists():
@@ -143,7 +151,7 @@ def find_stored(
     named = {} if renamed is None else {"model": renamed}
     ranking = [{**entry, **named} for entry in content["ranking"]]
     timings = {**timings, "seeds": [{**named, **entry} for entry in timings.get("seeds", [])]}
-    return Stored(result, ranking, timings, model, models, content.get("settings", {}), renamed)
+    return EarlierResult(result, ranking, timings, model, models, content.get("settings", {}), renamed)
 
 
 _INPUTS = ("numerics", "sequence", "alignments")
@@ -154,8 +162,8 @@ def _inputs(made_with: Mapping[str, Any]) -> dict[str, Any]:
     return {key: made_with.get(key) for key in _INPUTS}
 
 
-def copy_files(folder: Path, into: Path, stored: Stored | None) -> None:
-    """Copy the user's own files of a target's folder into its successor, and those of the earlier predictions `stored`."""
+def copy_files(folder: Path, into: Path, stored: EarlierResult | None) -> None:
+    """Copy the user's own files of a target's folder into its successor, and the files of the earlier predictions `stored`."""
     if not folder.is_dir():
         return
     ours = _ours(folder)
@@ -178,3 +186,33 @@ def _ours(folder: Path) -> Callable[[str], bool]:
     with suppress(UserError):
         models = list(read_object(folder / RANKING).get("models", {}))
     return lambda name: any(OURS.fullmatch(name.removeprefix(before)) for before in ("", *(f"{m}_" for m in models)))
+
+
+def result_settings(
+    passes: PassSettings,
+    raw: bool,
+    features: FeatureConfig,
+    target: Target,
+    checkpoint: str,
+    templates: TemplateFeatures,
+) -> dict[str, Any]:
+    """Everything that the numbers of a seed depend on. An earlier result is kept only if every entry is equal.
+
+    `raw`: whether the weights are the raw ones. `checkpoint`: the fingerprint of its file. `templates`: the templates in
+    use, best first.
+    """
+    return {
+        "numerics": NUMERICS,
+        "sequence": target.query.letters,
+        "alignments": target.digest,
+        "checkpoint": checkpoint,
+        "raw": raw,
+        **{name: getattr(features, name) for name in SIZES},
+        "ensembles": passes.ensembles,
+        "stop_tolerance": passes.stop_tolerance or None,
+        "templates": list(templates.names),
+        "templates_digest": template_digest(templates),
+        # None for the default: earlier versions, which had no other, wrote no entry.
+        "precision": passes.precision if passes.half else None,
+        "matmul_precision": None if passes.matmul_precision == "highest" else passes.matmul_precision,
+    }

@@ -16,10 +16,10 @@ from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
-from evodsp.inference import report as module
-from evodsp.inference.report import ChainScores, compare, comparison_table, write_report, write_scores
 from evodsp.inference.results import TIMINGS, write_json, write_results
-from evodsp.inference.writers import PredictedStructure
+from evodsp.inference.score import scores as module
+from evodsp.inference.score.scores import ChainScores, compare, comparison_table, write_report, write_scores
+from evodsp.inference.structure_files import PredictedStructure
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 
 LENGTH = 40

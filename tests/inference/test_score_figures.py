@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evodsp.errors import UserError
-from evodsp.inference.plots import distance_figure
+from evodsp.inference.score.figures import distance_figure
 
 
 def helix(length: int = 60) -> np.ndarray:
@@ -49,5 +49,5 @@ def test_missing_matplotlib_names_the_extra(tmp_path, monkeypatch):
 
 def test_matplotlib_is_imported_only_to_draw():
     """Catches an import of matplotlib by modules that must work without the extra."""
-    code = "import sys, evodsp.inference.plots; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, evodsp.inference.score.figures; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

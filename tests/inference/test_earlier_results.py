@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.errors import UserError
-from evodsp.inference import preparation, seeds
+from evodsp.inference import jobs, seeds
 from evodsp.inference.predict import predict, predict_records
 from tests.builders.prediction import read_json, silent
 
@@ -49,7 +49,7 @@ def test_a_format_is_added_without_the_model(
     workplace.only("alpha_A")
     as_pdb = predict(workplace.change(format="pdb", output=workplace.root / "pdb"), silent)[0]
     shutil.copytree(as_pdb.folder, workplace.root / "at_once")
-    monkeypatch.setattr(preparation, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
+    monkeypatch.setattr(jobs, "load_model", lambda *_: pytest.fail("the model was loaded for nothing"))
     for one, other, folder, at_once in (
         ("cif", "pdb", finished.results[0].folder, workplace.root / "at_once"),
         ("pdb", "cif", as_pdb.folder, predicted.results[0].folder),
@@ -82,6 +82,6 @@ def test_other_numerics_are_other_results(
     workplace: Workplace, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches seeds of two versions that compute different numbers in one ranking."""
-    monkeypatch.setattr("evodsp.inference.provenance.NUMERICS", 2)
+    monkeypatch.setattr("evodsp.inference.earlier_results.NUMERICS", 2)
     with pytest.raises(UserError, match="numerics: 1 there, 2 now"):
         predict(workplace.change(seeds=3), silent)
