@@ -2,8 +2,8 @@
 entries to skip.
 
 No size may depend on data on the device, because the host would have to wait for it. Existing entries are therefore listed
-on the host (`data.samples.dataset.collate`); without such a list all entries are computed, and masks leave out those that do
-not exist.
+on the host (`evodsp.data.samples.dataset.collate`); without such a list all entries are computed, and masks leave out those
+that do not exist.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def compute_renamed_ground_truth(
     """The ground truth with each residue's symmetric atoms named as in the prediction `atom14`.
 
     `labels`: arrays of `evodsp.geometry.frames.structure_labels` with a batch axis, and, to save work, the lists
-    `ambiguous_residues` and `observed_atoms` of `data.samples.dataset.collate`. The result is not differentiated. All
+    `ambiguous_residues` and `observed_atoms` of `evodsp.data.samples.dataset.collate`. The result is not differentiated. All
     arguments are whole on every rank. Each rank decides for its share of the residues, and the decisions (at most R
     numbers) are gathered.
     """

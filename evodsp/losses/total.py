@@ -158,8 +158,8 @@ def total_loss(
     `batch` holds features [B, cycle, ...], of which the last iteration is used, and labels [B, ...]. The backbone FAPE is
     clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted
     and not scaled by length, as a mean over the batch, and the loss itself as `total`; all are detached. Raises UserError
-    if the batch lacks labels that a term needs. The lists of `data.samples.dataset.collate` save work on entries that do not
-    exist; they do not change the result.
+    if the batch lacks labels that a term needs. The lists of `evodsp.data.samples.dataset.collate` save work on entries that
+    do not exist; they do not change the result.
 
     On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
     is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
