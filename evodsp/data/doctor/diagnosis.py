@@ -236,11 +236,11 @@ def diagnose(
     lacking_of = {key: presence.lacks(key) for keys in scored.values() for key in keys}
     wanted = list(dict.fromkeys([*drawn, *(key for key, lacking in lacking_of.items() if lacking is None)]))
     found: dict[str, Examined] = {}
+    number = min(processes(workers), len(wanted))
     with progress(f"read {data.kind} chains", len(wanted)) as advance:
-        pieces = [(data.source, key) for key in wanted]
-        for number, chain in LocalProcesses(processes(workers)).map(examine, pieces):
+        for at, chain in LocalProcesses(number).map(examine, [(data.source, key) for key in wanted]):
             ended = isinstance(chain, WorkerEndedError)
-            found[wanted[number]] = Examined(wanted[number], "unreadable", str(chain)) if ended else chain
+            found[wanted[at]] = Examined(wanted[at], "unreadable", str(chain)) if ended else chain
             advance(1)
     examined = [found[key] for key in sorted(drawn)]
     table, known_from = _known(data, store, usable, examined)
