@@ -196,3 +196,13 @@ def test_no_test_module_imports_another() -> None:
             if any(re.search(r"(^|\.)test_\w+$", name) for name in imported):
                 found.append(f"{path.relative_to(folder.parent)}:{node.lineno}: {module} {', '.join(names)}")
     assert found == [], "\n".join(found)
+
+
+def test_a_name_of_a_class_stands_once() -> None:
+    """Catches a second class of one name, which a search for the name, a message or a traceback cannot tell from the first."""
+    places: dict[str, list[str]] = {}
+    for module in modules():
+        for node in ast.walk(tree(module)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: found for name, found in places.items() if len(found) > 1}

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from evodsp.errors import UserError
 from evodsp.model.primitives import Computed, ShardedModule
 from evodsp.model.recorders import Recorder
-from evodsp.model.recordings import Forward, Inputs, Place, Recording, WithGradient, addresses_of
+from evodsp.model.recordings import CallArguments, Forward, Place, Recording, WithGradient, addresses_of
 from evodsp.parallel.dtensor import is_dtensor
 
 
@@ -64,7 +64,7 @@ class Graphs:
     def call(self, stack: Recorded, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """The result of `run(*arguments)`, the usual call of `stack`, by a replay if possible."""
         settings = stack.settings()
-        inputs = Inputs.of(arguments)
+        inputs = CallArguments.of(arguments)
         if not self.enabled or settings is None or inputs is None or inputs.device != self.recorder.device:
             return run(*arguments)
         key = (stack, settings, inputs.kind, _modes(inputs.device))
@@ -103,7 +103,7 @@ class Graphs:
         return self._places[stack]
 
     def _recorded(
-        self, stack: nn.Module, run: Callable[..., Any], inputs: Inputs, parameters: Sequence[Tensor]
+        self, stack: nn.Module, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
     ) -> Recording:
         try:
             if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.tensors, *parameters)):

@@ -26,7 +26,7 @@ Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CallArguments:
     """The arguments of a call: tensors and dropout keys."""
 
     tensors: list[Tensor]
@@ -36,7 +36,7 @@ class Inputs:
     """A key that is equal for calls which one recording can replay."""
 
     @classmethod
-    def of(cls, arguments: Sequence[Any]) -> Inputs | None:
+    def of(cls, arguments: Sequence[Any]) -> CallArguments | None:
         """The inputs of a call. Returns None if an argument is neither a tensor nor dropout keys."""
         if not all(isinstance(x, Tensor | DropoutKeys) for x in arguments):
             return None
@@ -62,7 +62,7 @@ class Inputs:
 class Recording(ABC):
     """A recorded call."""
 
-    def __init__(self, recorder: Recorder, inputs: Inputs, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: Recorder, inputs: CallArguments, parameters: Sequence[Tensor]) -> None:
         self.recorder, self.addresses = recorder, addresses_of(parameters)
         gradients = torch.is_grad_enabled()
         self.inputs = [x.detach().clone().requires_grad_(x.requires_grad and gradients) for x in inputs.tensors]
@@ -78,7 +78,7 @@ class Recording(ABC):
     def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         """The results of the call for these inputs. `parameters`: the parameters with which it was recorded."""
 
-    def computed(self, run: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
+    def computed(self, run: Callable[..., Any], inputs: CallArguments) -> list[Tensor]:
         """The results of the call for the recording's own inputs."""
         with _uncached_autocast(inputs.device):
             results = run(*inputs.arguments(self.inputs))
@@ -101,7 +101,7 @@ class Forward(Recording):
         recorder: Recorder,
         warm_ups: int,
         run: Callable[..., Any],
-        inputs: Inputs,
+        inputs: CallArguments,
         parameters: Sequence[Tensor],
         pool: Any,
     ) -> None:
@@ -124,7 +124,7 @@ class WithGradient(Recording):
         recorder: Recorder,
         warm_ups: int,
         run: Callable[..., Any],
-        inputs: Inputs,
+        inputs: CallArguments,
         places: Sequence[Place],
         parameters: Sequence[Tensor],
     ) -> None:

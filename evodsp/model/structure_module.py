@@ -53,7 +53,7 @@ class PairRows:
 
 
 @dataclass(frozen=True)
-class Shared:
+class PointAttentionTerms:
     """Tensors that all iterations of invariant point attention share."""
 
     weight: Float[Tensor, "n c_s"]
@@ -88,7 +88,7 @@ class InvariantPointAttention(ShardedModule):
         self.point_weight = nn.Parameter(torch.full((h,), math.log(math.e - 1.0)))  # its softplus is 1
         self.output = Linear(h * (e + 4 * v + c_z), c_s, init="final")
 
-    def shared(self, z: PairRows, mask: Float[Tensor, "B R"]) -> Shared:
+    def shared(self, z: PairRows, mask: Float[Tensor, "B R"]) -> PointAttentionTerms:
         """The tensors that the iterations of a pass share. z is on I, `mask` is whole."""
         c, rows = self.config, self.exchange.owned(mask.shape[1])
         # Equal variance of the three parts of the logits at the start (supplement 1.8.2).
@@ -110,7 +110,7 @@ class InvariantPointAttention(ShardedModule):
             of_pair = self.pair_bias(z.of(some)).permute(0, 3, 1, 2)
             return torch.add(math.sqrt(1.0 / 3.0) * of_pair, absent, alpha=-1e5).contiguous()
 
-        return Shared(
+        return PointAttentionTerms(
             joined(lambda layer: layer.weight),
             joined(lambda layer: layer.bias),
             point_scale,
@@ -119,7 +119,7 @@ class InvariantPointAttention(ShardedModule):
         )
 
     def forward(
-        self, s: Float[Tensor, "B R c_s"], z: PairRows, shared: Shared, frames: Rigid
+        self, s: Float[Tensor, "B R c_s"], z: PairRows, shared: PointAttentionTerms, frames: Rigid
     ) -> Float[Tensor, "B R c_s"]:
         """The update of s. `frames`: [B, R], in nm."""
         c = self.config

@@ -22,7 +22,7 @@ Operator = Callable[..., Any]
 """A function of tensors and settings that returns one tensor or several."""
 
 
-class Inputs:
+class ExampleFactory:
     """Makes the random tensors of an example, the same ones each time."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ class Spec:
     """One operator: its formula, and the inputs on which implementations are compared with it."""
 
     formula: Operator
-    examples: Callable[[Inputs], list[Tensor]]
+    examples: Callable[[ExampleFactory], list[Tensor]]
     """Function that makes small inputs: sizes differ and do not divide, some keys are masked, strides are as in the model."""
     mask: int | None = None
     """Index of the input without gradient: a mask, dropout keys, or counts."""
@@ -62,7 +62,7 @@ class Spec:
 
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """The tensors of the example."""
-        return self.examples(Inputs(device, dtype))
+        return self.examples(ExampleFactory(device, dtype))
 
     def call(self, function: Operator, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results of an implementation for tensors like those of `examples`."""
@@ -70,20 +70,20 @@ class Spec:
         return result if isinstance(result, tuple) else (result,)
 
 
-def _heads(make: Inputs) -> list[Tensor]:
+def _heads(make: ExampleFactory) -> list[Tensor]:
     rows, length, heads, width = 5, 37, 3, 16
     keys = make.mask(2, rows, length)
     keys[0, 0] = 0  # a row without keys
     return [make.random(2, length, rows, 4, heads, width).transpose(1, 2), keys]  # strides as in column attention
 
 
-def _operands(make: Inputs) -> list[Tensor]:
+def _operands(make: ExampleFactory) -> list[Tensor]:
     norm = [make.random(9), make.random(9)]
     layers = [make.random(12, 9), make.random(12), make.random(12, 9), make.random(12)]
     return [make.random(2, 7, 7, 9), make.mask(2, 7, 7), *norm, *layers]
 
 
-def _queries_of_columns(make: Inputs) -> list[Tensor]:
+def _queries_of_columns(make: ExampleFactory) -> list[Tensor]:
     mask = make.mask(2, 37, 7)
     mask[0, :, 0] = 0  # a column without keys
     return [make.random(2, 7, 5, 8), make.random(2, 37, 7, 2, 8), mask]
