@@ -45,7 +45,7 @@ def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
     """Catches a search that tries the tests of other modules until its time is over, or misses imports that are relative, of a
     module's name, or through another module."""
     files = {
-        "evodsp/data/samples/crop.py": "", "evodsp/data/other.py": "from .crop import Crop",
+        "evodsp/data/samples/crop.py": "", "evodsp/data/other.py": "from .samples.crop import Crop",
         "tests/builders.py": "import evodsp.data.samples.crop", "tests/data/test_through.py": "from tests.builders import y",
         "tests/test_far.py": "from evodsp.data.other import x",
         "tests/data/test_crop.py": "from evodsp.data.samples import crop", "tests/data/test_else.py": "import evodsp.data",

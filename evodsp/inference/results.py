@@ -138,15 +138,19 @@ def plddt_of(scores: Path) -> Float32[np.ndarray, " R"]:
 def read_structure(result: PredictionResult, key: Key, path: Path | None = None) -> PredictedStructure:
     """A prediction as its files hold it: positions to 0.001 Å, pLDDT to 0.01. Without aligned errors (`read_pae`).
 
-    `path`: another file with its atoms, such as the relaxed ones; None: those that were predicted.
+    `path`: another file with its atoms, such as the relaxed ones; None: those that were predicted. Raises UserError if the
+    two files hold different numbers of residues.
     """
-    chain = read_chain(path or result.structure(key), "A")
+    path = path or result.structure(key)
+    chain, plddt = read_chain(path, "A"), read_plddt(result.folder, key)
+    if len(plddt) != len(chain):
+        raise FileFormatError(path, f"has {len(chain)} residues, but its scores are of {len(plddt)}; {FIX}")
     return PredictedStructure(
         name=result.name,
         aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
         positions=chain.positions,
         mask=chain.mask,
-        plddt=read_plddt(result.folder, key),
+        plddt=plddt,
     )
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.sources.chain_folder import (
+    ALIGNMENT_SUFFIXES,
+    ALIGNMENTS,
     SEARCH_RESULTS,
     alignment_files,
     has_files,
@@ -30,7 +32,6 @@ from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import InputRecord, read_inputs
 from evodsp.packaged import where_packaged
 
-_SUFFIXES = (".a3m", ".a3m.gz", ".sto", ".sto.gz")
 _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
@@ -115,7 +116,7 @@ def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target
         stems = {path.name.split(".")[0]: path for path in sorted(alignments.iterdir())}
         where, close = f" in {alignments}", nearest(query.name, list(stems))
         if query.name in stems:  # an empty folder, or a file of another kind
-            close = f" {stems[query.name].name} there holds none: alignments are .a3m and .sto files"
+            close = f" {stems[query.name].name} there holds none: alignments are {ALIGNMENTS} files"
     note = f"no alignments for '{query.name}'{where}: predicted from its sequence alone, which is much less accurate."
     return Target(query, None, (note + close,))
 
@@ -124,7 +125,7 @@ def _alignments_of(name: str, alignments: Path, alone: bool) -> Path | None:
     """The folder or file of the record `name` in the folder `alignments`; None if there is none."""
     if has_files(folder := alignments / name):
         return folder
-    for suffix in _SUFFIXES:
+    for suffix in ALIGNMENT_SUFFIXES:
         if (file := alignments / f"{name}{suffix}").is_file():
             return file
     return alignments if alone and alignment_files(alignments) else None

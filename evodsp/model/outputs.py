@@ -32,7 +32,7 @@ class StructureOutput:
     atom14: Float[Tensor, "B R 14 3"]
     """Atom positions of the last iteration."""
     positions: Float[Tensor, "B R 37 3"]
-    """Atom positions of the last iteration in atom37 order."""
+    """Atom positions of the last iteration in atom37 order, differentiable."""
     mask: Float[Tensor, "B R 37"]
     """1 for the atoms that the residue's type has, 0 for the others and in padding."""
     single: Float[Tensor, "B R c_s"]

@@ -21,6 +21,7 @@ from evodsp.inference.results import (
     read_contacts,
     read_pae,
     read_plddt,
+    read_structure,
     read_timings,
     read_with_ranking,
     write_json,
@@ -141,6 +142,13 @@ def test_edited_scores_are_one_line(folder: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"seed_0_scores\.json:.* (predict again|is empty)"):
         compare(folder / "seed_0.cif", folder / "seed_0.cif", "A")
     assert ("0 targets" in batch_page(folder.parent, []).html()) == (text != '{"plddt": [1, 2]}')
+
+
+def test_scores_of_another_length_are_one_line(folder: Path) -> None:
+    """Catches a structure that is given the confidence of another one, without a word."""
+    (folder / "seed_0_scores.json").write_text('{"plddt": [1, 2]}')
+    with pytest.raises(UserError, match=r"seed_0\.cif: has 6 residues, but its scores are of 2; predict again"):
+        read_structure(read_with_ranking(folder)[0], 0)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_file_that_is_no_alignment_is_named(workplace: Workplace) -> None:
     """Catches 'no alignments for alpha_A. Did you mean alpha_A?' where the file of this name is of another kind."""
     (workplace.root / "alpha_A.a3m.part").write_text(f">alpha_A\n{QUERY}\n")
     (target, _), _ = find_targets([workplace.config.fasta], workplace.root)
-    assert target.notes[-1].endswith(" alpha_A.a3m.part there holds none: alignments are .a3m and .sto files")
+    assert target.notes[-1].endswith(" alpha_A.a3m.part there holds none: alignments are .a3m, .sto or .npz files")
 
 
 def test_a_file_of_the_records_name_is_its_alignment(workplace: Workplace, predicted: Finished) -> None:

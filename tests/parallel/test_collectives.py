@@ -261,7 +261,7 @@ def wait_twice(handle: Any) -> tuple[str, bool]:
 def test_a_result_is_given_out_once_unless_asked_for_again(pool: RankPool) -> None:
     """Catches a result that is handed out twice: the transposed collective would be launched twice in the backward pass."""
     for message, equal in pool.run(2, wait_twice):
-        assert "asked for twice" in message
+        assert "called twice" in message
         assert equal
 
 

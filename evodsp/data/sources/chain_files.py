@@ -22,6 +22,7 @@ from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.sources.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.sources.chain_folder import (
+    ALIGNMENTS,
     chain_folders,
     file_of_chain,
     files_of_chain,
@@ -185,7 +186,7 @@ class ChainFiles:
         files = [(source, data) for source, name, data in self._files(key) if is_alignment(Path(name).name)]
         is_empty = not files and self.index is not None and self.index.has_empty_folder(self.index.row(key))
         if not files and not is_empty:
-            where = f"{self.alignment_dir}: no alignment (.a3m, .sto or .npz) of chain '{key}' in"
+            where = f"{self.alignment_dir}: no alignment ({ALIGNMENTS}) of chain '{key}' in"
             raise UserError(
                 f"{where} the {'database' if self.index is None else 'index'}; make it again or drop the chain"
             )

@@ -21,9 +21,13 @@ from evodsp.printing import logger
 from evodsp.reading.text_files import unpack
 
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
+ALIGNMENT_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in _PARSERS for packed in ("", ".gz"))
+"""Suffixes of the alignments that may stand alone as one file of a chain."""
 _ARCHIVE = ".npz"
 BESIDE = _ARCHIVE
 """The name, relative to a chain's folder, of the archive beside it: what follows the chain's key."""
+ALIGNMENTS = f"{', '.join(_PARSERS)} or {_ARCHIVE}"
+"""Suffixes of all alignments, for messages."""
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
 """Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
@@ -35,7 +39,7 @@ _NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a comp
 
 
 def is_alignment(name: str) -> bool:
-    """Whether a file of that name is an alignment for the chain's MSA: .a3m, .sto and .npz, but not hmmsearch's."""
+    """Whether a file of that name is an alignment for the chain's MSA: one of `ALIGNMENTS`, but not hmmsearch's."""
     known = _format(name) in (*_PARSERS, _ARCHIVE)
     return name == BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
 
@@ -130,7 +134,7 @@ def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = No
     if not files and (others := _files(directory)):
         found = ", ".join(path.name for path in others[:5])
         raise UserError(
-            f"{directory}: no alignment (.a3m, .sto or .npz) of the chain here ({found}); run the search for this chain"
+            f"{directory}: no alignment ({ALIGNMENTS}) of the chain here ({found}); run the search for this chain"
         )
     alignments = parse_alignments((path, None) for path in files)
     if not alignments:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from evodsp.model.precision import activation_dtype, wide, wide_product, without_autocast
 
-CPU_NUMBERS = 1 << 20
+CPU_NUMBERS = 1 << 18
 """Size of a chunk of an intermediate on a CPU, of every operator: about a core's cache."""
 GPU_NUMBERS = 1 << 28
 """Size of a chunk of a layer's intermediate on a GPU: enough to fill it."""

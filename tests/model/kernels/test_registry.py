@@ -43,7 +43,9 @@ def defined_in(module: str) -> set[str]:
 
 
 def test_an_operator_is_known_everywhere() -> None:
-    """Catches an operator without a setting, and a row of the documentation that is missing or names other backends."""
+    """Catches an operator without a setting, a row of the documentation that is missing or names other backends, and a backend
+    of which the settings' help does not know."""
+    assert set(BACKENDS) <= set(re.findall(r"\w+", KernelsConfig.__doc__ or ""))
     assert [field.name for field in dataclasses.fields(KernelsConfig)] == ["backend", *OPERATORS]
     known = {name: defined_in(backend.module) for name, backend in BACKENDS.items()}
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| (`.*`) \|$", Path("docs/training.md").read_text(), re.MULTILINE)
