@@ -1,4 +1,4 @@
-"""The folder of one chain: which of its files are alignments, which are template searches, and reading them.
+"""The folder of one chain: its alignments and its template searches are told apart and read.
 
 Files lie in the folder itself (OpenFold) or in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), gzipped or not.
 OpenFold3's archive of all alignments of a chain lies beside the folder, as `<key>.npz`, or in it. The alignment database
@@ -23,14 +23,14 @@ from evodsp.reading.text_files import unpack
 _PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
 _ARCHIVE = ".npz"
 BESIDE = _ARCHIVE
-"""The name, relative to a chain's folder, of the archive beside it: what follows the chain's key."""
+"""The name, relative to a chain's folder, of the archive beside it: the part that follows the chain's key."""
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
 """Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
 SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} or {_HMMSEARCH[-1]}.sto"
 """The names of template searches, for messages."""
 _LARGEST_EMPTY = 4096
-"""Bytes that a file without text may have: blank lines, the header of a gzip archive."""
+"""Most bytes that a file without text may have: blank lines, the header of a gzip archive."""
 _NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a complex; for templates
 
 
