@@ -37,4 +37,4 @@ class DataFetchConfig:
                     f"nothing public is called '{name}'.{nearest(name, get_args(What))} There are {', '.join(get_args(What))}"
                 )
         if self.chains is None and set(self.what) != {"lists"}:
-            raise UserError("alignments and structures are of chains; name them with --chains FILE, one per line")
+            raise UserError("alignments and structures need a list of chains; give --chains FILE with one per line")

@@ -123,7 +123,7 @@ class Records:
     bodies: list[list[bytes]]
     """The residue lines of each record."""
     rows: list[bytes]
-    """The same lines, joined."""
+    """The joined residue lines of each record."""
 
     def names(self) -> tuple[str, ...]:
         """The first word of every header."""

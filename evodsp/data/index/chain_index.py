@@ -78,7 +78,7 @@ class Source:
 
 @dataclass(frozen=True)
 class IndexContent:
-    """What an index holds. Rows are chains, in the order of their keys; n chains have m files."""
+    """The arrays of an index. Rows are chains, in the order of their keys; n chains have m files."""
 
     table: ChainTable
     sequences: PackedTexts

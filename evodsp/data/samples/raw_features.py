@@ -139,7 +139,8 @@ def deleted_block_starts(draws: Draws, rows: int, config: FeatureConfig) -> Int6
 
 
 def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
-    """Which rows remain after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query remains."""
+    """Whether each row remains after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query
+    remains."""
     keep = np.ones(rows, bool)
     index = np.arange(rows)
     length = int(rows * fraction)

@@ -67,7 +67,8 @@ def left_out_by_filters(
 
 
 def sampling_weights(table: ChainTable) -> Float64[np.ndarray, " n"]:
-    """How often AlphaFold2 takes each chain: clamp(length, 256, 512) / 512, divided by the size of its sequence cluster.
+    """The frequency with which AlphaFold2 takes each chain: clamp(length, 256, 512) / 512, divided by the size of its
+    sequence cluster.
 
     A chain whose cluster is unknown has that of its representative; if that is unknown too, the chains of one representative,
     which are identical, are a cluster. A chain of unknown length counts as short.

@@ -21,7 +21,7 @@ _NO_OBSOLETE: Mapping[str, str | None] = MappingProxyType({})
 
 
 class Rejection(Enum):
-    """Why a filter rejected a hit; the value is for logs."""
+    """The reasons why filters reject hits; the values are for logs."""
 
     OBSOLETE = "the entry was withdrawn without a successor"
     SAME_ENTRY = "the query's own entry"
