@@ -171,7 +171,7 @@ def _plain(sequence: str) -> str:
 
 
 def _nearest(first: Mapping[str, str], second: Mapping[str, str], name: str) -> tuple[list[Near], int]:
-    """For each chain of `second` the nearest of `first` among those aligned; and the number of alignments."""
+    """For each chain of `second`, the nearest chain of `first` that was aligned with it; and the number of alignments."""
     if not first or not second:
         return [], 0
     keys, candidates = list(first), _candidates(list(first.values()), list(second.values()))

@@ -220,8 +220,8 @@ class ChainIndex:
         return stale
 
     def check(self) -> None:
-        """Read every array and raise FileFormatError unless its checksum is the one it was written with, and its rows fit to
-        those of the others."""
+        """Read every array and raise FileFormatError unless it has the checksum with which it was written, and its rows fit
+        the other arrays."""
         for name in _FILES:
             path = self.path / f"{name}.npy"
             if _checksum(path) != self._header["arrays"][name].get("crc32"):

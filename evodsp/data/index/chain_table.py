@@ -67,7 +67,7 @@ class PackedTexts(Sequence[str]):
 UNKNOWN_DAY = np.iinfo(np.int32).min
 """Release day of a chain whose entry has no date."""
 UNKNOWN_CLUSTER = -1
-"""Cluster size of a chain that the cluster file does not list; also what OpenFold writes for it."""
+"""Cluster size of a chain that the cluster file does not list; OpenFold writes the same number."""
 
 
 @dataclass(frozen=True)
