@@ -37,4 +37,6 @@ class DataFetchConfig:
                     f"nothing public is called '{name}'.{nearest(name, get_args(What))} There are {', '.join(get_args(What))}"
                 )
         if self.chains is None and set(self.what) != {"lists"}:
-            raise UserError("alignments and structures need a list of chains; give --chains FILE with one per line")
+            raise UserError(
+                "alignments and structures need a list of chains; name them with --chains FILE, one per line"
+            )

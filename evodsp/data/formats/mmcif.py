@@ -290,12 +290,11 @@ def _one_monomer_each(
     occupancy: Float64[np.ndarray, " n"],
     listed: list[list[str]],
 ) -> tuple[np.ndarray, Bool[np.ndarray, " n"]]:
-    """The name of each of the L residues, and whether each row is its residue's: of several monomers, the one of highest
-    occupancy is taken.
+    """The name of each of the L residues, and which rows are its: of several monomers, the one of highest occupancy.
 
     `residue`, `names`, `occupancy`: the residue, monomer and occupancy of each row. `listed`: the monomers of each residue in
-    SEQRES. Where SEQRES lists one and the rows have several, as in PDB files, that one is taken if it was seen, and the name
-    is that of SEQRES in any case.
+    SEQRES. If SEQRES lists one and the rows have several (PDB files), that one is taken if it was seen; SEQRES gives the
+    name.
     """
     unique, codes = np.unique(names, return_inverse=True)
     seen = np.unique(residue * len(unique) + codes) // max(1, len(unique))
