@@ -1,4 +1,4 @@
-"""Who does the pieces of a long job: processes of this machine, or the workers of a Dask cluster.
+"""Executors of a long job's pieces: processes of this machine, or the workers of a Dask cluster.
 
 A piece may end the process that does it (out of memory, a crash of a parser). The other pieces are done in any case. Processes
 of this machine say at once which piece it was. Dask gives up a piece whose workers die four times, and costs 70 MB of packages
@@ -18,7 +18,7 @@ from evodsp.data.pool import Pool, WorkerEndedError
 from evodsp.errors import UserError
 
 LOCAL = "local"
-"""In place of a scheduler's address: a Dask cluster of this machine."""
+"""The word that stands for a Dask cluster of this machine, in place of a scheduler's address."""
 
 Piece = tuple[Any, ...]
 
@@ -30,7 +30,7 @@ class Executor(Protocol):
     def map(self, function: Callable[..., Any], pieces: Sequence[Piece]) -> Iterator[tuple[int, Any]]:
         """Call `function(*piece)` for every piece. Yields the number of each finished piece and its result, in any order.
 
-        A piece that ended its process has a WorkerEndedError for its result. An error that the function raises is raised, after
+        The result of a piece that ended its process is a WorkerEndedError. An error that the function raises is raised, after
         which no more pieces are begun. If the caller stops, the processes are ended.
         """
 
@@ -65,7 +65,7 @@ class LocalProcesses:
 class DaskCluster:
     """The workers of the Dask scheduler at `address`, which must see the same folders.
 
-    `address` LOCAL: a Dask cluster of `workers` processes of this machine, which ends with the job.
+    If `address` is LOCAL, a Dask cluster of `workers` processes runs on this machine, and ends with the job.
     """
 
     address: str

@@ -37,13 +37,14 @@ LISTS = {
     "obsolete.dat": "https://files.wwpdb.org/pub/pdb/data/status",
 }
 _LISTING_S, _LISTING_BYTES = 300.0, 1 << 26
-"""What a page of a listing, of 1,000 files, may take."""
+"""The most seconds and bytes that a page of a listing, of 1,000 files, may take."""
 _S3 = "{http://s3.amazonaws.com/doc/2006-03-01/}"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A file to fetch. `name`: relative to the base. `size`, `md5`: if the server lists them."""
+    """A file to fetch. `name`: its path relative to the base. `size`, `md5`: its bytes and MD5 sum, if the server lists
+    them."""
 
     base: str
     name: str
@@ -66,7 +67,8 @@ def opened(wanted: Wanted, start: int) -> tuple[BufferedIOBase, int]:
 
 
 def listed(base: str, folder: str, output: Path) -> list[Wanted]:
-    """The files below `folder`, with sizes and, of single-part objects of S3, MD5 sums. `output`: where the folder is kept."""
+    """The files below `folder`, with sizes and, of single-part objects of S3, MD5 sums. `output`: the local folder that keeps
+    them."""
     if not is_address(base):
         root = Path(base) / folder
         paths = sorted(path for path in root.rglob("*") if path.is_file())
@@ -92,14 +94,14 @@ def listed(base: str, folder: str, output: Path) -> list[Wanted]:
 
 
 def fetch(wanted: Wanted) -> str | None:
-    """Fetch one file, unless it is there. Returns why it is missing, or None."""
+    """Fetch one file, unless it is there. Returns the reason why it is missing, or None."""
     if wanted.target.is_file() and wanted.size in (None, wanted.target.stat().st_size):
         return None
     return fetch_file(partial(opened, wanted), wanted.target, wanted.size, partial(_damage, wanted))
 
 
 def _damage(wanted: Wanted, path: Path) -> str | None:
-    """What is wrong with a fetched file, or None."""
+    """The fault of a fetched file, or None."""
     if wanted.md5 is not None:
         with path.open("rb") as file:
             if hashlib.file_digest(file, "md5").hexdigest() != wanted.md5:
@@ -115,7 +117,7 @@ def _damage(wanted: Wanted, path: Path) -> str | None:
 
 
 def alignments(base: str, chains: Sequence[str], output: Path) -> Iterable[list[Wanted] | str]:
-    """OpenProteinSet's files of each chain, of the PDB or of its UniClust30 clusters; or why there are none."""
+    """OpenProteinSet's files of each chain (of the PDB, or a UniClust30 cluster), or the reason why there are none."""
     for key in chains:
         folder = "pdb" if "_" in key else "uniclust30"
         try:
@@ -135,7 +137,7 @@ def structures(base: str, chains: Sequence[str], output: Path) -> list[Wanted]:
 
 
 def run(settings: DataFetchConfig, words: list[str]) -> int:
-    """`evodsp data fetch`: the exit code, 1 if something is missing. `words`: the command line (not needed here)."""
+    """Fetch the files and return the exit code, 1 if something is missing. `words`: the command line (not needed here)."""
     base = None if settings.base is None else settings.base.rstrip("/")
     if base is not None and not is_address(base) and not Path(base).is_dir():
         raise UserError(f"--base {base}: no such folder; give a folder, or an address that begins with https://")
@@ -152,7 +154,7 @@ def run(settings: DataFetchConfig, words: list[str]) -> int:
 
 
 def _fetch_all(settings: DataFetchConfig, base: str | None) -> list[str]:
-    """Fetch what was settings. Returns a line for each file that is missing."""
+    """Fetch the files that `settings` name. Returns a line for each missing file."""
     missing: list[str] = []
     wanted: list[Wanted] = []
     chains = chain_list(settings.chains) if settings.chains is not None else []

@@ -15,18 +15,19 @@ What = Literal["alignments", "structures", "lists"]
 
 @dataclass(frozen=True)
 class DataFetchConfig:
-    """Which public data to fetch, and where to keep them."""
+    """The public data to fetch, and the folder that keeps them."""
 
     what: Sequence[str]
-    """alignments (OpenProteinSet), structures (the PDB), lists (identical chains, clusters, obsolete entries)."""
+    """Kinds of data: alignments (OpenProteinSet), structures (the PDB), lists (identical chains, clusters, obsolete
+    entries)."""
     output: Path
-    """Folder to fill: alignments/, mmcif_files/, and the lists. What is missing is listed in missing.txt."""
+    """Folder to fill: alignments/, mmcif_files/, and the lists. missing.txt lists the files that could not be fetched."""
     chains: str | None = None
     """Text file with one chain per line, which alignments and structures need."""
     base: str | None = None
     """Address of a mirror, or a local folder with the same files, in place of the public addresses."""
     jobs: int = 8
-    """Files that are fetched at a time."""
+    """Number of files that are fetched at a time."""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"jobs": SIZE}, "--")
@@ -36,4 +37,6 @@ class DataFetchConfig:
                     f"nothing public is called '{name}'.{nearest(name, get_args(What))} There are {', '.join(get_args(What))}"
                 )
         if self.chains is None and set(self.what) != {"lists"}:
-            raise UserError("alignments and structures are of chains; name them with --chains FILE, one per line")
+            raise UserError(
+                "alignments and structures need a list of chains; name them with --chains FILE, one per line"
+            )

@@ -47,18 +47,18 @@ class _Worker:
     process: Any
     pipe: Connection
     lifeline: Connection
-    """Closed when this process is gone; the worker then ends itself, even in the middle of a job."""
+    """A pipe that closes when this process is gone; the worker then ends itself, even in the middle of a job."""
     ready: bool = False
     task: _Task | None = None
     since: float = 0.0
-    """When the task was sent (`time.monotonic`)."""
+    """The time at which the task was sent (`time.monotonic`)."""
 
 
 class Pool(Generic[Result]):
     """`workers` processes that call `function`, each with at most one job in hand, so that it is known which job killed it.
 
     A worker that dies, or needs longer than `time_limit` seconds for a job (None: no limit), is replaced. `limit_name` is the
-    limit's name for the user. `received`: what is made, in this process, of a result that arrives.
+    limit's name for the user. `received`: the function that this process applies to each result that arrives.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Pool(Generic[Result]):
         self._at_exit = util.Finalize(None, self.close, exitpriority=0)
 
     def submit(self, *job: Any, number: int = 0) -> Future[Result]:
-        """Have `function(*job)` called; jobs of a lower `number` are begun first, those of the same one in order.
+        """Have `function(*job)` called; jobs with a lower `number` are begun first, jobs with the same number in order.
 
         The future raises UserError and OSError as the function does, WorkerEndedError if its process died or took too long, and
         RuntimeError for anything else. A future that is cancelled before its job is begun costs nothing.
@@ -244,7 +244,7 @@ def _work(pipe: Connection, lifeline: Connection, function: Callable[..., Any]) 
 
 
 def _outcome(function: Callable[..., Any], job: tuple[Any, ...]) -> tuple[str, Any]:
-    """What is sent: a result, or an error that can be sent, because not every one survives pickling."""
+    """The message to send: a result, or an error in a form that can be sent, because not every error survives pickling."""
     try:
         return "result", function(*job)
     except UserError as error:

@@ -20,7 +20,7 @@ from evodsp.geometry.alphabet import GAP
 class ProteinSequence:
     """One FASTA record. `letters` are upper-case one-letter codes, `name` is the first word of the header.
 
-    `alternatives`: as a chain's.
+    `alternatives`: its residues with several monomers, as in `Chain`.
     """
 
     name: str
@@ -77,10 +77,10 @@ class Alignment:
 class Chain:
     """One protein chain of a structure file, in SEQRES order. Residues without coordinates are included and masked.
 
-    `positions` in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' if there is none);
-    they are 0 and '' for residues without coordinates. `alternatives`: index and letters of each residue for which SEQRES lists
-    several monomers (microheterogeneity), in its order; `sequence` has one of them. `notes`: what a user should know of how the
-    file was read, such as residues that were left out; feature stores do not keep them.
+    `positions` are in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' if there is none);
+    they are 0 and '' for residues without coordinates. `alternatives`: index and letters of each residue for which SEQRES
+    lists several monomers (microheterogeneity), in its order; `sequence` has one of them. `notes`: remarks for the user on
+    how the file was read, such as residues that were left out; feature stores do not keep them.
     """
 
     pdb_id: str
@@ -125,7 +125,7 @@ class Chain:
 class Structure:
     """A structure file: its header and its protein chains by author chain id, first model only.
 
-    `resolution` in Å, None if the method has none (NMR). `release_date`: of the first revision.
+    `resolution` is in Å, None if the method has none (NMR). `release_date`: the date of the first revision.
     """
 
     pdb_id: str

@@ -1,4 +1,4 @@
-"""From what the loader hands over to the model's batch (supplement 1.2.6 to 1.2.9), on the device that the batch is on.
+"""From the loader's batch to the model's (supplement 1.2.6 to 1.2.9), on the device of the batch.
 
 Shapes: B samples, C recycling iterations, N sequences, S clusters, E extra sequences, L columns of the chain, R residues of
 the crop, K cells with deletions.
@@ -31,11 +31,11 @@ class TakenRows:
     """The numbers of rows of its MSA that one recycling iteration takes; the host knows them."""
 
     kept: int
-    """Rows that block deletion leaves. In the order of the iteration they are the first ones."""
+    """Number of rows that block deletion leaves. In the order of the iteration they are the first rows."""
     clusters: int
-    """The first of them are the centres of clusters."""
+    """Number of the first of them, which are the centres of clusters."""
     extra: int
-    """The next ones are the extra sequences that the model sees. All that follow belong to clusters, too."""
+    """Number of the next ones, the extra sequences that the model sees. All rows that follow belong to clusters, too."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class RawMsa:
 
 
 def with_features(batch: Mapping[str, Tensor], config: FeatureConfig) -> dict[str, Tensor]:
-    """The batch with the features of all recycling iterations in place of what they are made from.
+    """The batch with the features of all recycling iterations in place of the data from which they are made.
 
-    `batch`: what `evodsp.data.samples.dataset.collate` makes of samples. Its tensors are on any device except those of
-    `raw_features.HOST`, which are on the host. Features are [B, C, …], with the axes of `feature_axes.FEATURE_AXES`. They have
-    the sizes of the settings if there is a `crop_size`, otherwise the largest of the samples.
+    `batch`: samples that `evodsp.data.samples.dataset.collate` has joined. Its tensors are on any device except those of
+    `raw_features.HOST`, which are on the host. Features are [B, C, …], with the axes of `feature_axes.FEATURE_AXES`. They
+    have the sizes of the settings if there is a `crop_size`, otherwise the largest of the samples.
     """
     msas = list(_raw_msas(batch, config))
     cycles = batch["msa_keys"].shape[1]
@@ -84,14 +84,15 @@ def with_features(batch: Mapping[str, Tensor], config: FeatureConfig) -> dict[st
 
 
 def _zeros(shape: tuple[int, ...], dtype: type[np.generic], device: torch.device) -> Tensor:
-    """Zeros on the device. On a CPU NumPy's, which are written when they are first used: half of the time of torch's."""
+    """Zeros on the device. On a CPU they are NumPy's, which are written at their first use: that takes half of torch's
+    time."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, dtype))
     return torch.zeros(shape, dtype=_DTYPES[dtype.__name__], device=device)
 
 
 def _axes(name: str) -> Iterator[tuple[str | None, int]]:
-    """The axes of a feature after the iterations: a name, or none and the size."""
+    """The axes of a feature after the iterations: the name of each, or None and its size."""
     unnamed = iter(SAMPLED[name][1])
     return ((axis, 0 if axis else next(unnamed)) for axis in FEATURE_AXES[name])
 

@@ -1,4 +1,4 @@
-"""Clusters of an MSA: which cluster each extra sequence belongs to, and what the clusters look like (supplement 1.2.7).
+"""Clusters of an MSA: the cluster of each extra sequence, and the summary of each cluster (supplement 1.2.7).
 
 Shapes: C recycling iterations, N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop,
 K cells with deletions. Residue codes: `evodsp.geometry.alphabet`.
@@ -16,11 +16,11 @@ from evodsp.geometry.alphabet import GAP, LETTERS_WITH_X, MASK
 _BITS, _WORD = 5, 64
 _NO_LETTER = (1 << _BITS) - 1
 _PAIRS = 1 << 15
-"""Pairs of sequences that a CPU compares at once: their words fill a part of a core's second-level cache."""
+"""Number of pairs of sequences that a CPU compares at once: their words fill a part of a core's second-level cache."""
 _ROWS = 1 << 10
-"""Sequences that a GPU compares at once: their one-hot letters take 33 MB at 384 columns."""
+"""Number of sequences that a GPU compares at once: their one-hot letters take 33 MB at 384 columns."""
 _CELLS = 1 << 22
-"""Cells of an alignment that are counted at once: their indices take 32 MB."""
+"""Number of cells of an alignment that are counted at once: their indices take 32 MB."""
 _CELLS_ON_CPU = 1 << 17
 
 
@@ -41,7 +41,7 @@ def nearest_clusters(
         ]
     centres = centres.clone()
     for own, size in zip(centres, sizes, strict=True):
-        own[size:].fill_(MASK)  # attracts nothing
+        own[size:].fill_(MASK)  # a mask attracts nothing
     nearest = nearest_by_products(centres, letters)
     return [found[rows] for found, rows in zip(nearest, others, strict=True)]
 
@@ -82,7 +82,7 @@ def _bit_planes(letters: Int8[np.ndarray, "N L"]) -> UInt64[np.ndarray, "words 5
 
 
 def nearest_by_products(centres: Int8[Tensor, "C S L"], rows: Int8[Tensor, "N L"]) -> Int64[Tensor, "C N"]:
-    """The nearest cluster of every sequence by products of one-hot letters. Exact in float32, in TF32 too."""
+    """The nearest cluster of every sequence by products of one-hot letters. The sums are exact in float32, in TF32 too."""
     cycles, size, _ = centres.shape
     letters = torch.arange(LETTERS_WITH_X, device=rows.device, dtype=torch.int8)  # all but gap and mask
     expected = (centres.flatten(0, 1)[..., None] == letters).flatten(1).float()  # [C S, L 21]
@@ -146,8 +146,8 @@ def mean_deletions(
 ) -> Float32[Tensor, "S R"]:
     """The mean number of deletions of each cluster.
 
-    `cluster`, `column`, `number`: of each cell with deletions. `counted`: whether its sequence is in a cluster. `sizes`: the
-    `members` of the clusters.
+    `cluster`, `column`, `number`: the cluster, the column and the number of deletions of each cell that has some. `counted`:
+    whether its sequence is in a cluster. `sizes`: the `members` of the clusters.
     """
     sums = torch.zeros(len(sizes) * residues, dtype=torch.int64, device=number.device)
     sums.scatter_add_(0, cluster * residues + column, number.long() * counted)

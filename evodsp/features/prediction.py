@@ -32,9 +32,9 @@ def prediction_sample(
     """Features of the whole chain `query` for prediction; `crop_size` is ignored.
 
     The leading axis has `ensembles` independently drawn feature sets for each of the `recycles` + 1 iterations; the sets of
-    one iteration are adjacent. `templates`: best first; the first `max_templates` are taken. There may be fewer, or none: the
-    masked ones that fill up a sample of training would change nothing here, but cost as much as real ones.
-    Without alignments the MSA is the query alone.
+    one iteration are adjacent. `templates`: the templates, best first; the first `max_templates` are taken. There may be
+    fewer, or none: the masked ones that fill up a sample of training would change nothing here, but cost as much as real
+    ones. Without alignments the MSA is the query alone.
     Raises UserError if the first row of an alignment is not the query.
     """
     aatype = encode_sequence(query.letters)

@@ -33,7 +33,7 @@ from evodsp.version import __version__
 
 FAILED = "failed.jsonl"
 LOCK = "build.lock"
-"""Held by the task that reads all accounts, or completes the store."""
+"""Name of the lock that a task holds while it reads all accounts or completes the store."""
 _ENTRIES_PER_SHARD = 512
 """Entries of template structures in one shard. They are smaller than chains with alignments."""
 _MOST_SHOWN = 5
@@ -42,7 +42,7 @@ _KILLED = "its worker process was ended (out of memory, or a crash of a parser)"
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """What a store is made of. Two builds with the same plan make the same store."""
+    """The chains and folders that a store is made of. Two builds with the same plan make the same store."""
 
     keys: tuple[str, ...]
     inputs: BuildInputs
@@ -50,7 +50,7 @@ class BuildPlan:
 
     @classmethod
     def of(cls, config: BuildConfig) -> BuildPlan:
-        """Raises UserError for folders, files and names that do not exist."""
+        """The plan of a command. Raises UserError for folders, files and names that do not exist."""
         templates, obsolete = config.template_structure_dir, config.obsolete
         inputs = BuildInputs(
             str(config.alignment_dir.absolute()),
@@ -69,7 +69,7 @@ class BuildPlan:
         return cls(tuple(sorted(keys)), inputs, config.chains_per_shard)
 
     def description(self) -> dict[str, Any]:
-        """What is kept of the plan, to recognise it."""
+        """The short form in which a store keeps the plan, to recognise it."""
         digest = digest_of("\n".join(self.keys).encode())
         return {"chains": len(self.keys), "chains_digest": digest, "chains_per_shard": self.chains_per_shard,
             **asdict(self.inputs)}  # fmt: skip
@@ -89,7 +89,7 @@ def run(config: BuildConfig, words: list[str]) -> int:
 
 
 def build(config: BuildConfig) -> None:
-    """Build the store of `config`, or what is missing of it. Failed chains are listed in `failed.jsonl` and left out.
+    """Build the store of `config`, or the missing parts of it. Failed chains are listed in `failed.jsonl` and left out.
 
     Raises UserError if all chains fail, if the output holds another store, or if it cannot be written.
     """
@@ -132,9 +132,9 @@ def _is_ended(folder: Path) -> bool:
 
 @contextmanager
 def _share_lock(config: BuildConfig) -> Iterator[None]:
-    """Keep away others with the same share of the output, and those that divide the work among another number of tasks.
+    """Keep away tasks with the same share of the output, and tasks that divide the work among another number.
 
-    Raises UserError if there is one.
+    Raises UserError if such a task is running.
     """
     folder, (task, tasks) = config.output, config.share_of_tasks
     with lock(folder / BUILDING / _lock_name(task, tasks), folder, "builds a store there"):
@@ -159,7 +159,7 @@ def _check_begun(plan: BuildPlan, path: Path) -> None:
 
 
 def _begin(plan: BuildPlan, path: Path) -> None:
-    """Write the plan first: a task that comes at the same moment takes the other folders without it for another's."""
+    """Write the plan first: without it, a task that starts at the same moment would find a stranger's folders."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
     for name in (CHAINS, TEMPLATES):
@@ -184,7 +184,7 @@ def _check_same(plan: BuildPlan, path: Path, what: str) -> None:
 
 
 def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
-    """Build those of `parts` that are missing and in this task's share. Returns whether all parts are there afterwards."""
+    """Build the missing parts in this task's share. Returns whether all `parts` exist afterwards."""
     missing = [part for part in parts if not part.account.is_file()]
     task, tasks = config.share_of_tasks
     mine = [part for part in missing if part.number % tasks == task]
@@ -205,15 +205,16 @@ def _built(config: BuildConfig, what: str, parts: list[Part]) -> bool:
 def build_parts(
     parts: Sequence[Part], builders: Executor, build: Callable[[Part, dict[str, str]], int] = build_part
 ) -> Iterator[int]:
-    """Build the parts. Yields the number of names of each finished part. `build`: what builds one of them.
+    """Build the parts. Yields the number of names of each finished part. `build`: the function that builds a part and returns
+    that number.
 
-    A chain that ends the process which reads it is left out when its part is made again. On a cluster nobody knows which
-    chain that was, or whether it was one, so such a part is made on this machine. Raises OSError if a part cannot be written.
+    If reading a chain ends the process, the part is made again without that chain. On a cluster nobody knows which chain that
+    was, or whether a chain was the cause, so such a part is made on this machine. Raises OSError if a part cannot be written.
     """
     left: list[tuple[Part, dict[str, str]]] = [(part, {}) for part in parts]
     while left:
         for part, _ in left:
-            part.current.unlink(missing_ok=True)  # of a build that was killed
+            part.current.unlink(missing_ok=True)  # left by a build that was killed
         ended = []
         for number, made in builders.map(build, left):
             if isinstance(made, WorkerEndedError):
@@ -240,7 +241,7 @@ def _killed_by(part: Part, deadly: dict[str, str]) -> dict[str, str]:
 def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
     """Write the list of failures, the indices, and last the description."""
     for name in (CHAINS, TEMPLATES):
-        for partial in (folder / name).glob(".*.partial"):  # of workers that were killed
+        for partial in (folder / name).glob(".*.partial"):  # left by workers that were killed
             partial.unlink()
     failed = [
         {"kind": kind, "name": name, "reason": reason}

@@ -12,7 +12,7 @@ from evodsp.ranges import SIZE, Range, check_numbers
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What goes into a feature store, and who builds it. Raises UserError for values out of range."""
+    """The contents of a feature store, and the processes that build it. Raises UserError for values out of range."""
 
     alignment_dir: Path
     """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>, or OpenFold's alignment databases."""
@@ -28,17 +28,17 @@ class BuildConfig:
     obsolete: Path | None = None
     """The PDB's obsolete.dat, which names the entries that replace withdrawn templates."""
     min_plddt: float | None = None
-    """The structures are predictions, with the pLDDT (0 to 100) as B-factors, for data.distillation.store: atoms of residues
-    below this are masked (AlphaFold2: 50). null for experiments."""
+    """The pLDDT (0 to 100) below which atoms of residues are masked (AlphaFold2: 50). The structures are then predictions
+    with the pLDDT as B-factors, and the store is for data.distillation.store. null: the structures are experiments."""
     workers: int | None = None
     """Worker processes; null takes one for each core."""
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers build the store in place of local processes, such as tcp://node1:8786. They
     must see the same folders. `local`, or --scheduler alone, starts a Dask cluster of --workers processes on this machine.
-    Needs the extra cluster."""
+    This needs the extra cluster."""
     share: str | None = None
-    """Build every N-th shard only, starting with number I: I/N, such as 0/8, for one of N tasks that build one store together
-    (see the documentation). null builds and completes the whole store."""
+    """The share I/N of the work, such as 0/8, for one of N tasks that build one store together: every N-th shard, starting
+    with number I (see the documentation). null builds and completes the whole store."""
     chains_per_shard: int = 64
     """Chains in each file of the store. A stopped build repeats at most one such file for each worker."""
 

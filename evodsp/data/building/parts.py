@@ -1,4 +1,4 @@
-"""What one worker does: it makes one shard of a feature store, and the account of it.
+"""The job of one worker: it makes one shard of a feature store, and the account of it.
 
 The account (`building/<table>_<number>.json`) is written after the shard, so a shard with an account is complete. A chain that
 cannot be read is named in it with the reason.
@@ -24,7 +24,7 @@ from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 
 BUILDING = "building"
-"""Sub-folder of an unfinished store: the plan and the accounts."""
+"""Sub-folder of an unfinished store, which holds the plan and the accounts."""
 
 _Record = tuple[str, bytes, int, int]
 
@@ -60,13 +60,14 @@ class Part:
 
     @property
     def current(self) -> Path:
-        """Holds the name that a worker is reading."""
+        """The file that holds the name which a worker is reading."""
         return self.account.with_suffix(".current")
 
 
 @dataclass(frozen=True)
 class Account:
-    """What became of a part. `failed`: names with their reasons. `entries`: those that template hits of its chains name."""
+    """The outcome of a part. `failed`: the names that could not be read, with reasons. `entries`: the entries that template
+    hits of its chains name."""
 
     records: list[ShardEntry]
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -74,7 +75,7 @@ class Account:
 
     @classmethod
     def read(cls, path: Path) -> Account:
-        """Raises FileFormatError for a file that is no account."""
+        """The account in a file. Raises FileFormatError for a file that is no account."""
         try:
             content = json.loads(path.read_text())
             records = [ShardEntry(**entry) for entry in content["records"]]
@@ -86,7 +87,8 @@ class Account:
 def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> int:
     """Make the shard and its account. Returns the number of its names.
 
-    `deadly`: names to leave out, with the reason: reading them ended a worker before. Raises OSError if it cannot be written.
+    `deadly`: the names to leave out because reading them ended a worker before, with reasons. Raises OSError if the shard
+    cannot be written.
     """
     failed: dict[str, str] = {}
     entries: set[str] = set()
@@ -94,7 +96,7 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
 
     def records() -> Iterator[_Record]:
         for name in part.names:
-            part.current.write_bytes(name.encode("utf-8", "surrogateescape"))  # of a folder, which may be any bytes
+            part.current.write_bytes(name.encode("utf-8", "surrogateescape"))  # a folder's name may be any bytes
             if name in deadly:
                 failed[name] = deadly[name]
                 continue
@@ -132,7 +134,8 @@ def _read_templates(pdb_id: str, inputs: BuildInputs, _: set[str]) -> list[_Reco
 
 
 def _entries_of(pdb_ids: set[str], inputs: BuildInputs) -> set[str]:
-    """The entries with a structure that hits of `pdb_ids` lead to: themselves, or their successors (`select_hits`)."""
+    """The entries with a structure that stand for `pdb_ids`: these entries themselves, or their successors
+    (`select_hits`)."""
     assert inputs.template_structure_dir is not None
     folder, obsolete = _structures(inputs.template_structure_dir), obsolete_entries(inputs.obsolete)
     found = {pdb_id if _has(folder, pdb_id) else obsolete.get(pdb_id, pdb_id) for pdb_id in pdb_ids}
@@ -148,7 +151,7 @@ def _check_key(key: str) -> None:
         raise UserError(f"'{key[:LONGEST_KEY]}' cannot be stored: a key has at most {LONGEST_KEY} bytes, and no slash")
 
 
-# A worker process builds many parts; what it opened stays open.
+# A worker process builds many parts, so the folders that it opened stay open.
 
 
 @lru_cache(maxsize=1)

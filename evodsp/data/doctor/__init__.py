@@ -1,1 +1,1 @@
-"""`evodsp data doctor`: what is wrong with a data set, before training starts."""
+"""`evodsp data doctor`: the faults of a data set, found before training starts."""

@@ -91,7 +91,7 @@ def _duration(seconds: float) -> str:
 
 
 def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
-    """(chain, what, reason) of everything that is wrong with a single chain, scored ones first; then what needs a look."""
+    """(chain, state, reason) of each fault of a single chain, scored chains first; then the structures that need a look."""
     scored = (chain for part in found.scored for chain in part.examined)
     notes = ((chain.key, note) for chain in (*scored, *found.examined) for note in chain.notes)
     return [
@@ -114,7 +114,7 @@ def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 def _as_json(found: Diagnosis) -> dict[str, Any]:
-    """The verdict and what was found of the training set; under `distillation` the same of the self-distillation set."""
+    """The verdict and the findings about the training set; under `distillation` those about the self-distillation set."""
     predictions = {} if found.distillation is None else {"distillation": _set_as_json(found.distillation)}
     return {"can_start": not found.obstacles, "obstacles": found.obstacles, **_set_as_json(found), **predictions}
 
@@ -224,7 +224,7 @@ def _percent(share: float | None) -> str:
 
 
 def _overlap_line(part: Overlap) -> str:
-    """What two sets have in common, with the most alike pair."""
+    """A line about the overlap of two sets, with the most alike pair."""
     said = [
         f"{len(part.chains):,} chains in both",
         f"{len(part.same_sequence):,} others with equal sequences",

@@ -10,7 +10,7 @@ from evodsp.ranges import COUNT, FRACTION, check_numbers
 
 @dataclass(frozen=True)
 class DoctorConfig:
-    """Which data to examine, how thoroughly, and where to write the report."""
+    """The data to examine, the number of chains to read, and the folder of the report."""
 
     output: Path
     """Folder for doctor.html and doctor.json."""

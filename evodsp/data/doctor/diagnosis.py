@@ -1,7 +1,7 @@
 """Whether training can start on a data set, found before any GPU is booked.
 
-All chains are looked up; what the index knows of them is counted; a sample of them is read completely, as training reads them.
-Training, validation and test chains are compared with each other.
+All chains are looked up, the index's facts about them are counted, and a sample of them is read completely, as training reads
+them. Training, validation and test chains are compared with each other.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ State = Literal["good", "mismatching", "unreadable"]
 
 @dataclass(frozen=True)
 class Examined:
-    """A chain that was read, or why it could not be. Numbers of a bad chain are 0 where they are not known."""
+    """A chain that was read, or the reason why it could not be read. Unknown numbers of a bad chain are 0."""
 
     key: str
     state: State
     reason: str = ""
     sequence: str = ""
     resolution: float = math.nan
-    """In Å; 0 if the method has none."""
+    """Its resolution in Å; 0 if the method has none."""
     release_date: str = ""
     depth: int = 0
-    """Different sequences of the merged MSA."""
+    """Number of different sequences in the merged MSA."""
     packed_bytes: int = 0
-    """Size in a store: rows and coordinates, packed by zlib."""
+    """Its estimated size in a store: the rows and coordinates, packed by zlib."""
     seconds: float = 0.0
-    """Time to read and merge."""
+    """The time that reading and merging took."""
     notes: tuple[str, ...] = ()
-    """What a user should know of how its structure was read."""
+    """Remarks for the user on how its structure was read."""
 
 
 def examine(source: ChainSource, key: str) -> Examined:
-    """Read one chain. What the user can repair is in the result; another error is raised."""
+    """Read one chain. An error that the user can repair is in the result; any other is raised."""
     begun = time.perf_counter()
     try:
         parsed = source.parsed(key, with_hits=False)
@@ -88,15 +88,15 @@ class DataSet:
 
     source: ChainFiles | PredictedStore | FeatureStore
     training: list[str] | None
-    """Its training chains; None for all that it has alignments of."""
+    """The names of its training chains; None for all chains with alignments."""
     selection: Selection
-    """Which of them are drawn."""
+    """The settings that decide which of them are drawn."""
     samples: float
     """Training samples of an epoch that are drawn from it."""
     counted: CountedStructures
-    """Which of its structures the losses of the confidence heads count."""
+    """The rule by which the losses of the confidence heads count its structures."""
     kind: Literal["training", "distillation"] = "training"
-    """What its chains are called."""
+    """The name of its chains in reports."""
 
     @property
     def place(self) -> str:
@@ -110,19 +110,19 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Scored:
-    """What was found of the chains that a run scores and does not train on."""
+    """The findings about chains that a run scores and does not train on."""
 
     kind: str
-    """validation or test."""
+    """The name of the set: validation or test."""
     missing: dict[str, Lacking]
     """The chains that lack alignments or structure."""
     examined: list[Examined]
-    """All other chains: they were read."""
+    """All other chains, which were read."""
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found of a set."""
+    """The findings about a set."""
 
     data: DataSet
     training: list[str]
@@ -130,25 +130,26 @@ class Diagnosis:
     selected: Selected
     """The usable chains that the filters of the run leave."""
     missing: dict[str, Lacking]
-    """Training chains that lack one of them."""
+    """Training chains with a missing part, and that part: alignments, structure or record."""
     scored: list[Scored]
-    """Validation chains, and test chains if they are others."""
+    """The findings about validation chains, and about test chains if they are others."""
     examined: list[Examined]
     """Training chains that were read."""
     table: ChainTable
-    """What is known of the training chains: of all that the cache of the run or the index lists, otherwise of those read."""
+    """The known facts about the training chains: about all that the run's cache or the index lists, otherwise about those
+    read."""
     known_from: str
-    """The file or the reading that the table is from."""
+    """The source of the table: a file, or the chains that were read."""
     stale: list[str]
     """Sources that are newer than the index."""
     max_bad: float
     workers: int
     unreadable_headers: list[str] = field(default_factory=list)
-    """What the index says it could not read."""
+    """The headers and alignments that the index could not read."""
     unaligned: list[str] = field(default_factory=list)
-    """Entries with a structure file, of which no chain has alignments."""
+    """Entries with a structure file and no chain with alignments."""
     overlaps: list[Overlap] = field(default_factory=list)
-    """What each two of its training, validation and test chains have in common."""
+    """The overlap of each two of training, validation and test chains."""
     distillation: Diagnosis | None = None
     """The self-distillation set of the run."""
 
@@ -166,7 +167,7 @@ class Diagnosis:
 
     @property
     def obstacles(self) -> list[str]:
-        """Why training cannot start; empty if it can."""
+        """The reasons why training cannot start; empty if it can."""
         found, kind = [], self.data.kind
         if not self.training:
             found.append(f"no {kind} chain has alignments and structure")
@@ -184,7 +185,7 @@ class Diagnosis:
         return found if self.distillation is None else found + self.distillation.obstacles
 
     def counts(self) -> dict[str, int]:
-        """Chains by what is wrong with them; of what only reading shows, among those that were read."""
+        """Numbers of chains by fault; faults that only reading shows are counted among the chains that were read."""
         states = Counter(chain.state for chain in self.examined)
         lacking = Counter(self.missing.values())
         return {
@@ -219,10 +220,8 @@ def diagnose(
     max_bad: float,
     distillation: Diagnosis | None = None,
 ) -> Diagnosis:
-    """Examine the chains of a run. `sample`: how many of its training chains are read, 0 for all. `scored`: its validation and
-    test chains, by what they are called.
-
-    `distillation`: what was found of its self-distillation set.
+    """Examine the chains of a run. `sample`: the number of its training chains to read, 0 for all. `scored`: its validation
+    and test chains, by the name of the set. `distillation`: the diagnosis of its self-distillation set.
     """
     store = chains_of(data.source)
     presence = Presence(store)
@@ -273,7 +272,7 @@ def diagnose(
 def _overlaps(
     data: DataSet, sets: Mapping[str, list[str]], found: Mapping[str, Examined], workers: int
 ) -> list[Overlap]:
-    """Compare each two of the sets of chains, of which the first is the largest."""
+    """Compare each two of the sets of chains; the first is the largest."""
     sets = {name: keys for name, keys in sets.items() if keys}
     if len(sets) < 2:
         return []
@@ -288,7 +287,7 @@ def _overlaps(
 def _known(
     data: DataSet, store: ChainFiles | FeatureStore, usable: list[str], examined: list[Examined]
 ) -> tuple[ChainTable, str]:
-    """What is known of the usable chains, and from where."""
+    """The known facts about the usable chains, and their source."""
     if (known := data.selection.known) is not None:
         table, source = known
     elif isinstance(store, ChainFiles) and store.index is not None:
@@ -325,7 +324,7 @@ def _unaligned(store: ChainFiles | FeatureStore, presence: Presence) -> list[str
 
 
 def read_table(chains: list[Examined]) -> ChainTable:
-    """What reading showed of chains; their cluster sizes are unknown."""
+    """The facts about chains that reading showed; their cluster sizes are unknown."""
     good = sorted((chain for chain in chains if chain.state == "good"), key=lambda chain: chain.key)
     released = [date.fromisoformat(chain.release_date) if chain.release_date else None for chain in good]
     facts = [

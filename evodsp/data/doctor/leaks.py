@@ -1,11 +1,12 @@
-"""What the training, validation and test chains of a run have in common: chains, sequences, and how alike the others are.
+"""The overlap of a run's training, validation and test chains: shared chains, equal sequences, and the likeness of the
+others.
 
-Identity: of an alignment of two sequences by BLOSUM62 (a gap costs 11, each further residue of it 1, gaps at the ends nothing),
-the identical residues as a share of the shorter sequence, as CD-HIT counts them. X is identical to nothing.
+The identity of two sequences is the number of identical residues in their alignment by BLOSUM62 (a gap costs 11, each further
+residue of it 1, gaps at the ends nothing), as a share of the shorter sequence, as in CD-HIT. X is identical to nothing.
 
-Millions of pairs cannot be aligned. Each chain of the smaller set is aligned with the few sequences of the other that have most
-words of four residues in common with it, by their share of the words of the one that has fewer. What shares no word is not
-aligned: nothing that anybody would call a leak does so.
+Millions of pairs cannot be aligned. So each chain of the smaller set is aligned only with the few sequences of the other set
+that share most words of four residues with it, as a share of the words of the one that has fewer. Sequences without a common
+word are not aligned: nobody would call them a leak.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ def sequences(
     cache: str | None,
     workers: int,
 ) -> dict[str, str]:
-    """The sequence of each chain, '' if it cannot be found out.
+    """The sequence of each chain, '' if it is unknown.
 
-    From `known`, the index, OpenFold's chain_data_cache.json (`cache`), otherwise from the first row of a file of the chain.
+    It is taken from `known`, the index or OpenFold's chain_data_cache.json (`cache`), otherwise from the first row of one of
+    the chain's files.
     """
     store = chains_of(source)
     found = {key: known.get(key, "") for key in keys}
@@ -65,7 +67,7 @@ def sequences(
 
 
 def _sequence(store: ChainFiles | FeatureStore, key: str) -> tuple[str, str]:
-    """The chain and its sequence: the first row of its first alignment, of which no more is read than that takes."""
+    """The chain and its sequence: the first row of its first alignment. No more of the file is read than that takes."""
     try:
         if isinstance(store, FeatureStore):
             return key, store.parsed(key, with_hits=False).chain.sequence
@@ -79,9 +81,9 @@ def _sequence(store: ChainFiles | FeatureStore, key: str) -> tuple[str, str]:
 
 
 WORD = 4
-"""Residues of a word."""
+"""Number of residues of a word."""
 ALIGNED_WITH = 3
-"""Sequences of the other set that a chain is aligned with."""
+"""Number of sequences of the other set that a chain is aligned with."""
 SHORTEST = 20
 """Shorter sequences are compared for equality only: an alignment of a few residues is identical by chance."""
 MOST_CELLS = 10**8
@@ -95,22 +97,22 @@ DEFINITION = (
 
 @dataclass(frozen=True)
 class Near:
-    """A pair of sequences that were aligned, by the chains that they are of."""
+    """A pair of aligned sequences, named by their chains."""
 
     first: str
     second: str
     identity: float
-    """0 to 1."""
+    """Their identity, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two sets have in common."""
+    """The overlap of two sets of chains."""
 
     sets: tuple[str, str]
-    """What they are called."""
+    """The names of the two sets."""
     chains: list[str]
-    """Chains that are in both."""
+    """Chains that are in both sets."""
     same_sequence: list[tuple[str, str]]
     """Pairs of other chains, one of each set, with equal sequences: one pair for each such chain of the second set."""
     nearest: list[Near]
@@ -118,7 +120,7 @@ class Overlap:
     alignments: int
     """Number of pairs of sequences that were aligned."""
     unknown: int
-    """Chains whose sequences are not known."""
+    """Number of chains whose sequences are not known."""
 
     @property
     def highest(self) -> float | None:
@@ -164,12 +166,12 @@ def _aligner() -> Any:
 
 
 def _plain(sequence: str) -> str:
-    """In the letters of residues: what is no amino acid is X."""
+    """The sequence with X in place of each letter that is no amino acid."""
     return decode(encode_sequence(sequence).astype(np.int8))
 
 
 def _nearest(first: Mapping[str, str], second: Mapping[str, str], name: str) -> tuple[list[Near], int]:
-    """For each chain of `second` the nearest of `first` among those aligned; and the number of alignments."""
+    """For each chain of `second`, the nearest chain of `first` that was aligned with it; and the number of alignments."""
     if not first or not second:
         return [], 0
     keys, candidates = list(first), _candidates(list(first.values()), list(second.values()))
@@ -186,7 +188,7 @@ def _nearest(first: Mapping[str, str], second: Mapping[str, str], name: str) -> 
 
 
 def _candidates(first: list[str], second: list[str]) -> list[list[int]]:
-    """For each sequence of `second` the rows of those of `first` that share most words with it, the best first."""
+    """For each sequence of `second`, the rows of the sequences of `first` that share most words with it, best first."""
     words = [_words(sequence) for sequence in second]
     counts = np.array([len(found) for found in words])
     rows = np.repeat(np.arange(len(second)), counts)

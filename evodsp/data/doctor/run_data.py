@@ -1,4 +1,4 @@
-"""What a run would read, from the `data` block of a config of `evodsp fit` and the options of `evodsp data doctor`."""
+"""The data that a run would read, by the `data` block of a config of `evodsp fit` and the options of `evodsp data doctor`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RunData:
 
     training: DataSet
     scored: dict[str, list[str]]
-    """Validation chains, and test chains if they are named, by what they are called."""
+    """Validation chains, and test chains if they are named, by the name of the set."""
     distillation: DataSet | None
 
 
 def data_of_run(settings: DoctorConfig) -> RunData:
-    """What a run with these settings would read. Raises UserError that names a wrong setting."""
+    """The data that a run with these settings would read. Raises UserError that names a wrong setting."""
     block, loss = _block(settings.config), _loss(settings.config)
     of_set = _mapping(block, "distillation", "data")
     alignment_dir, structure_dir = of_set.get("alignment_dir"), of_set.get("structure_dir")
@@ -93,7 +93,7 @@ def _loss(config: Path | None) -> LossConfig:
 
 
 def _number(block: dict[str, Any], name: str) -> float | None:
-    """A number above or at 0 of a block; None if there is none."""
+    """The number of that name in a block, if it is at least 0; otherwise None."""
     value = block.get(name)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
 
@@ -106,7 +106,7 @@ def _mapping(block: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 
 
 def _selection(block: dict[str, Any], filters: FilterConfig, where: str) -> Selection:
-    """The settings that filter and weight chains; `filters` are those that `evodsp fit` takes by default."""
+    """The settings that filter and weight chains; `filters`: the ones that `evodsp fit` takes by default."""
     given, sampling = _mapping(block, "filters", where), cast(Sampling, block.get("sampling") or "uniform")
     try:
         values: dict[str, Any] = {k: float(value) if isinstance(value, int) else value for k, value in given.items()}

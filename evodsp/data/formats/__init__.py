@@ -1,4 +1,4 @@
-"""Parsers: the text of one file into records. One module for each format; which files a folder holds is `chain_folder`'s.
+"""Parsers turn the text of one file into records; each format has a module. `chain_folder` finds the files of a chain.
 
 A parser takes the path and, optionally, the file's bytes if they were read already (from an alignment database); the path
 then only names the file in messages. A malformed file is a FileFormatError with file and line.

@@ -22,10 +22,10 @@ from evodsp.reading.text_files import text_of
 
 _FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES)
 SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}
-"""What the letters that are no amino acid are read as in a query: as in alignments, so that both agree."""
+"""The replacements of letters that are no amino acid in a query: the same as in alignments, so that both agree."""
 _STOP = b"*"
 _COPIES = re.compile(rb"#((?:\d{1,9},)*\d{1,9})[ \t]+((?:\d{1,9},)*\d{1,9})\s*$")
-"""ColabFold's first line of an alignment: lengths of the chains, and how many copies there are of each."""
+"""ColabFold's first line of an alignment: the lengths of the chains, and the number of copies of each."""
 _BETWEEN_CHAINS = ":"
 SINGLE_CHAINS = "evodsp predicts and trains on single chains"
 _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>]|^[.-]')
@@ -34,14 +34,14 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class FastaRecord:
-    """A record of a FASTA file, or what is wrong with it."""
+    """A record of a FASTA file: its sequence, or the error in it."""
 
     name: str
     line: int
     """The line of its header, from 1."""
     sequence: ProteinSequence | FileFormatError
     substituted: bool
-    """Whether it was only legal with letters replaced or left out."""
+    """Whether letters had to be replaced or left out."""
 
 
 def parse_fasta(path: str | Path) -> list[ProteinSequence]:
@@ -92,13 +92,13 @@ def _substituted(record: Records) -> Records:
 
 
 def _both_cases(substitutes: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Letters and what replaces them, in both cases."""
+    """Letters and their replacements, in both cases."""
     letters = [*substitutes, *(letter.lower() for letter in substitutes)]
     return letters, [*substitutes.values()] * 2
 
 
 def _sequence(record: Records, name: str, line_of_name: dict[str, int]) -> ProteinSequence:
-    """The sequence of a single record. `line_of_name`: the names in use, and where."""
+    """The sequence of a single record. `line_of_name`: the names in use, with their lines."""
     path, line, row = record.path, record.header_lines[0], record.rows[0]
     check_name(path, name, line)
     if name in line_of_name:
@@ -123,7 +123,7 @@ class Records:
     bodies: list[list[bytes]]
     """The residue lines of each record."""
     rows: list[bytes]
-    """The same lines, joined."""
+    """The joined residue lines of each record."""
 
     def names(self) -> tuple[str, ...]:
         """The first word of every header."""
@@ -135,7 +135,7 @@ class Records:
         return Records(self.path, self.headers[one], self.header_lines[one], self.bodies[one], self.rows[one])
 
     def without(self, prefix: str) -> Records:
-        """The records whose headers do not begin with `prefix`. All of them if none would be left."""
+        """The records whose headers do not begin with `prefix`, or all records if none would be left."""
         kept = [k for k, header in enumerate(self.headers) if not header.startswith(prefix)]
         if len(kept) in (0, len(self.headers)):
             return self
@@ -214,7 +214,7 @@ def _locate(parts: list[bytes], offset: int) -> tuple[int, int]:
 
 
 def check_name(path: str | Path, name: str, line: int | None = None) -> None:
-    """Raise FileFormatError unless the record's name can name a folder. `path`, `line`: where it stands."""
+    """Raise FileFormatError unless the record's name can name a folder. `path`, `line`: the place of the record."""
     if not name:
         raise FileFormatError(path, "a header without a name; write '>name'", line)
     fix = "use letters, digits, '_', '-' and '.', and begin with a letter or a digit"

@@ -50,7 +50,7 @@ def parse_hhr(path: str | Path, data: bytes | None = None) -> list[TemplateHit]:
 
 
 def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHit | str:
-    """The hit in lines[start:end]; the first line is 'No <rank>'. The name alone of one that is no PDB chain."""
+    """The hit in lines[start:end], of which the first is 'No <rank>'; its name alone if it is no PDB chain."""
     if end - start < 3 or not lines[start + 1].startswith(">"):
         raise FileFormatError(path, f"no '>name' after '{lines[start].strip()}'; {_SEARCH_AGAIN}", min(start + 2, end))
     name = lines[start + 1][1:].rstrip()

@@ -22,9 +22,9 @@ def parse_hmmsearch(
 
     `query`: the query's one-letter codes. The profile must have been built with one match state per residue of the query
     (hmmbuild --hand): the alignment's match columns (upper case and '-') are then the query's positions. `listed`: the query
-    with all monomers of residues that have several; hits of a profile of that length are those of this query. Chains described
-    as nucleic acids ('mol:na') are skipped, but counted in `index`; so are, with a warning, hits named as no PDB chain.
-    `data`: as in `parse_hhr`.
+    with all monomers of residues that have several; a profile of that length is one of this query, too. Chains described as
+    nucleic acids ('mol:na') are skipped, but counted in `index`; so are, with a warning, hits named as no PDB chain. `data`:
+    as in `parse_hhr`.
 
     Raises FileFormatError (file and line) for a file that is not Stockholm, truncated or empty, and for a hit whose number of
     match columns is not the query's length, or whose residues are not first..last.
@@ -59,7 +59,7 @@ def parse_hmmsearch(
 def _hit(
     path: str | Path, line: int, rank: int, name: str, letters: str, queries: tuple[str, str]
 ) -> TemplateHit | str:
-    """A hit; the name alone of one that is no PDB chain."""
+    """The hit; its name alone if it is no PDB chain."""
     found = _NAME.match(name)
     if found is None:
         return name

@@ -70,20 +70,21 @@ def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"
 
 
 def read_release_date(path: str | Path) -> date | None:
-    """When the entry was first released, None if the file has no date. Raises FileFormatError as `read_structure` does."""
+    """The date of the entry's first release, None if the file has none. Raises FileFormatError as `read_structure` does."""
     return _release_date(read_block(path).block)
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a structure file says before its atoms. `resolution` in Å, None if the method has none (NMR)."""
+    """The facts that a structure file lists before its atoms. `resolution` is in Å, None if the method has none (NMR)."""
 
     resolution: float | None
     release_date: date | None
     sequences: dict[str, str]
-    """SEQRES of the protein chains by author chain id. Of a residue with several monomers the first one is meant."""
+    """SEQRES of the protein chains by author chain id. A residue with several monomers has the letter of the first."""
     entities: dict[str, str]
-    """The entity of each of these chains, as it is numbered in the file. Empty for PDB files, which do not number them."""
+    """The entity of each of these chains, as the file numbers it. PDB files do not number entities, so it is empty for
+    them."""
 
 
 def read_header(path: str | Path) -> Header:
@@ -125,7 +126,7 @@ class _Entry:
     ]  # label_asym_id -> sequence number -> monomers (several: microheterogeneity)
     asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
     rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
-    notes: dict[str, tuple[str, ...]]  # author chain id -> what a user should know of its residues
+    notes: dict[str, tuple[str, ...]]  # author chain id -> remarks for the user on its residues
 
     @classmethod
     def read(cls, path: str | Path) -> _Entry:
@@ -149,7 +150,7 @@ class _Entry:
         )
 
     def name_of(self, chain_id: str) -> str:
-        """The author id of a protein chain; of the only one for ''. Raises UserError, listing the chains, for another id."""
+        """The author id of a protein chain ('': of the only one). Raises UserError, listing the chains, for another id."""
         if not chain_id and len(self.asym_of_chain) == 1:
             (chain_id,) = self.asym_of_chain
         if chain_id not in self.asym_of_chain:
@@ -268,7 +269,7 @@ class _Entry:
 
 
 def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The notes of each chain, which are logged. Those of a chain that is no protein are of all chains."""
+    """The notes of each chain, which are logged too. A note about a chain that is no protein is given to all chains."""
     found: dict[str, tuple[str, ...]] = dict.fromkeys(chains, ())
     for name, note in notes:
         _say(f"{path}: {note}")
@@ -279,7 +280,7 @@ def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[
 
 @lru_cache(maxsize=1024)
 def _say(note: str) -> None:
-    """Warn, once in a process."""
+    """Warn of this note, once in a process."""
     logger(__name__).warning(note)
 
 
@@ -289,10 +290,11 @@ def _one_monomer_each(
     occupancy: Float64[np.ndarray, " n"],
     listed: list[list[str]],
 ) -> tuple[np.ndarray, Bool[np.ndarray, " n"]]:
-    """The name of each of the L residues, and which rows are its: of several monomers the one of highest occupancy.
+    """The name of each of the L residues, and which rows are its: of several monomers, the one of highest occupancy.
 
-    `residue`, `names`, `occupancy`: of the rows; `listed`: the monomers of SEQRES. Rows may have several where SEQRES lists
-    one, as in PDB files; then that one is meant if it was seen, and the name is that of SEQRES in any case.
+    `residue`, `names`, `occupancy`: the residue, monomer and occupancy of each row. `listed`: the monomers of each residue in
+    SEQRES. If SEQRES lists one and the rows have several (PDB files), that one is taken if it was seen; SEQRES gives the
+    name.
     """
     unique, codes = np.unique(names, return_inverse=True)
     seen = np.unique(residue * len(unique) + codes) // max(1, len(unique))
@@ -338,7 +340,7 @@ def _protein_sequences(path: str | Path, block: cif.Block) -> dict[str, dict[int
 
 
 def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
-    """The same by entity."""
+    """SEQRES of every protein entity: entity -> sequence number -> monomers."""
     types = {entity: kind.lower() for entity, kind in rows_of(block, "_entity_poly.entity_id", "_entity_poly.type")}
     of_entity: dict[str, dict[int, list[str]]] = {}
     for entity, number, monomer in rows_of(

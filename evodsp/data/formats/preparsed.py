@@ -35,7 +35,8 @@ _HEADER = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }"
 def parse_preparsed(
     path: str | Path, data: bytes | None = None, *, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> list[Alignment]:
-    """The alignments of a chain, sorted by name. `is_wanted`: tells those to read, by name; `data` as in `parse_a3m`.
+    """The alignments of a chain, sorted by name. `is_wanted`: the function that tells from its name whether an alignment is
+    read. `data`: as in `parse_a3m`.
 
     Nothing that the pickles name is called (`recorded_pickle`). Raises FileFormatError for a file that is no such archive, that
     unpacks to more than 4 GiB, or with another content than the one described above.

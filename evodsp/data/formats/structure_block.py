@@ -33,14 +33,14 @@ _PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
 _NUMBERED = re.compile(rb"^(?:ATOM  |HETATM)[^\n]{70}[ \d]{3}\d[ \r]*$", re.MULTILINE)
 """Atoms of PDB files before 1996, whose lines end with the entry's name and their number: later files have elements there."""
 _NUMBERED_COLUMNS = 72
-"""Columns before them."""
+"""Number of columns before the entry's name."""
 _NAMED = 5
-"""Residues that a message names."""
+"""Most residues that a message names."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """The mmCIF block with the atoms of a file. `notes`: (author chain id, what a user should know of it)."""
+    """The mmCIF block with the atoms of a file. `notes`: (author chain id, remark for the user)."""
 
     block: cif.Block
     notes: tuple[tuple[str, str], ...] = ()
@@ -98,7 +98,7 @@ def _not_valid(path: str | Path, error: Exception) -> FileFormatError:
 
 
 def _completed(structure: gemmi.Structure) -> Completed:
-    """The first model as mmCIF with entities. A protein chain without a listed sequence has that of its residues."""
+    """The first model as mmCIF with entities. A protein chain without a listed sequence is given the one of its residues."""
     while len(structure) > 1:
         del structure[-1]
     for chain in structure[0]:

@@ -1,4 +1,4 @@
-"""Chains of structure files that list no sequence (no SEQRES, no _entity_poly_seq): which of the residues are theirs.
+"""The residues of chains in structure files that list no sequence (no SEQRES, no _entity_poly_seq).
 
 A chain's residues are its amino acids in the order of the file. They are not sorted: numbers may run backwards (IMGT's 112A is
 before 112) or jump (Kabat's). A residue that the file calls HETATM, or lists behind the chain's end, belongs to the chain only
@@ -18,11 +18,11 @@ from Bio.Data.PDBData import protein_letters_3to1_extended
 from jaxtyping import Float64
 
 _PEPTIDE_BOND = 2.0
-"""Å between C and the next N, 1.33 in a good model. Where it is longer, residues are missing."""
+"""Longest distance in Å between C and the next N, 1.33 in a good model. Where it is longer, residues are missing."""
 _CA_TO_CA = 4.2
-"""Å between neighbours' CA, 3.8 in a good model: for models that have no other atoms."""
+"""Longest distance in Å between neighbours' CA, 3.8 in a good model; it serves models that have no other atoms."""
 _SAME_PLACE = 2.0
-"""Å between the CA of two monomers at one place."""
+"""Longest distance in Å between the CA of two monomers at one place."""
 _BACKBONE = ("N", "CA", "C")
 _BEHIND_THE_END = (gemmi.EntityType.NonPolymer, gemmi.EntityType.Branched, gemmi.EntityType.Water)
 
@@ -33,16 +33,16 @@ class Site:
 
     residues: tuple[gemmi.Residue, ...]
     is_atom: bool
-    """An amino acid that the file does not call HETATM."""
+    """Whether it has an amino acid that the file does not call HETATM."""
     is_certain: bool
-    """The same, and not behind the chain's end: it needs no peptide bond to belong to the chain."""
+    """Whether it is not behind the chain's end either: it then needs no peptide bond to belong to the chain."""
     nitrogen: Float64[np.ndarray, "n 3"]
     alpha: Float64[np.ndarray, "a 3"]
     carbon: Float64[np.ndarray, "c 3"]
 
     @property
     def label(self) -> str:
-        """Such as GLY 201, for messages."""
+        """The site's name in messages, such as GLY 201."""
         return f"{self.residues[0].name} {self.residues[0].seqid}"
 
 
@@ -178,7 +178,7 @@ def _joined(found: list[Site], others: list[list[Site]]) -> tuple[list[Site], li
     preceding = {after: index for index, after in following.items()}
     queue = [number for number in range(len(others)) if any(s < len(found) for s in (*before[number], *behind[number]))]
     placed: set[int] = set()
-    for number in queue:  # it grows
+    for number in queue:  # the queue grows
         slots = [s for s in before[number] if s in preceding] + [preceding[s] for s in behind[number] if s in preceding]
         free = (s for s in slots if s < 0 or following[s] < 0 or not _bonded(sites[s], sites[following[s]]))
         if number in placed or (slot := next(free, None)) is None:
@@ -196,10 +196,11 @@ def _joined(found: list[Site], others: list[list[Site]]) -> tuple[list[Site], li
 
 
 class _Cells:
-    """Which sites have an atom a peptide bond away from a place, by cells of space: the time does not grow with the chain."""
+    """Finds the sites with an atom a peptide bond away from a place, by cells of space: the time does not grow with the
+    chain."""
 
     _MOST = 8
-    """Sites of a cell that are looked at. More are no molecule."""
+    """Most sites of a cell that are looked at: no molecule has more."""
 
     def __init__(self, atoms: list[Float64[np.ndarray, "_ 3"]]) -> None:
         self._cells: dict[tuple[int, ...], list[tuple[int, tuple[float, ...]]]] = {}
@@ -210,7 +211,7 @@ class _Cells:
                     cell.append((site, tuple(place)))
 
     def near(self, places: Float64[np.ndarray, "n 3"]) -> list[int]:
-        """The sites, in their order."""
+        """The sites near `places`, in their order."""
         found = set()
         for place in places[: self._MOST].tolist():
             x, y, z = _cell(place)

@@ -1,11 +1,11 @@
-"""The index of a data set: what is known of each chain and where its files are, found once and shared by all processes.
+"""The index of a data set: facts about each chain and the places of its files, found once and shared by all processes.
 
 `evodsp data index` makes it (`evodsp.data.index.scan`). It is a folder of NumPy arrays, one .npy file a column, and
-`index.json` with the format's version, the size and CRC-32 of each array and of itself, the sources and their state then.
-Opening it maps the arrays into memory: nothing is parsed, and the workers and ranks of a machine share one copy. The checksums
-are compared then, a second for a gigabyte; copies that travel to workers are mapped only. A chain is found by bisection over
-the sorted keys. The folder is renamed into place when it is complete (`evodsp.files`). Paths are relative to
-the alignment and structure folders, so that the data may move.
+`index.json` with the format's version, the size and CRC-32 of each array and of itself, and the sources with their state at
+the scan. Opening it maps the arrays into memory: nothing is parsed, and the workers and ranks of a machine share one copy.
+The checksums are compared when it is opened, a second for a gigabyte; copies that travel to workers are only mapped. A chain
+is found by bisection over the sorted keys. The folder is renamed into place when it is complete (`evodsp.files`). Paths are
+relative to the alignment and structure folders, so that the data may move.
 
 Formats compared: .npy files are written, checked and mapped by NumPy alone, and any program reads them. An .npz archive
 cannot be mapped. Arrow's tables can, but pyarrow is 45 MB more in every environment. SQLite and LMDB look up records,
@@ -71,14 +71,14 @@ class Source:
 
     @classmethod
     def of(cls, option: str, path: Path) -> Source:
-        """The present state. Raises OSError if it is not there."""
+        """The source in its present state. Raises OSError if it is not there."""
         found = path.stat()
         return cls(option, str(path), found.st_mtime_ns, 0 if path.is_dir() else found.st_size)
 
 
 @dataclass(frozen=True)
 class IndexContent:
-    """What an index holds. Rows are chains, in the order of their keys; n chains have m files."""
+    """The arrays of an index. Rows are chains, in the order of their keys; n chains have m files."""
 
     table: ChainTable
     sequences: PackedTexts
@@ -86,21 +86,21 @@ class IndexContent:
     structures: PackedTexts
     """Structure file of each chain's entry, relative to the structure folder; '' if there is none."""
     problems: PackedTexts
-    """Why a chain's header or first alignment could not be read; '' if it could, or was not needed."""
+    """The reason why a chain's header or first alignment could not be read; '' if it could, or was not needed."""
     databases: PackedTexts
     """Names of OpenFold's databases in the alignment folder."""
     file_names: PackedTexts
     """The distinct names of files, such as `bfd_uniclust_hits.a3m`, relative to the chain's folder."""
     chain_databases: Int32[np.ndarray, " n"]
-    """Row of `databases`, FOLDER_OF_ITS_OWN or EMPTY_FOLDER."""
+    """Each chain's row of `databases`, FOLDER_OF_ITS_OWN or EMPTY_FOLDER."""
     first_files: Int64[np.ndarray, " n_plus_1"]
     """The files of row i are those from first_files[i] to first_files[i + 1]."""
     file_name_rows: Int32[np.ndarray, " m"]
-    """Row of `file_names`."""
+    """Each file's row of `file_names`."""
     file_offsets: Int64[np.ndarray, " m"]
-    """First byte in the database; 0 in a folder."""
+    """Each file's first byte in the database; 0 in a folder."""
     file_lengths: Int64[np.ndarray, " m"]
-    """Bytes of the file."""
+    """Each file's number of bytes."""
 
 
 class ChainIndex:
@@ -124,7 +124,7 @@ class ChainIndex:
         arrays = {name: self._array(name) for name in _FILES}
         try:
             self.sources = [Source(**source) for source in self._header["sources"]]
-            """What was scanned."""
+            """The folders and files that were scanned."""
             self.obsolete: Mapping[str, str | None] = dict(self._header["obsolete"])
             """Withdrawn entry -> the entry that replaces it, or None; in lower case."""
             if not all(isinstance(entry, str | None) for entry in self.obsolete.values()):
@@ -170,8 +170,8 @@ class ChainIndex:
         return self.content.structures[row] or None
 
     def alignment_files(self, row: int) -> tuple[str, str | None, list[StoredFile]]:
-        """Where the alignments and template searches of a chain are: (key of the chain whose they are, database or None,
-        files sorted by name). Without a database they lie in that key's folder."""
+        """The place of a chain's alignments and template searches: (key of the chain that owns them, database or None, files
+        sorted by name). Without a database they lie in that key's folder."""
         content, owner = self.content, int(self.table.representatives[row])
         files = slice(int(content.first_files[owner]), int(content.first_files[owner + 1]))
         database = int(content.chain_databases[owner])
@@ -204,7 +204,7 @@ class ChainIndex:
         return self.content.structures.lengths() > 0
 
     def stale_sources(self, at: Mapping[str, Path] | None = None) -> list[str]:
-        """The sources, as 'option path', that have changed since. `at`: where they are now, by option, if they moved.
+        """The sources, as 'option path', that have changed since. `at`: the present paths of sources that moved, by option.
 
         Sources that are gone do not count: an index may be used without its caches.
         """
@@ -220,8 +220,8 @@ class ChainIndex:
         return stale
 
     def check(self) -> None:
-        """Read every array and raise FileFormatError unless its checksum is the one it was written with, and its rows fit to
-        those of the others."""
+        """Read every array and raise FileFormatError unless it has the checksum with which it was written, and its rows fit
+        the other arrays."""
         for name in _FILES:
             path = self.path / f"{name}.npy"
             if _checksum(path) != self._header["arrays"][name].get("crc32"):
@@ -242,7 +242,7 @@ class ChainIndex:
 
 
 def _fitting(content: IndexContent) -> Iterator[tuple[str, bool]]:
-    """Each part of an index, and whether its rows are those of the others."""
+    """Each part of an index, and whether its rows fit the other parts."""
     table, chains, files = content.table, len(content.table.keys), len(content.file_name_rows)
     for name in _COLUMNS:
         yield name, len(getattr(table, name)) == chains

@@ -1,4 +1,4 @@
-"""What is known of each chain without reading its files: the columns that filters, weights and reports of a data set need.
+"""The facts about each chain that are known without reading its files: the columns that filters, weights and reports need.
 
 The index of a data set (`evodsp data index`) stores such a table and opens it as memory maps, so that the workers and ranks
 of a machine share one copy.
@@ -18,7 +18,8 @@ _ENCODING, _ERRORS = "utf-8", "surrogateescape"  # file names may be any bytes
 
 
 class PackedTexts(Sequence[str]):
-    """n texts. `starts`: where each begins, and the end of the last. `letters`: their UTF-8 bytes, one text after another."""
+    """n texts. `starts`: the position at which each begins, and the end of the last. `letters`: their UTF-8 bytes, one text
+    after another."""
 
     def __init__(self, starts: Int64[np.ndarray, " n_plus_1"], letters: UInt8[np.ndarray, " m"]) -> None:
         if not len(starts) or starts[0] != 0 or starts[-1] != len(letters):
@@ -66,7 +67,7 @@ class PackedTexts(Sequence[str]):
 UNKNOWN_DAY = np.iinfo(np.int32).min
 """Release day of a chain whose entry has no date."""
 UNKNOWN_CLUSTER = -1
-"""Cluster size of a chain that the cluster file does not list; also what OpenFold writes for it."""
+"""Cluster size of a chain that the cluster file does not list; OpenFold writes the same number."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class ChainTable:
     lengths: Int32[np.ndarray, " n"]
     """Residues of the whole chain (SEQRES); 0 if unknown."""
     resolutions: Float32[np.ndarray, " n"]
-    """In Å; 0: the method has none (NMR), as in AlphaFold2's and OpenFold's caches; NaN if unknown."""
+    """Resolutions in Å; 0 if the method has none (NMR), as in AlphaFold2's and OpenFold's caches; NaN if unknown."""
     release_days: Int32[np.ndarray, " n"]
     """Days since 1970-01-01; `UNKNOWN_DAY` if unknown."""
     cluster_sizes: Int32[np.ndarray, " n"]

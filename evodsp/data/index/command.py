@@ -12,7 +12,7 @@ from evodsp.printing import tell
 
 
 def run(settings: IndexConfig, words: list[str]) -> int:
-    """Write the index and report what it lists; the exit code. `words`: the command line (not needed here)."""
+    """Write the index, report what it lists, and return the exit code. `words`: the command line (not needed here)."""
     check_index_config(settings)
     output = settings.output
     with lock(output.with_name(f".{output.name}.lock"), output, "makes an index there"):
@@ -22,7 +22,7 @@ def run(settings: IndexConfig, words: list[str]) -> int:
 
 
 def summary(index: ChainIndex) -> str:
-    """One line: how many chains can be used, and what the others lack."""
+    """A line with the number of chains that can be used, and what the others lack."""
     aligned, resolved = index.has_alignments(), index.has_structure()
     borrowed = int((aligned & (index.table.representatives != np.arange(len(index)))).sum())
     unreadable = int((index.content.problems.lengths() > 0).sum())

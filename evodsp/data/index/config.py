@@ -14,7 +14,7 @@ FILES = ("chain_data_cache", "mmcif_cache", "cluster_file", "duplicates", "obsol
 
 @dataclass(frozen=True)
 class IndexConfig:
-    """What to scan, and where to write the index."""
+    """The folders and lists to scan, and the folder of the index."""
 
     alignment_dir: Path
     """Folder of alignments: one sub-folder per chain, or OpenFold's alignment databases."""
@@ -23,8 +23,8 @@ class IndexConfig:
     output: Path
     """Folder of the index to write. A scan that was interrupted continues where it was."""
     chain_data_cache: Path | None = None
-    """OpenFold's chain_data_cache.json: sequences, release dates, resolutions, cluster sizes. What it does not list is read
-    from mmcif_cache, then from the structures."""
+    """OpenFold's chain_data_cache.json: sequences, release dates, resolutions, cluster sizes. Facts that it does not list are
+    read from mmcif_cache, then from the structures."""
     mmcif_cache: Path | None = None
     """OpenFold's mmcif_cache.json: sequences, release dates, resolutions."""
     cluster_file: Path | None = None
@@ -40,8 +40,8 @@ class IndexConfig:
     """Processes that scan; null takes one per core, 0 scans in the main process."""
     scheduler: str | None = None
     """Address of a Dask scheduler whose workers scan in place of local processes, such as tcp://node1:8786. They must see the
-    same folders. `local`, or --scheduler alone, starts a Dask cluster of --workers processes on this machine. Needs the extra
-    cluster."""
+    same folders. `local`, or --scheduler alone, starts a Dask cluster of --workers processes on this machine. This needs the
+    extra cluster."""
     overwrite: bool = False
     """Replace an existing index."""
 

@@ -1,4 +1,4 @@
-"""What is known of chains from tables instead of structure files: OpenFold's caches, clusters, lists of identical chains.
+"""Facts about chains from tables instead of structure files: OpenFold's caches, clusters, lists of identical chains.
 
 - `chain_data_cache.json`: `{chain: {"release_date", "seq", "resolution", "cluster_size"}}`
 - `mmcif_cache.json`: `{entry: {"release_date", "chain_ids", "seqs", "resolution"}}`
@@ -32,7 +32,8 @@ _LARGEST_CLUSTER = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ChainFacts:
-    """Facts about a chain. `resolution` in Å: 0 if the method has none (NMR), NaN if unknown; `sequence`: '' if unknown."""
+    """Facts about a chain. `resolution` is in Å: 0 if the method has none (NMR), NaN if unknown; `sequence`: '' if
+    unknown."""
 
     sequence: str = ""
     resolution: float = math.nan

@@ -3,7 +3,7 @@
 The main process lists both folders, reads the caches and cuts the sorted chains into parts. Processes scan parts: they list
 the files of each chain and read the header of its structure (or its first alignment, if there is no structure) where no cache
 knows the chain. Each finished part is a JSON file in a hidden folder beside the output. A rerun with the same inputs takes the
-finished parts from there. What is written depends on the inputs only, not on the number of processes or on interruptions.
+finished parts from there. The index depends on the inputs only, not on the number of processes or on interruptions.
 
 Chains of the index are those that have alignments, or that a cache or the list of identical chains names.
 """
@@ -66,7 +66,7 @@ from evodsp.progress import progress
 
 @dataclass(frozen=True, slots=True)
 class ScannedChain:
-    """What a scan found of a chain."""
+    """The findings of a scan about a chain."""
 
     key: str
     facts: ChainFacts
@@ -77,7 +77,7 @@ class ScannedChain:
     files: tuple[StoredFile, ...]
     has_empty_folder: bool
     problem: str
-    """Why its header or first alignment could not be read, '' if it could."""
+    """The reason why its header or first alignment could not be read, '' if it could."""
 
 
 def assemble(chains: Iterable[ScannedChain], duplicates: Iterable[list[str]]) -> IndexContent:
@@ -135,12 +135,12 @@ CHAINS_OF_PART = 500
 _FORM = 2
 """The form in which a part describes a chain. Parts of another form, of an earlier version, are scanned again."""
 _FIRST_BYTES = 1 << 16
-"""The first record of an A3M file is looked for in these bytes before the whole file is parsed."""
+"""Number of first bytes in which an A3M file's first record is looked for before the whole file is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChainTask:
-    """What is known of a chain before its files are read."""
+    """The known facts about a chain before its files are read."""
 
     key: str
     structure: str
@@ -186,20 +186,20 @@ def make_index(config: IndexConfig) -> int:
         _with_facts(task, found, facts, size)
         for (task, found), size in zip(_scanned(folder, chunks), sizes, strict=True)
     )
-    remove_partial(config.output.parent, {config.output.name})  # of a scan that was killed while it wrote
+    remove_partial(config.output.parent, {config.output.name})  # left by a scan that was killed while it wrote
     write_index(config.output, assemble(scanned, duplicates), sources, obsolete)
     shutil.rmtree(folder)
     return len(tasks)
 
 
 def _scanned(folder: Path, chunks: list[list[ChainTask]]) -> Iterator[tuple[ChainTask, dict[str, Any]]]:
-    """Each chain with what its part says of it."""
+    """Each chain with its entry in its part."""
     for number, chunk in enumerate(chunks):
         yield from zip(chunk, json.loads(_part(folder, number).read_bytes()), strict=True)
 
 
 def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
-    """`known`, with what it does not say taken from `other`."""
+    """`known`, with the missing facts taken from `other`."""
     return ChainFacts(
         known.sequence or other.sequence,
         other.resolution if math.isnan(known.resolution) else known.resolution,
@@ -273,7 +273,7 @@ def _scan(config: IndexConfig, folder: Path, chunks: list[list[ChainTask]]) -> N
 
 
 def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[ChainTask]) -> int:
-    """Scan some chains and write what was found to `path`; returns their number. Runs in a process of its own."""
+    """Scan some chains, write the findings to `path` and return the number of chains. Runs in a process of its own."""
     found = [_scan_chain(alignment_dir, structure_dir, task) for task in tasks]
     with whole_file(path) as partial:
         partial.write_text(json.dumps(found), encoding="ascii")
@@ -281,7 +281,7 @@ def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[
 
 
 def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
-    """What is written of a chain: its files, and what its header says if no cache does. `_FORM` names this form."""
+    """The entry of a chain in its part: its files, and its header's facts if no cache has them. `_FORM` numbers this form."""
     files, structure = list(task.files), task.structure
     facts, entity, problem, is_empty = ChainFacts(), "", "", False
     try:
@@ -302,7 +302,7 @@ def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> di
 
 
 def _facts_of_header(path: Path, entry: str, chain_id: str) -> tuple[ChainFacts, str]:
-    """What a header says of a chain, and its entity, such as 1abc_1 ('' if the file numbers none)."""
+    """The header's facts about a chain, and its entity, such as 1abc_1 ('' if the file numbers none)."""
     header = _header(path)
     if not chain_id and len(header.sequences) == 1:
         (chain_id,) = header.sequences
@@ -317,7 +317,7 @@ def _facts_of_header(path: Path, entry: str, chain_id: str) -> tuple[ChainFacts,
 
 @lru_cache(maxsize=4)
 def _header(path: Path) -> Header:
-    """Chains are sorted, so those of an entry follow each other."""
+    """The header of a file. It is kept for the next chains: they are sorted, so those of an entry follow each other."""
     return read_header(path)
 
 

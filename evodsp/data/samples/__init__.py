@@ -1,1 +1,1 @@
-"""From the chains of a set to samples: which are drawn, and what a worker makes of one."""
+"""From the chains of a set to samples: the draw of chains, and the samples that workers make of them."""

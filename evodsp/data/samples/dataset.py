@@ -1,8 +1,8 @@
 """Samples for training and validation: a chain's alignments and structure as tensors.
 
-A sample is a dictionary of tensors without a batch axis. It holds what the device makes the MSA's features from
-(`raw_features`). The other features (`feature_axes.FEATURE_AXES`) have a leading axis of 1 for the recycling iterations, labels
-(`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
+A sample is a dictionary of tensors without a batch axis. It holds the data from which the device makes the MSA's features
+(`raw_features`). The other features (`feature_axes.FEATURE_AXES`) have a leading axis of 1 for the recycling iterations,
+labels (`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
 
 Everything random about sample i is a function of (seed, i), whatever the worker, the rank, the epoch or a resume.
 """
@@ -83,7 +83,8 @@ def load_record(
 ) -> ChainRecord:
     """The chain `key`, and its templates if their source is given. No template is of its own entry or released after it.
 
-    `assumed_resolution`: in Å, of a structure that has none; None for 0, which the losses of the confidence heads do not count.
+    `assumed_resolution`: the resolution in Å that a structure without one is given; None gives 0, which the losses of the
+    confidence heads do not count.
     Raises UserError if its structure, its alignments and its template searches have different sequences.
     """
     parsed = source.parsed(key, with_hits=templates is not None)
@@ -178,7 +179,7 @@ class ChainDataset(Dataset[Sample]):
         return self.make(index, self.key_of(index))
 
     def without_keys(self) -> ChainDataset:
-        """A copy that makes samples but does not know their chains: what a worker process needs, without a million names."""
+        """A copy for worker processes, which makes samples of given chains and does not carry a million names."""
         other = copy(self)
         other.keys, other._choice = (), ChainDraws(self._draws, ())
         return other
@@ -235,10 +236,10 @@ def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Stack samples along a new batch axis, padding residues and MSA rows with zeros to the largest sample.
 
-    Batches with labels also list what exists of their structures, so that losses need not search for it on the device, which
-    would make the host wait: `observed_frames` (of R x 8 rigid groups), `observed_atoms` (of R x 14, under either naming of
-    symmetric atoms), `existing_atoms` (of R x 14, observed or not) and `ambiguous_residues` (of R). Each is int64 [batch, most
-    entries of a sample]; a sample with fewer ends in entries that do not exist, which the masks leave out.
+    Batches with labels also list the parts of their structures that exist, so that losses need not search for them on the
+    device, which would make the host wait: `observed_frames` (of R x 8 rigid groups), `observed_atoms` (of R x 14, under
+    either naming of symmetric atoms), `existing_atoms` (of R x 14, observed or not) and `ambiguous_residues` (of R). Each is
+    int64 [batch, most entries of a sample]; a sample with fewer ends in entries that do not exist, which the masks leave out.
 
     Raises ValueError unless all have the same entries and the same number of recycling iterations.
     """

@@ -1,8 +1,8 @@
 """Self-distillation sets: predicted structures as training targets (supplement 1.3).
 
-The prediction's confidence stands in the B-factors. Atoms of residues below a pLDDT are masked, so that nothing is learned from
-what the prediction was unsure of. A predicted structure has no resolution, so losses that need an experiment's do not count it
-(unless one is assumed), and no release date, so its templates need `data.max_template_date`.
+The prediction's confidence stands in the B-factors. Atoms of residues below a pLDDT are masked, so that nothing is learned
+from parts of which the prediction was unsure. A predicted structure has no resolution, so losses that need an experiment's do
+not count it (unless one is assumed), and no release date, so its templates need `data.max_template_date`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PredictedStore:
     store: ChainFiles
     """Alignments, template searches, and predicted structures with the pLDDT, 0 to 100, as B-factors."""
     min_plddt: float
-    """Atoms of residues below this are masked."""
+    """The pLDDT below which atoms of residues are masked."""
 
     def parsed(self, key: str, with_hits: bool) -> ParsedChain:
         """The chain; see `ChainSource`."""
@@ -42,7 +42,7 @@ class PredictedStore:
         return self.store.alignments(key, query)
 
     def chain(self, key: str) -> Chain:
-        """The predicted structure, without the residues that the prediction was unsure of.
+        """The predicted structure, in which residues below `min_plddt` are masked.
 
         Raises UserError if no residue is left.
         """
@@ -106,22 +106,23 @@ class DistillationSet:
     """A self-distillation set as samples are made of it. Picklable, for workers."""
 
     source: PredictedStore | FeatureStore
-    """Its chains: files, or a feature store that was built of them."""
+    """The source of its chains: their files, or a feature store that was built of them."""
     max_rows: int
-    """At most this many rows of an MSA are used, a random sample."""
+    """Most rows of an MSA that are used; they are a random sample."""
     templates: TemplateSource | None = None
     """The source of templates for its chains; None if samples have none."""
     assumed_resolution: float | None = None
-    """In Å, of its chains, which have none; None: the losses of the confidence heads do not count them."""
+    """The resolution in Å that its chains, which have none, are given; with None the losses of the confidence heads do not
+    count them."""
 
     @property
     def store(self) -> ChainFiles | FeatureStore:
-        """What has its chains by key."""
+        """The store of its chains by key."""
         return chains_of(self.source)
 
 
 def chains_of(source: ChainFiles | FeatureStore | PredictedStore) -> ChainFiles | FeatureStore:
-    """What has the chains of a source by key."""
+    """The store that has the chains of a source by key."""
     return source.store if isinstance(source, PredictedStore) else source
 
 

@@ -43,7 +43,7 @@ TEMPLATE_AXES: dict[str, tuple[str | None, ...]] = {
     "template_mask": ("templates",),
     "template_sum_probs": ("templates", None),
 }
-"""The template features, present if `max_templates` is above 0; likewise."""
+"""The template features with their axes, likewise; they are present if `max_templates` is above 0."""
 
 SAMPLED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "msa_feat": (np.float32, (49,)),
@@ -91,7 +91,8 @@ def max_clusters(config: FeatureConfig) -> int:
 
 
 def check_config(config: FeatureConfig, where: str = "") -> None:
-    """Raise SettingError if a size or a probability of `config` is out of range. `where`: its name and a dot, for messages."""
+    """Raise SettingError if a size or a probability of `config` is out of range. `where`: the name of `config` and a dot, for
+    messages."""
     check_numbers(config, _RANGES, where)
     if max_clusters(config) < 1:
         expected = f"above {where}max_templates, which is {config.max_templates}: each template takes one of these rows"

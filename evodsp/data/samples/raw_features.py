@@ -1,4 +1,4 @@
-"""What a worker process makes of a sample; the device makes the features of its MSA from this (`evodsp.features`).
+"""The samples that worker processes make; the device makes the features of the MSA from them (`evodsp.features`).
 
 Letters are bytes and deletions are listed, so a sample has a thirtieth of the bytes of its features. Columns outside the
 crop are needed too: sequences are assigned to clusters by all their columns (supplement 1.2.7), before the crop.
@@ -43,15 +43,15 @@ def raw_features(
     crop: Crop,
     templates: TemplateFeatures | None = None,
 ) -> dict[str, np.ndarray]:
-    """A sample before anything is sampled of its MSA. Each iteration will do so with the stream `draws.at(cycle)`.
+    """A sample whose MSA is still whole. Each iteration will sample it with the stream `draws.at(cycle)`.
 
     It holds the features that do not change between recycling iterations, with a leading axis of 1 instead of C, padded to
     `config.crop_size` residues, and of the MSA:
 
     - `msa_letters` int8 [N L], `msa_profile_bits` int32 [L 22]: flat. The profile is float32, kept as its bits: a run in half
-      precision rounds what is a float, and other letters would be drawn.
-    - `deletion_cells`, `deletion_numbers` int32 [K]: flat places in [N, R], ascending, and how many deletions there.
-    - `msa_kept` bool [C N]: rows that block deletion leaves. `msa_kept_counts` int64 [C]: their number.
+      precision rounds floats, and would draw other letters.
+    - `deletion_cells`, `deletion_numbers` int32 [K]: flat places in [N, R], ascending, and the numbers of deletions there.
+    - `msa_kept` bool [C N]: whether block deletion leaves each row. `msa_kept_counts` int64 [C]: the number of these rows.
     - `msa_keys` int64 [C, 3]: the keys of `STREAMS` in each iteration.
     - `msa_sizes` int64 [5]: N, L, the first residue of the crop, R, K.
 
@@ -139,7 +139,8 @@ def deleted_block_starts(draws: Draws, rows: int, config: FeatureConfig) -> Int6
 
 
 def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
-    """Which rows remain after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query remains."""
+    """Whether each row remains after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query
+    remains."""
     keep = np.ones(rows, bool)
     index = np.arange(rows)
     length = int(rows * fraction)

@@ -1,4 +1,4 @@
-"""Who makes samples of chains: the calling process, or a pool of processes that hand them over in shared memory.
+"""Makers of samples: the calling process, or a pool of processes that hand samples over in shared memory.
 
 A sample or a batch is packed into one piece of memory, to be handed to other processes or other ranks at once.
 """
@@ -23,16 +23,16 @@ Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 """Names, types and shapes of tensors, in the order in which they lie in the memory."""
 
 _ALIGNMENT = 64
-"""Bytes: as torch aligns its own tensors."""
+"""Bytes to which tensors are aligned, as torch aligns its own."""
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
-    """How `pack` lays out the tensors."""
+    """The layout in which `pack` writes the tensors."""
     return [(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
 
 
 def packed_bytes(layout: Layout) -> int:
-    """Size of the memory."""
+    """Bytes of memory that a layout needs."""
     return sum(_aligned(_bytes(dtype, shape)) for _, dtype, shape in layout)
 
 
@@ -71,7 +71,7 @@ class SampleMaker(Protocol):
         """
 
     def close(self) -> None:
-        """End what runs in the background."""
+        """End all work in the background."""
 
 
 class MadeHere:
@@ -95,8 +95,8 @@ class MadeHere:
 
 class SamplePool:
     """A `Pool` of `workers` processes. A chain whose worker dies, or needs longer than `time_limit` seconds (None: no limit),
-    is one that cannot be made into a sample. The lowest sample is begun first. On a machine with a GPU they arrive in pinned
-    memory.
+    is one that cannot be made into a sample. The lowest sample is begun first. On a machine with a GPU samples arrive in
+    pinned memory.
     """
 
     def __init__(self, samples: ChainDataset, workers: int, time_limit: float | None = None) -> None:

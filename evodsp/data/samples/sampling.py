@@ -1,8 +1,8 @@
-"""Which chain sample number i is: AlphaFold2's filters and weights, written out (supplement 1.2.5).
+"""The chain of sample number i: AlphaFold2's filters and weights, written out (supplement 1.2.5).
 
 AlphaFold2 takes a random chain and accepts it with a probability; OpenFold repeats that for a whole epoch. Here a chain is
-drawn with its share of all these probabilities, which is the distribution of what they accept. docs/data.md lists every
-difference from the supplement and from OpenFold.
+drawn with its share of the sum of these probabilities, which gives the same distribution. docs/data.md lists every difference
+from the supplement and from OpenFold.
 
 The draws are addressed. Sample i has a sequence of candidates, attempts 0, 1, 2, …, each drawn from (seed, i, attempt) and from
 nothing else. Its chain is the first candidate that is not left out (`evodsp.training.quarantine`). So
@@ -40,9 +40,8 @@ SHORT, LONG = 256, 512
 def left_out_by_filters(
     table: ChainTable, filters: FilterConfig, where: str = "data.filters"
 ) -> dict[str, Bool[np.ndarray, " n"]]:
-    """Which chains each filter leaves out, by what it says of them. A chain may be left out for several reasons.
-
-    `where`: what messages call the filters.
+    """Whether each filter leaves each chain out, by the filter's reason. A chain may be left out for several reasons.
+    `where`: the name of the filters in messages.
     """
     reasons: dict[str, Bool[np.ndarray, " n"]] = {}
     if filters.max_resolution is not None:
@@ -68,7 +67,8 @@ def left_out_by_filters(
 
 
 def sampling_weights(table: ChainTable) -> Float64[np.ndarray, " n"]:
-    """How often AlphaFold2 takes each chain: clamp(length, 256, 512) / 512, divided by the size of its sequence cluster.
+    """The frequency with which AlphaFold2 takes each chain: clamp(length, 256, 512) / 512, divided by the size of its
+    sequence cluster.
 
     A chain whose cluster is unknown has that of its representative; if that is unknown too, the chains of one representative,
     which are identical, are a cluster. A chain of unknown length counts as short.
@@ -133,7 +133,7 @@ class ChainDraws:
 
 
 DISTILLED = "distillation/"
-"""What the names of chains of a self-distillation set begin with, here and in the quarantine."""
+"""The prefix of names of a self-distillation set's chains, here and in the quarantine."""
 
 
 class MixedDraws:
@@ -152,7 +152,7 @@ class MixedDraws:
 
 
 _ATTEMPTS_UNTIL_COUNTED = 64
-"""After n candidates that are left out, it is checked that there are others."""
+"""Number of left-out candidates after which it is checked that there are others."""
 
 
 def precise_uniform(draws: Draws, position: int) -> float:

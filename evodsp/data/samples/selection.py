@@ -1,8 +1,9 @@
-"""Which chains of a set a run takes: those of its list that have files, pass the filters, and are counted by the losses.
+"""The chains of a set that a run takes: they are in its list, have files and pass the filters. The losses do not count all of
+them.
 
 The losses of the confidence heads count structures whose resolution is within bounds (supplement 1.9.6). A structure without a
 resolution (NMR, a prediction, often a file of one's own) has the resolution 0, as in AlphaFold2, and is not counted. A run on
-such chains alone learns no confidence, and its `train/plddt` is 0. Nobody sees why unless it is said.
+such chains alone learns no confidence, and its `train/plddt` is 0. A message says so, for nobody would see why.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def chain_list(chains: str | list[str]) -> list[str]:
 
 
 Lacking = Literal["alignments", "structure", "record"]
-"""What a chain does not have; of a feature store, its record."""
+"""The part that a chain lacks; in a feature store, its record."""
 
 
 class Presence:
@@ -79,7 +80,7 @@ class Presence:
             self._is_resolved = store.has_structure
 
     def lacks(self, key: str) -> Lacking | None:
-        """What the chain does not have; None if it has both."""
+        """The part that the chain lacks; None if it has all."""
         if key not in self._known:
             return self._unknown
         return None if self._is_resolved(key) else "structure"
@@ -100,7 +101,7 @@ class Selection:
     """The settings that filter and weight the chains of a set."""
 
     where: str
-    """What the names of these settings begin with: data, or data.distillation."""
+    """The prefix of these settings' names: data, or data.distillation."""
     chain_data_cache: str | None
     index: str | None
     filters: FilterConfig
@@ -113,7 +114,7 @@ class Selection:
 
     @cached_property
     def known(self) -> tuple[ChainTable, str] | None:
-        """What is known of the chains, and the file that says so; None if nothing is asked of it.
+        """The known facts about the chains, and the file that holds them; None if no setting asks for facts.
 
         An index alone filters nothing: it may be there only to make a run start quickly.
         """
@@ -138,10 +139,10 @@ class Selected:
     weights: Float64[np.ndarray, " n"] | None
     """The frequency with which each chain is drawn, in any unit; None: all are drawn equally often."""
     left_out: dict[str, int]
-    """Numbers of chains by the reason, without reasons that leave none out."""
+    """Numbers of chains that are left out, by reason; a reason without chains is absent."""
 
     def line(self, kind: str) -> str:
-        """A line that says how many chains are left, and why others are not; '' if none is left out."""
+        """A line that says how many chains are left, and why others are left out; '' if none is."""
         total = len(self.keys) + sum(self.left_out.values())
         said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
         return f"{len(self.keys)} of {total} {kind} chains; left out: {said}" if said else ""
@@ -169,19 +170,19 @@ def select(keys: list[str], selection: Selection) -> Selected:
 
 @dataclass(frozen=True)
 class CountedStructures:
-    """The rule of a run."""
+    """The rule by which the losses of the confidence heads of a run count structures."""
 
     loss: LossConfig
     assumed: float | None
-    """What a structure without a resolution is taken to have, in Å; None for nothing."""
+    """The resolution in Å that a structure without one is given; None gives it none."""
     setting: str = "data.assumed_resolution"
-    """The setting that says so."""
+    """The name of the setting that holds it."""
 
     def line(self, resolutions: Float[np.ndarray, " n"], chains: int, kind: str) -> str | None:
         """A line about the chains that the losses do not count; None if they count all, or have no weight.
 
-        `resolutions`: in Å, 0 if there is none, NaN if unknown, of all or some of the `chains` chains. `kind`: what they are
-        called.
+        `resolutions`: the resolutions in Å of all or some of the `chains` chains, 0 if there is none, NaN if unknown. `kind`:
+        the kind of chains that the line names.
         """
         known = resolutions[~np.isnan(resolutions)]
         terms, loss = self.loss.by_resolution, self.loss

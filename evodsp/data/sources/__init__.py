@@ -1,1 +1,1 @@
-"""Where chains come from: folders, OpenFold's alignment database, feature stores; and what is read of one chain."""
+"""Sources of chains: folders, OpenFold's alignment databases, feature stores; and the parsed chain that they give."""

@@ -1,4 +1,5 @@
-"""OpenFold's alignment databases: `.db` files with the alignments of many chains, and `.index` files that say where each is.
+"""OpenFold's alignment databases: `.db` files with the alignments of many chains, and `.index` files that list the place of
+each.
 
 An index is JSON: `{chain: {"db": file, "files": [[name, offset, length], …]}}`.
 """
@@ -72,7 +73,8 @@ def read_databases(folder: Path) -> list[AlignmentDatabase]:
 
 
 def read_parts(database: Path, key: str, files: list[StoredFile], index: str) -> Iterator[tuple[str, str, bytes]]:
-    """(source for messages, name, content) of files of a database. `index`: the name of what lists them, for messages."""
+    """(source for messages, name, content) of files of a database. `index`: the name of the index that lists them, for
+    messages."""
     try:
         with database.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

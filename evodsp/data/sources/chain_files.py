@@ -47,9 +47,10 @@ from evodsp.geometry.alphabet import decode
 class ChainFiles:
     """Alignments and structures by chain key. Construction reads no file; pickling transfers only the paths.
 
-    `alignment_dir`: chain folders, or the alignment database. `structure_dir`: structure files; None if there are none
-    (prediction). `index`: of both folders; then no folder is listed and no index of a database is parsed, and a chain without
-    alignments has those of an identical chain. Raises UserError if a directory does not exist.
+    `alignment_dir`: the folder of chain folders, or of the alignment database. `structure_dir`: the folder of structure
+    files; None if there are none (prediction). `index`: the index of both folders; with it no folder is listed and no index
+    of a database is parsed, and a chain without alignments has those of an identical chain. Raises UserError if a directory
+    does not exist.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ChainFiles:
         ]
 
     def stale_sources(self) -> list[str]:
-        """What the index was made of and has changed since, as 'option path'; none without an index."""
+        """The sources of the index that have changed since it was made, as 'option path'; none without an index."""
         if self.index is None:
             return []
         now_at = {"alignment_dir": self.alignment_dir}

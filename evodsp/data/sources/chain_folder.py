@@ -1,4 +1,4 @@
-"""The folder of one chain: which of its files are alignments, which are template searches, and reading them.
+"""The folder of one chain: its alignments and its template searches are told apart and read.
 
 Files lie in the folder itself (OpenFold) or in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), gzipped or not.
 OpenFold3's archive of all alignments of a chain lies beside the folder, as `<key>.npz`, or in it. The alignment database
@@ -25,7 +25,7 @@ ALIGNMENT_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in _PARSERS for packed
 """Suffixes of the alignments that may stand alone as one file of a chain."""
 _ARCHIVE = ".npz"
 BESIDE = _ARCHIVE
-"""The name, relative to a chain's folder, of the archive beside it: what follows the chain's key."""
+"""The name, relative to a chain's folder, of the archive beside it: the part that follows the chain's key."""
 ALIGNMENTS = f"{', '.join(_PARSERS)} or {_ARCHIVE}"
 """Suffixes of all alignments, for messages."""
 _SUBFOLDERS = ("a3m", "sto", "hhr")
@@ -34,7 +34,7 @@ _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
 SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} or {_HMMSEARCH[-1]}.sto"
 """The names of template searches, for messages."""
 _LARGEST_EMPTY = 4096
-"""Bytes that a file without text may have: blank lines, the header of a gzip archive."""
+"""Most bytes that a file without text may have: blank lines, the header of a gzip archive."""
 _NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a complex; for templates
 
 

@@ -58,7 +58,7 @@ class FeatureStore:
         self.obsolete: dict[str, str | None] = _entry(address, description, "obsolete", dict)
         """Withdrawn entries among the templates, with their successors."""
         self.min_plddt: float | None = _entry(address, description, "plan", dict).get("min_plddt")
-        """Predicted structures: atoms of residues below this pLDDT are masked. None: experiments."""
+        """The pLDDT below which atoms of predicted structures are masked; None for experiments."""
         self._chains = Table(system, f"{folder}/{CHAINS}", _entry(address, tables, CHAINS, str))
         self.structures = None
         """The templates' structures; None if the store was built without them."""
@@ -135,7 +135,7 @@ class StoredStructures:
         return Structure(first.pdb_id, first.method, first.resolution, first.release_date, by_id)
 
     def release_date(self, pdb_id: str) -> date | None:
-        """When the entry was released, None if that is not known."""
+        """The release date of the entry, None if it is not known."""
         return next((self._table.released(key) for key in self._table.chains_of(pdb_id)), None)
 
 

@@ -1,4 +1,4 @@
-"""Names of chains, and where the structure files of an entry may lie.
+"""Names of chains, and the places where the structure file of an entry may lie.
 
 A chain key is `<entry>_<chain>`, split at its last underscore; the chain is the author's id. A key without an underscore, such
 as a UniClust30 cluster of OpenProteinSet, is an entry with a single chain.
@@ -24,9 +24,9 @@ _SUFFIXES = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz", ".pdb", ".pdb.gz")
 _LEGACY_SUFFIXES = (".ent", ".ent.gz")
 _ALL_SUFFIXES = (*_SUFFIXES, *_LEGACY_SUFFIXES)
 _ID = 4
-"""Letters of a PDB id. Extended ones are pdb_0000 and these."""
+"""Number of letters of a PDB id. An extended id is pdb_0000 and these letters."""
 _DIVIDED_NAME = 2
-"""Letters in the name of a folder of a divided mirror."""
+"""Number of letters in the name of a divided mirror's folder."""
 
 
 def split_key(key: str) -> tuple[str, str]:
@@ -75,7 +75,7 @@ class StructureListing:
         self._directory, self._files = directory, frozenset(files)
         self._entries = frozenset(_entry_of_name(name.rpartition("/")[2]).lower() for name in files)
         self.folders = frozenset(folders)
-        """The sub-folders: some may be those of chains, with a structure in them (`nested_structure`)."""
+        """The sub-folders. Some may be folders of chains, with a structure in them (`nested_structure`)."""
 
     def of_entry(self, entry: str) -> str | None:
         """`structure_file`, relative to the folder."""
@@ -95,7 +95,7 @@ class StructureListing:
         return self.of_entry(entry) is not None or self._has_nested(key)
 
     def entries_without(self, keys: Iterable[str]) -> list[str]:
-        """The entries with a structure, in lower case and sorted, that none of the chains `keys` is from."""
+        """The entries with a structure to which none of the chains `keys` belongs, in lower case and sorted."""
         known = set(keys)
         nested = (key for key in self.folders - known if self._has_nested(key))
         found = self._entries.union(_entry_of_key(key) for key in nested)

@@ -1,4 +1,4 @@
-"""What the files of one chain hold, joined: its structure, its MSA and the hits of its template searches.
+"""The joined content of one chain's files: its structure, its MSA and the hits of its template searches.
 
 Samples are made of it (`evodsp.data.samples.dataset`), wherever it comes from: files that are parsed now (`parse_chain`), or
 a feature store in which it was kept (`evodsp.data.sources.feature_store`).
@@ -18,8 +18,8 @@ from evodsp.geometry.alphabet import encode
 
 @dataclass(frozen=True)
 class ParsedChain:
-    """One chain. `msa`: its alignments, merged. `hits`: of its template searches, in the order of the files; empty if they
-    were not asked for."""
+    """One chain. `msa`: its merged alignments. `hits`: the hits of its template searches, in the order of the files; empty if
+    they were not asked for."""
 
     chain: Chain
     msa: MsaFeatures

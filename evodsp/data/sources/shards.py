@@ -1,4 +1,4 @@
-"""A table of records in few large files: tar archives (shards), and one index of where each record lies.
+"""A table of records in few large files: tar archives (shards), and one index with the place of each record.
 
     <table>/00000.tar, 00001.tar, …     member <key>.zst: one record
     <table>/index.npy                   one row a record, sorted by key
@@ -32,7 +32,7 @@ from evodsp.files import whole_file
 from evodsp.reading.array_files import array_of, map_array
 
 LONGEST_KEY = 100
-"""Bytes of a chain key: what the name of a tar member can hold."""
+"""Most bytes of a chain key: the name of a tar member holds no more."""
 INDEX = "index.npy"
 _FIX = "copy the feature store again"
 _EPOCH = date(1970, 1, 1)

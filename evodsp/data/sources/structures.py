@@ -23,7 +23,7 @@ class TemplateStructures(Protocol):
     """A source of the structures of templates; `StructureFolder` implements it."""
 
     def has_structure(self, key: str) -> bool:
-        """Whether there is a file for the chain's entry."""
+        """Whether there is a structure file for the chain's entry."""
 
     def chain(self, key: str) -> Chain:
         """The chain. Raises UserError if the entry does not have it, FileFormatError if the file is broken."""
@@ -32,7 +32,7 @@ class TemplateStructures(Protocol):
         """All protein chains of the entry. Raises FileFormatError if the file is broken."""
 
     def release_date(self, pdb_id: str) -> date | None:
-        """When the entry was released, None if that is not known."""
+        """The release date of the entry, None if it is not known."""
 
 
 class StructureFolder:
@@ -70,7 +70,7 @@ class StructureFolder:
         return read_structure(self._existing(pdb_id, pdb_id))
 
     def release_date(self, pdb_id: str) -> date | None:
-        """When the entry was released: from the caches (`CACHE_NAMES`) if they list it, else from its file; None if neither
+        """The release date of the entry: from the caches (`CACHE_NAMES`) if they list it, else from its file; None if neither
         has the date. Raises FileFormatError for a broken cache or file."""
         if pdb_id not in self._dates:
             cached = self._cached_dates.get(pdb_id.lower())

@@ -24,7 +24,7 @@ from evodsp.geometry.alphabet import GAP, encode
 from evodsp.geometry.residues import CA
 
 MAX_TEMPLATES = 20
-"""Templates that AF2 keeps of a search; the model is given up to 4 of them."""
+"""Number of templates that AF2 keeps of a search; the model is given up to 4 of them."""
 MIN_ATOMS = 5
 """A template with fewer atoms in the aligned residues is not used."""
 MAX_CA_DISTANCE = 150.0
@@ -93,7 +93,7 @@ def _check_query(hit: TemplateHit, query: ProteinSequence) -> None:
 
 
 def _template_row(hit: TemplateHit, structures: TemplateStructures, length: int) -> _TemplateRow | TemplateRejection:
-    """The hit's atoms along the query of `length` residues, or why there are none."""
+    """The hit's atoms along the query of `length` residues, or the reason why there are none."""
     if not structures.has_structure(hit.key):
         return TemplateRejection.NO_STRUCTURE
     match = match_hit(hit, structures)

@@ -19,8 +19,8 @@ from evodsp.geometry.residues import PSEUDO_BETA_SLOT
 class TemplateFeatures:
     """The templates of one query, best first; T may be 0. Residues without a counterpart are gaps, all masked.
 
-    `names`: chain keys, '<pdbid>_<chain>'. `aatype`: the TEMPLATE's residues, 0..19, X = 20, gap = 21. `positions` in Å, 0
-    where `mask` is 0. `sum_probs`: the search's score, 0 where it gives none (hmmsearch).
+    `names`: chain keys, '<pdbid>_<chain>'. `aatype`: the TEMPLATE's residues, 0..19, X = 20, gap = 21. `positions` are in Å,
+    0 where `mask` is 0. `sum_probs`: the search's score, 0 where it gives none (hmmsearch).
     """
 
     names: tuple[str, ...]

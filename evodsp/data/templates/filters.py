@@ -21,7 +21,7 @@ _NO_OBSOLETE: Mapping[str, str | None] = MappingProxyType({})
 
 
 class Rejection(Enum):
-    """Why a filter rejected a hit; the value is for logs."""
+    """The reasons why filters reject hits; the values are for logs."""
 
     OBSOLETE = "the entry was withdrawn without a successor"
     SAME_ENTRY = "the query's own entry"
@@ -40,8 +40,8 @@ class HitLimits:
     `max_date`: last allowed release date. `days_before_query`: a template must have been released at least this many days
     before the query (AF2: 60, since entries of one study appear weeks apart); at least 1. `min_coverage`: aligned columns
     over the query's length must exceed it. `max_query_fraction`: a hit that is a piece of the query must not exceed this
-    fraction of its length. `min_residues`: of the hit. `drop_duplicate_chains`: of several chains of an entry with the same
-    residues in the same columns keep one (AF2 keeps all).
+    fraction of its length. `min_residues`: the fewest residues of a hit. `drop_duplicate_chains`: of several chains of an
+    entry with the same residues in the same columns keep one (AF2 keeps all).
     """
 
     max_date: date | None = None
@@ -58,7 +58,7 @@ class HitLimits:
             )
 
     def last_date(self, query_release_date: date | None) -> date | None:
-        """Last allowed release date of a template. `query_release_date`: the query's, None for a query without structure."""
+        """Last allowed release date of a template. `query_release_date`: None for a query without structure."""
         before = None if query_release_date is None else query_release_date - timedelta(self.days_before_query)
         return min((limit for limit in (self.max_date, before) if limit is not None), default=None)
 
@@ -119,9 +119,9 @@ def select_hits(
 ) -> HitSelection:
     """Apply all filters to all hits, sorted by falling `sum_probs` (file order among equals and for hmmsearch).
 
-    `query`: one-letter codes. `query_release_date`, `query_pdb_id`: of a query of known structure (training). `obsolete`
-    (`parse_obsolete`) replaces withdrawn entries that `release_dates` does not have; kept hits have the new `pdb_id`. The
-    reason of a rejection is the first that applies, in the order of `Rejection`.
+    `query`: the query's one-letter codes. `query_release_date`, `query_pdb_id`: the release date and the entry of a query of
+    known structure (training). `obsolete` (`parse_obsolete`) replaces withdrawn entries that `release_dates` does not have;
+    kept hits have the new `pdb_id`. The reason of a rejection is the first that applies, in the order of `Rejection`.
     """
     last_date = limits.last_date(query_release_date)
     kept: list[TemplateHit] = []

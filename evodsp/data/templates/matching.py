@@ -27,7 +27,7 @@ MIN_IDENTITY = 0.9
 
 
 class TemplateRejection(Enum):
-    """Why a hit that passed the filters gives no template; the value is for logs."""
+    """The reasons why hits that passed the filters give no templates; the values are for logs."""
 
     NO_STRUCTURE = "no structure"
     NO_CHAIN = "the structure has neither this protein chain nor another one with its sequence"
@@ -85,7 +85,7 @@ def _named_chain(hit: TemplateHit, structures: TemplateStructures) -> Chain | No
 
 
 def _find_with_unknowns(sequence: str, residues: str) -> int:
-    """As `sequence.find(residues)`, but X on either side matches any letter."""
+    """`sequence.find(residues)`, where X on either side matches any letter."""
     found = re.search("".join("." if letter == "X" else f"[{letter}X]" for letter in residues), sequence)
     return -1 if found is None else found.start()
 

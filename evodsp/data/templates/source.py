@@ -28,7 +28,7 @@ _MOST_NAMED = 10
 
 @dataclass(frozen=True)
 class FoundTemplates:
-    """The templates of one query, best first, and what became of the other hits.
+    """The templates of one query, best first, and the reasons why other hits were not used.
 
     `hits`: number of hits of the search. `rejected`: chain keys of the hits that were not used, by reason, up to the point
     where the limit of templates was reached.
@@ -42,7 +42,7 @@ class FoundTemplates:
 
     @property
     def log_line(self) -> str:
-        """For example 'query73_A: 7 templates of 10 hits; 1 hit: no structure (1hf9_B)'."""
+        """A line for the log, such as 'query73_A: 7 templates of 10 hits; 1 hit: no structure (1hf9_B)'."""
         parts = [f"{self.name}: {_count(len(self.features), 'template')} of {_count(self.hits, 'hit')}"]
         for reason, keys in self.rejected.items():
             named = ", ".join(keys[:_MOST_NAMED])
@@ -55,7 +55,7 @@ class FoundTemplates:
 class TemplateSource:
     """Finds the templates of queries. Picklable, for data-loading workers.
 
-    `structures`: where the templates' atoms are. `limits`: see `HitLimits`. `obsolete`: withdrawn entries
+    `structures`: the source of the templates' atoms. `limits`: the limits of the filters. `obsolete`: withdrawn entries
     (`parse_obsolete`). `limit`: largest number of templates of a query.
     """
 
@@ -68,7 +68,7 @@ class TemplateSource:
     def open(
         cls, structure_dir: str | Path, max_date: date | None = None, obsolete: str | Path | None = None
     ) -> TemplateSource:
-        """From a folder of structures, the last release date allowed and the path of the PDB's obsolete.dat.
+        """A source made of a folder of structures, the last release date allowed and the path of the PDB's obsolete.dat.
 
         Raises UserError if the folder or the file does not exist, FileFormatError if the file is not obsolete.dat.
         """
@@ -84,9 +84,9 @@ class TemplateSource:
     ) -> FoundTemplates:
         """The templates of `query`: at most `limit`, by falling `sum_probs`.
 
-        `hits`: a chain's folder (`read_template_hits`), or the hits read from it. `pdb_id`, `release_date`: of a query of
-        known structure (training); its templates must be `limits.days_before_query` days older. If its date is unknown and
-        `limits` has no latest date either, it gets none.
+        `hits`: a chain's folder (`read_template_hits`), or the hits read from it. `pdb_id`, `release_date`: the entry and the
+        release date of a query of known structure (training); its templates must be `limits.days_before_query` days older. If
+        its date is unknown and `limits` has no latest date either, it gets none.
         Raises UserError if the search was made with another query, FileFormatError for a broken search result or structure.
         """
         if not isinstance(hits, list):
@@ -105,7 +105,7 @@ class TemplateSource:
         )
         rejected: dict[Rejection | TemplateRejection, tuple[str, ...]] = {}
         for hit, reason in selection.rejected:
-            # Without its file an entry has no date, but what the user can add is the file.
+            # Without its file an entry has no date; the user can add the file, so that is the reason to show.
             lacks_file = reason is Rejection.UNKNOWN_DATE and not self.structures.has_structure(hit.key)
             shown = TemplateRejection.NO_STRUCTURE if lacks_file else reason
             rejected[shown] = (*rejected.get(shown, ()), hit.key)
