@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.data.doctor import run_data as doctor_data
+from evodsp.data.executors import LocalProcesses, Piece
+from evodsp.data.pool import WorkerEndedError
 from evodsp.training.config import DataConfig, DistillationConfig
 from tests.builders.backbone import chain, ligand, pdb_text
 from tests.builders.distillation_run import write_sets
@@ -93,6 +96,23 @@ def test_each_bad_chain_is_named_with_its_reason(folder: Path, indexed: bool) ->
     assert (code, report["obstacles"]) == (1, ["2 of 4 training chains read are bad (more than 5%)"])
     code, report = doctor(folder, *options, "--max_bad=0.5")
     assert (code, report["can_start"]) == (0, True)
+
+
+def test_a_chain_that_ends_its_process_is_unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a doctor that ends with the process of one chain, or counts a chain that nobody could read as good."""
+    pieces_of = LocalProcesses.map
+
+    def killed(
+        self: LocalProcesses, function: Callable[..., Any], pieces: Sequence[Piece]
+    ) -> Iterator[tuple[int, Any]]:
+        for number, result in pieces_of(self, function, pieces):
+            yield number, WorkerEndedError("its process was killed") if pieces[number][1] == OTHER else result
+
+    monkeypatch.setattr(LocalProcesses, "map", killed)
+    code, report = doctor(folder, "--config", str(folder / "tiny.yaml"))
+    states = {entry["chain"]: (entry["state"], entry["reason"]) for entry in report["chains"]}
+    assert states == {OTHER: ("unreadable", "its process was killed")}
+    assert (code, report["obstacles"]) == (1, ["1 of 2 training chains read are bad (more than 5%)"])
 
 
 def written(folder: Path, name: str, **data: Any) -> str:
