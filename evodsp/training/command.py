@@ -106,7 +106,7 @@ class TrainingCLI(LightningCLI):
         config.overwrite, config.ckpt_path = False, None
         if run is not None:
             config.init_from, config.raw = run.init_from, run.raw
-        return self.parser.dump(config, skip_none=False)
+        return self.parser.dump(config, skip_none=False, skip_validation=True)
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def run(command: Command, words: list[str]) -> int:
         words = ["--help"]
     cli = TrainingCLI(command, words)
     with guarded(), cli.parser.located():
-        world = _met(cli.settings, cli.config_text())
+        world = _met(cli)
         checked = check_run(command, cli.settings, world.group)
     if checked.must_launch:
         return launch(checked.ranks, [command, *words])
@@ -285,15 +285,16 @@ def run(command: Command, words: list[str]) -> int:
     return 0
 
 
-def _met(settings: Settings, config_text: str) -> World:
+def _met(cli: TrainingCLI) -> World:
     """The ranks that a launcher started, once they have met, or this process alone.
 
     Raises UserError if they do not form groups of `parallel.sequence`, or were given different settings.
     """
     if not under_launcher():
         return World()
+    settings = cli.settings
     count_ranks(settings.trainer, settings.parallel)
-    text = f"{config_text}overwrite: {settings.run.overwrite}\nckpt_path: {settings.run.ckpt_path}"
+    text = f"{cli.config_text()}overwrite: {settings.run.overwrite}\nckpt_path: {settings.run.ckpt_path}"
     return MeshWorld.meet(settings.parallel, on_gpu(settings.trainer), text)
 
 

@@ -109,16 +109,19 @@ class PresetParser(OneLineErrors):
     former = FORMER
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
-        """Parse twice: first to find the preset, which any file or option may name, then with its sizes as the defaults."""
+        """Parse, which finds the preset that any file or option may name, and again with its sizes as the defaults."""
         words = list(args or [])
-        name = super().parse_args([word for word in words if not word.startswith(_ENDS_PARSING)]).model.preset
-        if name is not None:
+        before = [word for word in words if not word.startswith(_ENDS_PARSING)]
+        config = super().parse_args(before, *rest, **kwargs)
+        if (name := config.model.preset) is not None:
             if name not in PRESETS:
                 raise UserError(
                     f"{self.where('model.preset')}model.preset: no preset '{name}'.{nearest(name, PRESETS)} "
                     f"Use one of {', '.join(sorted(PRESETS))}"
                 )
             self.set_defaults(dict(leaves(ModelConfig.preset(name), "model")))
+        elif before == words:
+            return config
         return super().parse_args(words, *rest, **kwargs)
 
     def instantiate_settings(self, config: Any) -> Any:
