@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from functools import partial
 from multiprocessing import util
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.pool import _work
+from evodsp.data.pool import Pool, _work
 from evodsp.data.samples.dataset import ChainDataset
 from evodsp.data.samples.sample_pool import SamplePool, _packed, layout_of, pack, packed_bytes, unpack
 from evodsp.errors import FileFormatError, UserError
@@ -55,6 +56,15 @@ def workers() -> Iterator[SamplePool]:
     pool = SamplePool(Planted(), 2, time_limit=4.0)
     yield pool
     pool.close()
+
+
+def test_pools_of_a_process_share_what_it_has_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches workers that each import torch for themselves, for seconds, because the first pool of the process, which read
+    chains, had no need of it: one process starts the workers of all pools, and imports what the first of them says."""
+    said: list[str] = []
+    monkeypatch.setattr(ForkServerContext, "set_forkserver_preload", lambda _, modules: said.extend(modules))
+    Pool(abs, 0).close()
+    assert {"builtins", SamplePool.__module__} <= set(said)
 
 
 def test_bad_chains_fail_alone_and_workers_are_replaced(workers: SamplePool) -> None:
