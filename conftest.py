@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import tests.process  # noqa: F401  (before evodsp)
+import tests.process  # noqa: F401  (before evodsp; it stops the garbage collector)
 from tests.builders.kept_parsers import kept_parsers
 from tests.ranks import RankPool
 from tests.selection import (  # noqa: F401  (hooks of pytest)
@@ -31,9 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: the garbage collector, which took a twentieth of the time, need not look through it again."""
-    gc.collect()
+    """What is there by now stays, so that the garbage collector need not look through it."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -130,6 +130,7 @@ def _parent(checked: bool) -> _Parent:
 def _bear(pipe: Connection, checked: bool) -> None:
     """Fork ranks as messages from `pipe` say, until it is closed; they end with this process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then close the pipe
+    gc.disable()  # imports take a quarter less without it
     if checked:
         import tests.process  # noqa: F401
     for name in IMPORTED:
@@ -140,6 +141,7 @@ def _bear(pipe: Connection, checked: bool) -> None:
         run_first()
     gc.collect()
     gc.freeze()  # else collections in the forks would copy the memory that they share
+    gc.enable()
     pipe.send("ready")
     context = mp.get_context("fork")
     while True:
