@@ -317,7 +317,7 @@ _SMALL_STACK = EvoformerConfig(
 
 
 def _published(number: int, ptm: bool) -> ModelConfig:
-    """Sizes of DeepMind's model_<number> or model_<number>_ptm. Models 1 and 2 use templates, 3 to 5 do not."""
+    """Sizes of DeepMind's `model_<number>` or `model_<number>_ptm`. Models 1 and 2 use templates, 3 to 5 do not."""
     return ModelConfig(
         templates=TemplateConfig(enabled=number <= 2),
         heads=HeadsConfig(experimentally_resolved=True, predicted_aligned_error=ptm),

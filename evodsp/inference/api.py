@@ -228,7 +228,7 @@ def _alignment_folder(given: Alignments, inputs: Sequence[Path], folder: Path) -
 
 
 def _put_alignment(folder: Path, name: str, given: str | Path) -> None:
-    """A text becomes <folder>/<name>.a3m, a path a link of this name."""
+    """A text becomes `<folder>/<name>.a3m`, a path a link of this name."""
     folder.mkdir(exist_ok=True)
     if _is_text(given):
         (folder / f"{name}.a3m").write_text(str(given).lstrip(), encoding="utf-8")

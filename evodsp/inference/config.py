@@ -96,12 +96,12 @@ class PredictConfig:
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
     msa_server: str | None = None
     """Address of a server with ColabFold's protocol, which searches alignments for records that have none. Their sequences are
-    sent there. The alignments are kept in <output>/_alignments. A name and a password may stand before the host
+    sent there. The alignments are kept in `<output>/_alignments`. A name and a password may stand before the host
     (https://name:password@host); they are shown nowhere."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
     """What the server may cost."""
     checkpoint: Path | list[Path] | None = None
-    """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's params_model_<n>[_ptm].npz, OpenFold's
+    """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's `params_model_<n>[_ptm].npz`, OpenFold's
     .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)
     predict in turn, and their predictions are ranked together."""
     weights: str | list[str] | None = None
@@ -109,15 +109,15 @@ class PredictConfig:
     model_5_ptm; several as with --checkpoint. They are read from weights_folder, and fetched first if they are not there
     (about 360 MiB each)."""
     weights_folder: Path | None = None
-    """Folder of params_<name>.npz. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
+    """Folder of `params_<name>.npz`. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     weights_url: str | None = None
     """Address that parameters are fetched from, of an archive (.tar) or a folder; null: DeepMind's archive."""
     weights_hours: float = 6.0
     """Hours that fetching one model may take, whatever the server sends. The same command continues it."""
     output: Path
-    """Folder for the results, created if it does not exist: <output>/<name>/seed_<k>.cif and the files beside it."""
+    """Folder for the results, created if it does not exist: `<output>/<name>/seed_<k>.cif` and the files beside it."""
     templates: Path | None = None
-    """Folder of template structures, <pdbid>.cif[.gz]. The template hits are read from the .hhr files and from
+    """Folder of template structures, `<pdbid>.cif[.gz]`. The template hits are read from the .hhr files and from
     hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto beside the alignments. null: no templates."""
     max_template_date: str | None = None
     """Latest release date of a template, such as 2020-05-14; null: no limit."""
@@ -137,7 +137,7 @@ class PredictConfig:
     """File format of the structures. PDB holds at most 9,999 residues and 99,998 atoms."""
     pae_in_cif: bool = False
     """Write predicted aligned errors into ModelCIF files too, where ModelArchive looks for them: residues squared lines, 14 MB
-    for 600 residues. They are in seed_<k>_pae.json in any case."""
+    for 600 residues. They are in `seed_<k>_pae.json` in any case."""
     relax: Literal["none", "best", "all"] = "none"
     """Relax predicted structures with OpenMM (pip install 'evodsp[relax]') as AlphaFold2 does, so that bonds and contacts are
     those of a real protein. best: only the one of each record that ranks first. The relaxed structure is written beside it."""

@@ -59,7 +59,7 @@ def predict_records(
     """Predict every record of the inputs; the results are in their order.
 
     `report` gets one line per stage, one per record that fails, and a last one that counts them. The records that failed are
-    listed in <output>/failures.json. Raises UserError if no record can be predicted: then nothing has been written. If that
+    listed in `<output>/failures.json`. Raises UserError if no record can be predicted: then nothing has been written. If that
     is known from the inputs, no model has run.
     A target's folder appears only when its files are complete. The folder of a long chain holds the first seeds at first.
 

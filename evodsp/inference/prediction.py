@@ -46,12 +46,13 @@ class RankedStructure:
 
     result: PredictionResult = field(repr=False)
     key: Key
-    """Its seed, or '<model>_seed_<k>' if there are several models."""
+    """Its seed, or `<model>_seed_<k>` if there are several models."""
     seed: int
+    """Seed of its features."""
     model: str | None
-    """Name of the model among several."""
+    """Name of its model if several models predicted, else None."""
     mean_plddt: float
-    """0..100."""
+    """Mean pLDDT over the residues, 0..100."""
     ptm: float | None
     """Predicted TM-score, 0..1; None if the model has no head for it."""
     origin: Origin = field(repr=False)
@@ -60,7 +61,7 @@ class RankedStructure:
 
     @property
     def positions(self) -> Float32[np.ndarray, "R 37 3"]:
-        """Å."""
+        """Positions of the atoms, in Å."""
         return self._structure.positions
 
     @property
@@ -86,6 +87,7 @@ class RankedStructure:
 
     @property
     def sequence(self) -> str:
+        """One letter for each residue."""
         return self._structure.sequence
 
     def to_cif(self, pae: bool = False) -> str:
@@ -157,7 +159,7 @@ class Prediction(PredictionResult):
 
     @property
     def positions(self) -> Float32[np.ndarray, "R 37 3"]:
-        """Å."""
+        """Positions of the atoms, in Å."""
         return self.ranked[0].positions
 
     @property
@@ -167,12 +169,12 @@ class Prediction(PredictionResult):
 
     @property
     def plddt(self) -> Float32[np.ndarray, " R"]:
-        """0..100."""
+        """Predicted lDDT-CA of each residue, 0..100."""
         return self.ranked[0].plddt
 
     @property
     def pae(self) -> Float32[np.ndarray, "R R"] | None:
-        """Å, as in `RankedStructure.pae`; None if the model has no head for it."""
+        """Expected errors in Å, as `RankedStructure.pae` describes them; None if the model has no head for it."""
         return self.ranked[0].pae
 
     @property
@@ -187,6 +189,7 @@ class Prediction(PredictionResult):
 
     @property
     def sequence(self) -> str:
+        """One letter for each residue."""
         return self.ranked[0].sequence
 
     def to_cif(self, pae: bool = False) -> str:
@@ -224,7 +227,7 @@ class Prediction(PredictionResult):
     def show(self, height: int = 640) -> PageView:
         """The target's page (report.html) inside the notebook: structure in 3D, confidence and all seeds. `height`: pixels.
 
-        It needs no network. About 0.6 MB of the notebook's file, which a saved notebook shows wherever scripts run.
+        It needs no network. It adds about 0.6 MB to the notebook's file. A saved notebook shows it wherever scripts run.
         """
         if height < 1:
             raise UserError(f"height is {height}, but must be at least 1 pixel")
@@ -272,9 +275,9 @@ class PageView:
     page: str = field(repr=False)
     """The whole HTML document."""
     picture: str = field(repr=False)
-    """SVG."""
+    """The picture, as SVG."""
     height: int
-    """Pixels."""
+    """Height of the frame in pixels."""
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
         """Called by Jupyter, which shows the richest of these that it can."""

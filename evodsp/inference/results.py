@@ -1,15 +1,15 @@
 """The files in the folder of one target's predictions.
 
-<output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
-                seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm
-                seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
-                seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
-                seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
-                ranking.json            seeds, best first, and the settings of the run
-                timings.json            seconds per stage, peak memory
-                report.html             all of this to look at (`evodsp.inference.pages.target_page`)
+    <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
+                    seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm
+                    seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
+                    seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
+                    seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
+                    ranking.json            seeds, best first, and the settings of the run
+                    timings.json            seconds per stage, peak memory
+                    report.html             all of this to look at (`evodsp.inference.pages.target_page`)
 
-Predictions of several models are in one folder: their files are called <model>_seed_<k>….
+Predictions of several models are in one folder: their files are called `<model>_seed_<k>…`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ OURS = re.compile(
 """Names of the files that predict writes into a target's folder. All others are the user's."""
 _CONTACT_STEPS = 255
 _LARGEST_ERROR = 10_000.0
-"""Å."""
+"""Largest aligned error that is believed, in Å."""
 
 Format = Literal["cif", "pdb"]
 Key = int | str
-"""Name of a prediction in a target's folder: its seed, or '<model>_seed_<k>' if there are several models."""
+"""Name of a prediction in a target's folder: its seed, or `<model>_seed_<k>` if there are several models."""
 
 
 def key_of(entry: Mapping[str, Any]) -> Key:
@@ -67,7 +67,7 @@ class PredictionResult:
     folder: Path
     format: Format
     mean_plddt: Mapping[Key, float]
-    """Mean pLDDT (0..100) of each seed, best first. Of several models: by '<model>_seed_<k>'."""
+    """Mean pLDDT (0..100) of each seed, best first. Of several models: by `<model>_seed_<k>`."""
     kept: bool
     """True if the files are an earlier run's with the same inputs and settings."""
 
@@ -77,7 +77,7 @@ class PredictionResult:
         return next(iter(self.mean_plddt))
 
     def structure(self, key: Key | None = None) -> Path:
-        """The structure file of a seed (or of '<model>_seed_<k>'); by default the best one's."""
+        """The structure file of a seed (or of `<model>_seed_<k>`); by default the best one's."""
         return self.folder / f"{stem(self.best if key is None else key)}.{self.format}"
 
 

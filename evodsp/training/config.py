@@ -141,9 +141,9 @@ class DataConfig:
     RESUME: ClassVar[str] = "applied"
 
     alignment_dir: str = "data/alignments"
-    """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>, or with OpenFold3's .npz files."""
+    """Folder with one sub-folder of .a3m and .sto files per chain, named `<pdbid>_<chain>`, or with OpenFold3's .npz files."""
     structure_dir: str = "data/mmcif_files"
-    """Folder of structures, <pdbid>.cif or <pdbid>.cif.gz."""
+    """Folder of structures, `<pdbid>.cif` or `<pdbid>.cif.gz`."""
     store: str | None = None
     """Feature store that `evodsp data build` made: a folder, or an address such as s3://bucket/store. Chains and templates are
     then read from it; alignment_dir and structure_dir are not used. null reads the files."""
@@ -172,7 +172,7 @@ class DataConfig:
     often a file of your own. Within the bounds of model.loss (0.1 to 3 Å) the pLDDT, PAE and resolved losses then count them.
     null (AF2): these losses are 0 for them."""
     template_structure_dir: str | None = None
-    """Folder of template structures, <pdbid>.cif or <pdbid>.cif.gz. Template hits are read from the .hhr files and
+    """Folder of template structures, `<pdbid>.cif` or `<pdbid>.cif.gz`. Template hits are read from the .hhr files and
     from hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null reads no templates."""
     max_template_date: str | None = None
     """Latest release date of a template, such as 2018-04-30. In any case, templates are 60 days older than their chain."""

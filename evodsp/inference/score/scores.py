@@ -94,7 +94,7 @@ def _keys(chains: str | None) -> list[str]:
 
 
 def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> ChainScores:
-    """Score one predicted structure file, with its seed_<k>_scores.json beside it, against chain `chain_id` of `truth`.
+    """Score one predicted structure file, with its `seed_<k>_scores.json` beside it, against chain `chain_id` of `truth`.
 
     Raises UserError if the two sequences differ.
     """
@@ -104,8 +104,8 @@ def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> Ch
 def compare_all(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]]) -> list[ChainScores]:
     """Score the best prediction of every chain.
 
-    `predictions`: output of `evodsp predict`, with folders named as the chains. `structures`: folder of <pdbid>.cif[.gz] or
-    .pdb. `splits`: the chain keys <pdbid>_<chain> of each set, such as {"train": [...], "held-out": [...]}.
+    `predictions`: output of `evodsp predict`, with folders named as the chains. `structures`: folder of `<pdbid>.cif[.gz]` or
+    `.pdb`. `splits`: the chain keys `<pdbid>_<chain>` of each set, such as {"train": [...], "held-out": [...]}.
     """
     return [_score(_read_key(predictions, structures, key), split) for split, keys in splits.items() for key in keys]
 
@@ -117,8 +117,8 @@ def write_report(
     output: Path,
     report: Callable[[str], None] = show,
 ) -> list[ChainScores]:
-    """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write <output>/scores.csv,
-    <output>/calibration.png and <output>/distances_<chain>.png.
+    """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write `<output>/scores.csv`,
+    `<output>/calibration.png` and `<output>/distances_<chain>.png`.
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
@@ -188,7 +188,7 @@ def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
 
 
 def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]], output: Path) -> list[Path]:
-    """One picture per chain, <output>/distances_<chain>.png: true against predicted distances, and pLDDT."""
+    """One picture per chain, `<output>/distances_<chain>.png`: true against predicted distances, and pLDDT."""
     paths = []
     for split, keys in splits.items():
         for key in keys:
