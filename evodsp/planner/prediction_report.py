@@ -22,8 +22,9 @@ from evodsp.planner.prediction import (
     working_memory_of,
 )
 from evodsp.planner.program import SampleSizes
+from evodsp.planner.report import add_memory
 from evodsp.planner.simulate import Times
-from evodsp.report.charts import Series, lines, stacked
+from evodsp.report.charts import Series, lines
 from evodsp.report.page import Page
 
 MSA_ROWS, EXTRA_ROWS, TEMPLATES, RECYCLES = 512, 5120, 4, 3
@@ -196,10 +197,8 @@ def page(found: PredictionPlan) -> Page:
     made.heading("Ranks that share a structure")
     made.table(_HEADINGS, _rows(found), set(_HEADINGS) - {"fits"})
     labels = [str(share.what.ranks) for share in found.shares]
-    parts = list(found.alone.memory.parts)
-    memory = {part: [share.memory.parts[part] / GIB for share in found.shares] for part in parts}
-    made.charts({"Memory of a device, GiB": stacked(labels, memory, limit=found.device.usable / GIB)})
-    made.legend(parts)
+    memory = {part: [share.memory.parts[part] / GIB for share in found.shares] for part in found.alone.memory.parts}
+    add_memory(made, labels, memory, found.device.usable / GIB)
     if len(found.shares) > 1:
         x = [share.what.ranks for share in found.shares]
         hourly = [found.hourly(share) for share in found.shares]
@@ -222,6 +221,7 @@ def page(found: PredictionPlan) -> Page:
     made.table(
         ["part", "milliseconds, with waits", "share"],
         [[part, f"{took * 1e3:.1f}", f"{took / times.total:.0%}"] for part, took in places if took > 0],
+        numbers=("milliseconds, with waits", "share"),
     )
     return made
 

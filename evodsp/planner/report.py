@@ -139,12 +139,9 @@ def page(compared: Comparison, gpus: int) -> Page:
     )
     made.heading("Meshes")
     made.table(_HEADINGS, [_row(one, compared) for one in compared.estimates], _NUMBERS)
-    meshes = [f"{one.data} x {one.sequence}" for one in compared.estimates]
     memory = {part: [getattr(one.memory, part) / GIB for one in compared.estimates] for part in PARTS}
-    made.charts({"Memory of a device, GiB": stacked(meshes, memory, limit=shown.usable / GIB)})
-    made.legend(list(PARTS))
-    several = len(compared.estimates) > 1
-    if several:
+    add_memory(made, [f"{one.data} x {one.sequence}" for one in compared.estimates], memory, shown.usable / GIB)
+    if len(compared.estimates) > 1:
         x = [one.sequence for one in compared.estimates]
         made.charts(
             {
@@ -163,6 +160,7 @@ def page(compared: Comparison, gpus: int) -> Page:
     made.table(
         ["part", "milliseconds, with waits", "share"],
         [[part, f"{seconds * 1e3:.1f}", f"{seconds / shown.one.total:.0%}"] for part, seconds in parts if seconds > 0],
+        numbers=("milliseconds, with waits", "share"),
     )
     made.heading("One Evoformer block, forward pass")
     made.note("Above: what the device computes; where it waits there is a gap. Below: what the link carries.")
@@ -170,6 +168,16 @@ def page(compared: Comparison, gpus: int) -> Page:
         "Time line, microseconds", timeline(_lanes(shown.block.intervals), "time line of an Evoformer block")
     )
     return made
+
+
+def add_memory(made: Page, labels: Sequence[str], memory: Mapping[str, Sequence[float]], limit: float) -> None:
+    """The parts of a device's memory, in GiB: a bar for each label, or a table if there is one label only."""
+    title = "Memory of a device, GiB"
+    if len(labels) == 1:
+        made.table([title, "GiB"], [[part, f"{values[0]:.2f}"] for part, values in memory.items()], numbers=("GiB",))
+    else:
+        made.charts({title: stacked(labels, memory, limit=limit)})
+        made.legend(list(memory))
 
 
 def _lanes(intervals: Sequence[Interval]) -> dict[str, list[tuple[float, float, str]]]:

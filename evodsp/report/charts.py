@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
@@ -20,6 +20,8 @@ from evodsp.report.rendering import render
 COLOURS = 8
 """Series that have a colour of their own; the page says which. Further ones repeat them."""
 _WIDTH = 460
+_DIGIT = 7.7
+"""Width of a digit in a chart's text, in pixels: that of a wide font, so that no label is cut."""
 _DASHED = "5 4"
 _MOST_POINTS = 80
 _LOG_FROM = 20.0
@@ -190,16 +192,18 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, scale: str = "au
     drawn = [(one, points) for one, points in drawn if points]
     if not drawn:
         raise ValueError("no finite point to draw")
-    frame = Frame(_WIDTH, 230, left=46, right=14, top=12, bottom=40)
     values = [value for _, points in drawn for point in points for value in (point.low, point.high)]
     log = scale == "log" or (scale == "auto" and min(values) > 0 and max(values) / min(values) >= _LOG_FROM)
     ends = [point.x for _, points in drawn for point in points]
-    across = _Axis(min(ends), max(ends), frame.left, frame.end)
+    frame = Frame(_WIDTH, 230, left=46, right=14, top=12, bottom=40)
     up = _Axis(min(values), max(values), frame.base, frame.top, log)
-    marks = [
-        tick for value in up.ticks() for tick in (frame.rule(up(value)), frame.y_tick(up(value) + 4, _short(value)))
-    ]
-    marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks()]
+    heights = {_short(value): up(value) for value in up.ticks()}
+    room = math.ceil(max(map(len, heights), default=0) * _DIGIT)
+    frame = replace(frame, left=max(frame.left, room + 8), right=max(frame.right, len(_short(max(ends))) * 4))
+    across = _Axis(min(ends), max(ends), frame.left, frame.end)
+    whole = all(value == int(value) for one, _ in drawn for value in one.x if math.isfinite(value))
+    marks = [part for text, y in heights.items() for part in (frame.rule(y), frame.y_tick(y + 4, text))]
+    marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks(whole)]
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
@@ -225,7 +229,7 @@ class _Axis:
         self._start, self._end, self._log = start, end, log
         low, high = self._in(low), self._in(high)
         if high - low <= 1e-12 * max(abs(low), abs(high), 1e-300):  # one value: a line in the middle
-            room = 0.5 if log else max(abs(low) * 0.1, 1e-9)
+            room = 0.5 if log else abs(low) * 0.1 or 1.0
             low, high = low - room, high + room
         self._low, self._high = low, high
 
@@ -233,8 +237,8 @@ class _Axis:
         share = (self._in(value) - self._low) / (self._high - self._low)
         return self._start + share * (self._end - self._start)
 
-    def ticks(self) -> list[float]:
-        """About five round values."""
+    def ticks(self, whole: bool = False) -> list[float]:
+        """About five round values, with `whole` whole numbers."""
         if self._log:
             found = [
                 factor * 10.0**power
@@ -248,6 +252,7 @@ class _Axis:
         rough = (high - low) / 5
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
+        step = max(step, 1.0) if whole else step
         return [count * step for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
     def _in(self, value: float) -> float:

@@ -77,3 +77,26 @@ def test_series_that_cannot_be_drawn_are_errors() -> None:
 
 def test_names_are_escaped() -> None:
     assert "<i>" not in lines([Series("<i>", [0], [1.0])], "<i>", "<i>")
+
+
+@pytest.mark.parametrize(
+    ("x", "y"), [([9, 199], [0.0001, 0.004]), ([0, 100_000], [-1e-9, 3e-9]), ([1, 2], [1e4, 9e4]), ([0, 1], [0.0, 0.0])]
+)
+def test_no_label_is_cut(x: list[int], y: list[float]) -> None:
+    """Catches labels that begin left of the picture, or end right of it: a digit of 12 px is up to 7.7 px wide."""
+    svg = drawing([Series("a", x, y)])
+    shares = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    texts = [one for one in svg if one.tag == "text"]
+    assert len(texts) > 4
+    for one in texts:
+        width = 7.7 * len(one.text or "")
+        left = float(one.get("x") or 0) - width * shares[one.get("text-anchor") or "start"]
+        assert left >= 0, one.text
+        assert left + width <= 460, one.text
+
+
+def test_whole_numbers_have_whole_ticks() -> None:
+    """Catches a plan for 1.2 ranks, and two ticks of the same name."""
+    for x, expected in (([1, 2], ["1", "2"]), ([0.0, 0.5], ["0", "0.1", "0.2", "0.3", "0.4", "0.5"])):
+        svg = drawing([Series("a", x, [1.0, 2.0])])
+        assert [one.text for one in svg if one.get("text-anchor") == "middle"] == [*expected, "step"]

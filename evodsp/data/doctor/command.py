@@ -164,10 +164,13 @@ def _add_set(page: Page, found: Diagnosis) -> None:
     page.table(["what", "chains"], found.counts().items())
     page.heading("Filters")
     applied = (
-        "leave" if found.data.selection.is_applied else "would leave, if a cache or sampling: alphafold2 were given,"
+        "Chains that the filters leave out"
+        if found.data.selection.is_applied
+        else "The filters are not applied. With a chain_data_cache or sampling: alphafold2 they would leave out the chains"
     )
     page.note(
-        f"What the filters {applied} out, and what is not known, among {len(found.table):,} chains: {found.known_from}."
+        f"{applied} for each reason, and chains of which a fact is unknown, among {len(found.table):,} chains. The facts come "
+        f"from: {found.known_from}."
     )
     page.table(["reason", "chains"], filter_reasons(found).items())
     page.heading("Distributions")
@@ -201,13 +204,13 @@ def _add_overlaps(page: Page, overlaps: list[Overlap]) -> None:
         )
         for part in overlaps
     ]  # fmt: skip
-    page.table(titles, rows)
+    page.table(titles, rows, numbers=titles[1:])
     pairs = [(part, *pair) for part in overlaps for pair in _alike(part)]
     if len(pairs) > _SHOWN:
         page.note(f"The first {_SHOWN} of {len(pairs):,} pairs; doctor.json lists all.")
     if pairs:
         named = [(" and ".join(part.sets), *names, _percent(share)) for part, *names, share in pairs[:_SHOWN]]
-        page.table(["sets", "chain of the first", "chain of the second", "identity"], named)
+        page.table(["sets", "chain of the first", "chain of the second", "identity"], named, numbers=("identity",))
 
 
 def _alike(part: Overlap) -> list[tuple[str, str, float]]:
@@ -247,7 +250,13 @@ def _charts(found: Diagnosis) -> dict[str, Markup]:
     charts = {}
     for title, (values, unit) in columns.items():
         if len(values):
-            counts, edges = np.histogram(values, bins=min(30, max(10, len(values) // 5)))
+            bins = min(30, max(10, len(values) // 5))
+            low, high = values.min(), values.max()
+            if np.issubdtype(values.dtype, np.integer):  # bars between whole numbers
+                step = -(-int(high - low + 1) // bins)
+                bins = -(-int(high - low + 1) // step)
+                high = low + step * bins
+            counts, edges = np.histogram(values, bins=bins, range=(low, high))
             charts[title] = histogram(edges.tolist(), counts.tolist(), unit, "chains")
     return charts
 

@@ -217,7 +217,8 @@ def _relaxation_rows(relaxed: Mapping[str, Mapping[str, Any]]) -> Iterator[list[
 
 def _plain_rows(values: Mapping[str, Any]) -> list[list[str]]:
     """Names and values for a table, without those that are None or empty."""
-    named = {name.replace("_", " ").replace(" mib", ", MiB"): value for name, value in values.items()}
+    words = {"peak_memory_mib": "peak memory, MiB", "peak_memory_of": "peak memory is of"}
+    named = {words.get(name, name.replace("_", " ")): value for name, value in values.items()}
     return [[name, _plain(value)] for name, value in named.items() if value not in (None, "")]
 
 
