@@ -33,7 +33,7 @@ SHAPES = {  # rows, length, heads, width, biased
     "extra 1280 x 384": (1280, 384, 8, 8, True),
     "row 512 x 381": (512, 381, 8, 32, True),
 }
-"""Of the MSA's rows and columns, the pair representation's, and the extra MSA's; and an odd length."""
+"""Attention of the MSA's rows and columns, of the pair representation and of the extra MSA, and one of an odd length."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ class Case:
     memory_limit: float | None = None
     """Ratio of memory that it aims at."""
     peer: tuple[str, int, int] = ("", 0, 0)
-    """The same for peers: its kind, its first size and its residues."""
+    """The case as a peer knows it: its kind, its first size and its number of residues."""
 
 
 def _step(model: nn.Module, inputs: list[Tensor], masks: list[Tensor]) -> Step:
@@ -154,7 +154,7 @@ class Result:
     memory_ratio: float
     memory_limit: float | None
     difference: float
-    """Of outputs and gradients: norm of the difference over norm of the tensor, the largest of all."""
+    """The largest difference of an output or gradient: the norm of the difference over the norm of the tensor."""
     evodsp_operators: int
     formulas_operators: int
     """Operators of torch that compute something in both passes."""
@@ -242,7 +242,7 @@ def _numbers(times: Sequence[float | None]) -> list[float]:
 
 
 def _ratios(first: Sequence[float | None], second: Sequence[float | None]) -> Tensor:
-    """Of each round."""
+    """The ratio of the two times in each round."""
     return torch.tensor(_numbers(first), dtype=torch.float64) / torch.tensor(_numbers(second), dtype=torch.float64)
 
 
@@ -295,7 +295,7 @@ def main() -> None:
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
-        help="what is measured (default: wall); cpu for a busy machine",
+        help="the clock (default: wall); cpu counts the processor's time, for a busy machine",
     )
     parser.add_argument("--alphafold", type=Path, help="python of an environment with alphafold-colabfold")
     parser.add_argument("--openfold", type=Path, help="python of an environment with OpenFold's requirements")

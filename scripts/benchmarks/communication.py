@@ -106,7 +106,7 @@ class Moved:
     """What one block moves on one rank, phase by phase."""
 
     forward: list[Entry]
-    """In the order of launch."""
+    """Collectives of the forward pass, in the order of launch."""
     recompute: Counter[Entry]
     """Collectives of the forward pass that the backward pass launches again."""
     backward: Counter[Entry]

@@ -203,9 +203,11 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else list(words)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--output", type=Path, help="folder (default: scripts/benchmarks/results; with --cpu runs/benchmark_cpu)"
+        "--output",
+        type=Path,
+        help="folder of the results (default: scripts/benchmarks/results; with --cpu runs/benchmark_cpu)",
     )
-    parser.add_argument("--minutes", type=float, default=9, help="for all parts together (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9, help="time limit of all parts together (default: 9)")
     names = [part.name for part in PARTS]
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument(
@@ -241,7 +243,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _has_gpu() -> bool:
-    """Asked in another process, because to ask is to touch the GPU (see `run`)."""
+    """Whether there is a GPU. Another process asks, because asking touches the GPU (see `run`)."""
     process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(not torch.cuda.is_available()))
     process.start()
     process.join()

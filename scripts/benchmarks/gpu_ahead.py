@@ -53,9 +53,9 @@ META = torch.device("meta")
 SINGLE, HALF = torch.float32, torch.bfloat16
 ARCHITECTURE = 90
 WORKING_MEMORY = (80 << 30) // WORKING_SHARE
-"""Of a prediction on an H100, for what a layer computes beside the representations."""
+"""Bytes that a layer of a prediction on an H100 may take beside the representations."""
 GRAPHS = (("evoformer", 32, 64), ("extra", 64, 64), ("templates", 2, 64))
-"""As `gpu_graphs` has them."""
+"""The stacks of `gpu_graphs`, with their sizes."""
 QUICKSTART = SampleSizes(residues=53, clusters=16, extra=16)
 
 
@@ -218,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compile all, and print what is wrong. Returns the exit code."""
     names = list(dict.fromkeys(group for group, *_ in tasks()))
     parser = argparse.ArgumentParser(prog="gpu_ahead", description="Compile kernels of GPU programs without a GPU.")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once (default: all cores)")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="processes that compile at once (default: all cores)"
+    )
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="GROUP", help=", ".join(names))
     options = parser.parse_args(arguments)
     begun, failed, spilling = time.monotonic(), 0, 0

@@ -62,7 +62,7 @@ class Sizes:
     heads: tuple[int, int]
     """Heads and width of triangle attention."""
     channels: int
-    """Of triangle multiplication."""
+    """Channels of triangle multiplication."""
     msa: tuple[tuple[int, int], ...]
     """Rows and residues of MSA row and column attention."""
     msa_heads: tuple[int, int]
@@ -84,9 +84,9 @@ class Contender:
     backend: str
     function: Callable[..., Tensor]
     leaves: Sequence[Tensor]
-    """Its arguments; all want gradients."""
+    """The function's arguments, all of which want gradients."""
     exact: Callable[..., Tensor]
-    """The same of the same arguments in float32."""
+    """The function that computes the same from these arguments in float32."""
     checked: bool = True
     """Whether `exact` is affordable at this size."""
     note: str = ""
@@ -343,4 +343,4 @@ def cases(setup: Setup) -> Iterator[Case]:
 
 
 _SECONDS = 0.1
-"""For the runs of one case that `gpu_clock` times; three at least."""
+"""Seconds for the runs of one case that `gpu_clock` times; there are at least three runs."""

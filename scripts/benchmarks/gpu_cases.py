@@ -38,13 +38,13 @@ class Inputs:
     extra: int
     residues: int
     templates: int
-    """Their rows of the MSA come on top of `sequences`."""
+    """Number of templates, whose rows of the MSA come on top of `sequences`."""
     passes: int = 1
-    """Recycling iterations and one."""
+    """Passes of the model: the recycling iterations and one."""
     recomputed: int | bool = True
-    """Of the Evoformer's blocks, in training. Others are not computed again, unless all of these are."""
+    """Evoformer blocks that training computes again. Blocks of other stacks are computed again only if all of these are."""
     preset: str = ""
-    """Of the model; '' takes that of the sizes."""
+    """Preset of the model; '' takes that of the sizes."""
 
     def __str__(self) -> str:
         again = "" if self.recomputed is True else f", {int(self.recomputed)} blocks recomputed"
@@ -56,7 +56,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of everything that is measured."""
+    """Sizes of everything that is measured."""
 
     model: str
     """Preset of all widths and depths; templates are switched on."""
@@ -79,9 +79,9 @@ class Sizes:
     matrix: int
     """Rows of the square matrices whose product shows the speed of matrix products."""
     seconds: float
-    """For the runs of one case that are timed."""
+    """Seconds for the runs of one case that are timed."""
     runs: int
-    """That many at most."""
+    """Largest number of these runs."""
 
 
 FULL = Sizes(
@@ -124,7 +124,7 @@ TINY = Sizes(
 
 
 def config_of(sizes: Sizes, inputs: Inputs | None = None) -> ModelConfig:
-    """The preset, with templates; for these inputs, if they are given."""
+    """The configuration of the preset, with templates, for these inputs if they are given."""
     config = ModelConfig.preset((inputs.preset if inputs else "") or sizes.model)
     config = dataclasses.replace(config, templates=dataclasses.replace(config.templates, enabled=True))
     if inputs is None or inputs.recomputed is True:

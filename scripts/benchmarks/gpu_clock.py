@@ -25,7 +25,7 @@ WARM_UP = 1
 _FLUSHED = 256 * MIB
 """Bytes that are written before each run, so that nothing is left in the GPU's cache: five times an H100's."""
 _MOST_LEAD = 0.1
-"""Seconds. A step that takes the host longer fills the GPU's queue, and then a lead is of no use."""
+"""Longest lead in seconds: a step that takes the host longer fills the GPU's queue, and then a lead is of no use."""
 _CYCLES = 2.0e9
 """Cycles a second of a GPU, about: only the length of a lead depends on it."""
 

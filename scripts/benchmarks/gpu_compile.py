@@ -79,8 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all tasks, print how many of each block succeeded and what failed."""
     parser = argparse.ArgumentParser(prog="gpu_compile", description="Compile Triton kernels by all cores at once.")
     parser.add_argument("--cpu", action="store_true", help="try the program: tiny sizes, and nothing to compile")
-    parser.add_argument("--processes", type=int, default=max(1, min(12, (os.cpu_count() or 1) - 2)), help="at once")
-    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="begin no task later than this")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=max(1, min(12, (os.cpu_count() or 1) - 2)),
+        help="processes that compile at once",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="begin no task later than this (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
     begun = time.monotonic()
     device = torch.device("cpu" if options.cpu else "cuda")

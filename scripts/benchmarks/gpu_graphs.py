@@ -40,7 +40,7 @@ from evodsp.weights.random_parameters import randomise
 from .gpu_cases import Inputs, autocast, labelled
 
 STEPS = 4
-"""The first one of a replayed stack runs as usual, the second is recorded."""
+"""Training steps of a case. The first step of a replayed stack runs as usual, the second is recorded."""
 LIMIT_S = 240
 """A case that hangs shows where, and ends the script."""
 Step = Callable[[int], list[Tensor]]

@@ -85,7 +85,8 @@ def _step(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured]:
 
 
 def _prediction(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured]:
-    """As `evodsp predict --precision bf16` makes it, from features to coordinates, both on the host; the second of two."""
+    """Time and memory of a prediction as `evodsp predict --precision bf16` makes it, from features to coordinates, both on the
+    host; the second of two."""
     device = setup.device
     kernels, others = chosen(backend, device, HALF, gradients=False)
     yield from others

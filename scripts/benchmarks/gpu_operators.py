@@ -160,7 +160,7 @@ class Work:
 
 
 def work(call: Call) -> dict[str, Work]:
-    """Of the forward and the backward pass; counted on shapes, so that it takes no time and no memory.
+    """The work of the forward and of the backward pass, counted on shapes, which takes no time and no memory.
 
     Results count in the precision of the first argument.
     """

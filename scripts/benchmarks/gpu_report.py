@@ -46,7 +46,7 @@ def _by_case(rows: Sequence[Row]) -> list[str]:
 
 
 def _worst(rows: Sequence[Row]) -> list[str]:
-    """Of each operator the worst error over all sizes; what failed, and what is absent."""
+    """The lines of each operator's worst error over all sizes, of what failed, and of what is absent."""
     errors: dict[tuple[str, str], dict[str, float]] = {}
     passed = 0
     others = []

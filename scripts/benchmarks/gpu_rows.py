@@ -69,11 +69,11 @@ class Setup:
     rows: tuple[Row, ...] = ()
     """What earlier parts found."""
     memory_gib: float | None = None
-    """Of the device, no more than this may be used: what a smaller one would do."""
+    """GiB of the device's memory that may be used, to try what a smaller device does; None: all."""
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
     @property
@@ -95,7 +95,7 @@ class Part:
     seconds: float
     cases: Callable[[Setup], Iterator[Case]]
     processes: int = 1
-    """Processes that share the cases. More than one where time does not count but kernels are compiled."""
+    """Processes that share the cases: more than one for a part that times nothing and compiles kernels."""
 
 
 def precision_name(dtype: torch.dtype) -> str:

@@ -63,10 +63,10 @@ class NoBinaries:
         return 0, 0, 32, 0, 1024
 
     def unload_module(self, *_: Any) -> None:
-        """Nothing was loaded."""
+        """Does nothing, because nothing was loaded."""
 
     def get_device_properties(self, _: int) -> dict[str, int]:
-        """Of an H100."""
+        """The properties of an H100."""
         return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
 
 
@@ -87,7 +87,7 @@ class NoGpu:
         self.launcher_cls, self.utils = launcher, NoBinaries()
 
     def get_current_device(self) -> int:
-        """There is one."""
+        """The number of the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
@@ -167,7 +167,7 @@ class Clock:
         return 1e6 * best / calls
 
     def wait(self) -> None:
-        """Until the device has nothing to do."""
+        """Wait until the device has nothing to do."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -239,7 +239,7 @@ def compile_all(case: Case) -> None:
 
 
 def microseconds(launch: Launch) -> float:
-    """Of one launch, among launches one after another."""
+    """Microseconds of one launch, among launches one after another."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_LAUNCHES):

@@ -86,7 +86,7 @@ def stacks(exchange: Exchange, origins: bool = False, plan: CommunicationPlan | 
 
 
 def stacks_under_dap(exchange: Exchange, origins: bool = False) -> PeakMemory:
-    """The same under FastFold's schedule."""
+    """`stacks` under FastFold's schedule."""
     return stacks(exchange, origins, DAP)
 
 

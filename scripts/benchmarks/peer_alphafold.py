@@ -64,7 +64,7 @@ def prepare(case: str, first: int, residues: int) -> Callable[[], None] | None:
     )
 
     def total(weights: Any, x: Any) -> Any:
-        """Its gradient by an output is the output, as in `bench.py`."""
+        """A number whose gradient by an output is the output, as in `bench.py`."""
         results = jax.tree_util.tree_leaves(transformed.apply(weights, jax.random.PRNGKey(0), x))
         return sum(jnp.sum(y * jax.lax.stop_gradient(y)) for y in results)
 

@@ -4,7 +4,7 @@
     python -m scripts.benchmarks.plan_check --device runs/mine.yaml --output scripts/benchmarks/results/plan_check.csv
 
 A step is one pass with gradients: forward, loss, backward; one thread a rank, dropout on. Steps of one rank and of two are
-interleaved; the median of `--rounds` is compared. Wants an idle machine.
+interleaved; the median of `--rounds` is compared. It needs an idle machine.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Measured:
             self._batch[name] = torch.ones_like(self._batch[name])
 
     def seconds(self) -> float:
-        """Of forward, loss and backward."""
+        """Seconds of forward pass, loss and backward pass."""
         begun = time.perf_counter()
         output = self._model(self._batch, [Draws.root(0)])
         assert self._step.loss is not None

@@ -46,14 +46,14 @@ class Specialised:
     """A kernel for certain kinds of arguments, as Triton tells them apart before it compiles."""
 
     launch: Launch
-    """One of those that it serves."""
+    """One of the launches that the kernel serves."""
     signature: dict[str, Any]
     constants: dict[tuple[int, ...], Any]
     attributes: dict[tuple[int, ...], Any]
 
     @property
     def key(self) -> str:
-        """The same for launches that one compiled kernel serves."""
+        """A key that is the same for all launches which one compiled kernel serves."""
         launch = self.launch
         kinds = self.signature, self.constants, self.attributes
         return f"{launch.kernel} {launch.warps} {launch.stages} {kinds}"

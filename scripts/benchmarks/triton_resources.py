@@ -75,7 +75,7 @@ class Pass:
 
     @property
     def roofline(self) -> float:
-        """Seconds."""
+        """Seconds that the device needs at least for the bytes or the products."""
         return max(_necessary_bytes(self.launches) / BANDWIDTH, self.products / PEAK)
 
     @property

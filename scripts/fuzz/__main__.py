@@ -33,7 +33,8 @@ from scripts.fuzz.mutations import mutated
 from scripts.fuzz.subjects import Subject, subjects, write
 
 SECONDS, WALL_SECONDS = 5.0, 120.0
-"""Of computing; and of computing and waiting for anything but a processor, which other programs may use."""
+"""Longest times of a case: of computing, and of computing and waiting together. Waiting for a processor does not count, because
+other programs may use it."""
 MEMORY = 1 << 30
 LONGEST_MESSAGE = 2500
 

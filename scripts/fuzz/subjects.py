@@ -60,7 +60,7 @@ class Subject:
 
 
 def subjects(work: Path) -> list[Subject]:
-    """All of them. `work`: a folder for what evodsp writes for them."""
+    """All subjects. `work`: a folder for what evodsp writes for them."""
     a3m, sto = (
         seeds.beginning(DATA / "alignments/s001_A" / name) for name in ("bfd_uniclust_hits.a3m", "uniref90_hits.sto")
     )

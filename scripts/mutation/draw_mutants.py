@@ -56,7 +56,7 @@ class Break:
     line: int
     begin: int
     end: int
-    """In bytes of the file."""
+    """The expression's place, `begin` to `end`, in bytes of the file."""
     kind: str
     text: str
     broken: str
@@ -211,7 +211,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the first break, in the order of this seed")
-    parser.add_argument("--number", type=int, default=40, help="how many breaks")
+    parser.add_argument("--number", type=int, default=40, help="number of breaks (default: %(default)s)")
     parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path contains TEXT")
     parser.add_argument("--seconds", type=float, default=60.0, help="to look for tests that execute a break")
     parser.add_argument("--output", type=Path, default=RESULTS, help="rows are added to this file")

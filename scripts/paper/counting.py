@@ -24,7 +24,7 @@ from .workload import Workload
 
 PHASES: tuple[Phase, ...] = ("forward", "backward", "recompute")
 BYTES = 2
-"""Of a number in bf16."""
+"""Bytes of a number in bf16."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Claim:
     """… divided by N."""
 
     def volume(self, ranks: int) -> Fraction:
-        """In units of M."""
+        """The volume in units of M."""
         return Fraction(self.times_m, ranks if self.over_n else 1)
 
 

@@ -194,4 +194,4 @@ WRITERS: dict[str, Callable[[Tables], str]] = {
     "modelled_alone": lambda tables: markdown(*modelled_tables.alone(tables)),
     "runs": runs,
 }
-"""By name, as the page names them."""
+"""The writer of each table, by the table's name on the page."""

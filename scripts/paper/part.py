@@ -23,7 +23,7 @@ class Part:
     """Something that one option of `reproduce.py` measures."""
 
     name: str
-    """Its name on the command line and of its files."""
+    """Name of the part on the command line, and of its files."""
     settings: Mapping[str, Any]
     """All sizes, as JSON. A result is kept while these are equal …"""
     sources: Sequence[str]

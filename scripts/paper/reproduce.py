@@ -56,7 +56,7 @@ def parts(quick: bool) -> list[Part]:
 
 
 def fingerprint(part: Part) -> str:
-    """Of the source files that decide a part's results."""
+    """A checksum of the source files that decide a part's results."""
     files = [*ROOT.glob("evodsp/parallel/*.py"), *HERE.glob("methods/*.py"), *HERE.glob("configs/*.yaml")]
     files += [HERE / name for name in (*COMMON, *part.sources)]
     files += [ROOT / "scripts" / "benchmarks" / name for name in ("fake_ranks.py", "peak_memory.py")]

@@ -89,6 +89,6 @@ class Spread:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Spread:
-        """Of at least two numbers."""
+        """The spread of at least two numbers."""
         low, _, high = quantiles(numbers, n=4, method="inclusive")
         return cls(low, median(numbers), high)

@@ -54,9 +54,9 @@ class Residue:
     """A residue with coordinates."""
 
     number: str
-    """With its insertion code."""
+    """The residue's number, with its insertion code."""
     letter: str
-    """By AlphaFold2's table, whoever has read it."""
+    """The residue's letter in AlphaFold2's table, whichever program has read it."""
     atoms: dict[str, tuple[float, ...]]
     name: str = ""
     is_het: bool = False
@@ -66,7 +66,7 @@ Chains = dict[str, list[Residue]]
 
 
 def own_chains(path: Path) -> Chains | str:
-    """As evodsp reads them, or its message."""
+    """The chains as evodsp reads them, or evodsp's message."""
     try:
         chains = read_structure(path).chains
     except UserError as error:

@@ -14,7 +14,7 @@ SAMPLES = 4
 """Samples of a step, over all data ranks."""
 STEPS = 3
 MAX_NORM = 0.5
-"""To which the norm of the gradient is clipped."""
+"""The gradient's norm is clipped to this."""
 
 LAYOUT = "batch time space channel"
 STAGES = {"blocks.*.spatial": "space", "blocks.*.temporal": "time"}
@@ -68,7 +68,7 @@ class Block(nn.Module):
 
 
 class SpaceTimeTransformer(nn.Module):
-    """From 3 channels to 2."""
+    """Blocks over time and space, from 3 channels to 2."""
 
     def __init__(self, channels: int = 8, heads: int = 2, blocks: int = 2) -> None:
         super().__init__()
