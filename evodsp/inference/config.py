@@ -99,7 +99,7 @@ class PredictConfig:
     sent there. The alignments are kept in `<output>/_alignments`. A name and a password may stand before the host
     (https://name:password@host); they are shown nowhere."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
-    """What the server may cost."""
+    """Limits of the time and of the bytes that the server may take."""
     checkpoint: Path | list[Path] | None = None
     """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's `params_model_<n>[_ptm].npz`, OpenFold's
     .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)

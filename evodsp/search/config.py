@@ -26,7 +26,7 @@ class SearchConfig:
     """Address of a server with ColabFold's protocol. The sequences are sent there. A name and a password may stand before the
     host (https://name:password@host); they are shown nowhere. null: search with a local program."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
-    """What the server may cost."""
+    """Limits of the time and of the bytes that the server may take."""
     program: Literal["jackhmmer", "hhblits", "mmseqs"] | None = None
     """Program of this machine to search with, in place of a server."""
     database: Path | None = None
