@@ -136,7 +136,7 @@ def test_the_cache_and_the_filters_of_the_config(folder: Path, capsys: pytest.Ca
     assert report["summary"]["training chains that the filters leave"] == "1"
     assert (report["summary"]["draws of a chain in an epoch"], report["counts"]["read"]) == ("4", 1)
     assert "all training chains that" in (page := (folder / "doctor" / "doctor.html").read_text())
-    assert "Chains that the filters leave out" in page
+    assert "The filters leave out these chains" in page
     dated = {"max_resolution": 3.0, "max_release_date": "2018-04-30"}
     code, report = doctor(folder, "--config", written(folder, "b.yaml", **cache, filters=dated))
     reasons = "1 resolution above 3 Å, 1 released after 2018-04-30"

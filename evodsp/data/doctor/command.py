@@ -164,13 +164,13 @@ def _add_set(page: Page, found: Diagnosis) -> None:
     page.table(["what", "chains"], found.counts().items())
     page.heading("Filters")
     applied = (
-        "Chains that the filters leave out"
+        "The filters leave out these chains"
         if found.data.selection.is_applied
-        else "The filters are not applied. With a chain_data_cache or sampling: alphafold2 they would leave out the chains"
+        else "The filters are not applied. With a chain_data_cache or sampling: alphafold2 they would leave out these chains"
     )
     page.note(
-        f"{applied} for each reason, and chains of which a fact is unknown, among {len(found.table):,} chains. The facts come "
-        f"from: {found.known_from}."
+        f"{applied}, of {len(found.table):,}, by reason. A reason with the word unknown counts the chains without that fact. "
+        f"The facts come from: {found.known_from}."
     )
     page.table(["reason", "chains"], filter_reasons(found).items())
     page.heading("Distributions")
@@ -254,7 +254,7 @@ def _charts(found: Diagnosis) -> dict[str, Markup]:
             low, high = values.min(), values.max()
             if np.issubdtype(values.dtype, np.integer):  # bars between whole numbers
                 step = -(-int(high - low + 1) // bins)
-                bins = -(-int(high - low + 1) // step)
+                bins = max(10, -(-int(high - low + 1) // step))
                 high = low + step * bins
             counts, edges = np.histogram(values, bins=bins, range=(low, high))
             charts[title] = histogram(edges.tolist(), counts.tolist(), unit, "chains")
