@@ -1,8 +1,8 @@
 """The functions of Dynamic Sequence Parallelism (arXiv 2403.10266, table 2), for any multi-dimensional transformer.
 
-    x = split(x, 1, mesh)                          # whole on every rank -> this rank's shard of dimension 1
-    x = switch(x, 1, 2, whole=length, mesh=mesh)   # sharded along dimension 1 -> sharded along dimension 2
-    x = gather(x, 2, whole=width, mesh=mesh)       # sharded along dimension 2 -> whole on every rank
+    x = split(x, 1, mesh)                         # whole -> sharded along dimension 1
+    x = switch(x, 1, 2, whole=length, mesh=mesh)  # sharded along 1 -> along 2
+    x = gather(x, 2, whole=width, mesh=mesh)      # sharded along 2 -> whole
 
 Tensors may have any rank, dimensions may be negative, and sizes need not be divisible: shards have
 `torch.tensor_split`'s sizes. `whole` is the size of the sharded dimension over all shards. `start_switch` and
