@@ -18,6 +18,7 @@ from evodsp.errors import SettingError, UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.losses.total import check_heads
+from evodsp.model.frozen import check_patterns
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
@@ -156,6 +157,8 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     check_precision(settings.trainer)
     check_clipping(parallel, model, settings.trainer)
     check_names(settings.kernels)
+    if command == "fit":
+        check_patterns(model.model_config(), model.freeze)
     ranks = count_ranks(settings.trainer, parallel)
     accumulate = settings.trainer["accumulate_grad_batches"]
     global_batch = settings.run.global_batch if command == "fit" else None

@@ -226,7 +226,9 @@ def _throughput(run: CheckedRun, module: TrainingModule, data: ChainDataModule) 
     utilisation = None
     if settings.data.train.crop_size is not None:
         precision, limits = str(settings.trainer["precision"]), settings.run
-        utilisation = Utilisation(module.model.config, precision, limits.matmul_precision, limits.peak_tflops)
+        utilisation = Utilisation(
+            module.model.config, precision, limits.matmul_precision, limits.peak_tflops, settings.model.freeze
+        )
     return Throughput(module, data, waits, utilisation)
 
 

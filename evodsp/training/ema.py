@@ -26,8 +26,9 @@ def decay_at(update: int, decay: float) -> float:
 class ExponentialMovingAverage(Callback):
     """Keeps the average of every parameter, swaps it in for validation, and writes it to checkpoints as `ema_state_dict`.
 
-    The average of a parameter is on the same device and sharded in the same way. AF2 and OpenFold have one decay for all
-    updates and parameters; here it rises first (`decay_at`), except for parameters that `begin_trained`.
+    The average of a parameter is on the same device and sharded in the same way; that of a frozen one is the parameter. AF2
+    and OpenFold have one decay for all updates and parameters; here it rises first (`decay_at`), except for parameters that
+    `begin_trained`.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
@@ -69,7 +70,7 @@ class ExponentialMovingAverage(Callback):
                 for name, parameter in weights.items()
             }
             # Listed once: walking through the modules takes longer than the update of a small model.
-            pairs = {name: (self._average[name], weight) for name, weight in weights.items()}
+            pairs = {name: (self._average[name], weight) for name, weight in weights.items() if weight.requires_grad}
             self._steady = [pair for name, pair in pairs.items() if name in self._trained]
             self._rising = [pair for name, pair in pairs.items() if name not in self._trained]
         self._loaded = None

@@ -19,6 +19,7 @@ from evodsp.config import FeatureConfig, KernelsConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
+from evodsp.model.frozen import freeze, trained
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_kernels
 from evodsp.printing import show
@@ -97,6 +98,7 @@ class TrainingModule(LightningModule):
         self.config, self.features, self.world = config, features, world or World()
         self._kernels = kernels or KernelsConfig()
         self.model = model or AlphaFold(config.model_config())
+        freeze(self.model, config.freeze)
         self.settings: dict[str, Any] = {}
         """The settings that checkpoints keep, for a run that resumes."""
         self.chain_names: dict[str, list[str]] = {}
@@ -144,9 +146,7 @@ class TrainingModule(LightningModule):
         trainer = self.trainer
         clip = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm") != "value" else None
         per_sample = self.config.optimizer.clip == "sample"
-        self._gradients = self.world.gradients(
-            self.model.parameters(), clip, per_sample, trainer.accumulate_grad_batches
-        )
+        self._gradients = self.world.gradients(trained(self.model), clip, per_sample, trainer.accumulate_grad_batches)
         self._passes = []
 
     def on_train_start(self) -> None:
@@ -245,7 +245,7 @@ class TrainingModule(LightningModule):
 
     def _leave_out(self, step: ReducedStep) -> None:
         """Find out which samples of this step are not finite, on which ranks, and report them. All ranks call this together."""
-        known = [name for name, _ in self.named_parameters()]
+        known = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
         parameters = [known[number] for number in self.gradients.not_finite()]
         found: list[Suspect] = []
         for one, values, counts in zip(self._passes, step.own_numbers, step.own_counted, strict=True):
@@ -302,7 +302,7 @@ class TrainingModule(LightningModule):
         # gradients itself, too late for `Gradients`, which clips them before. bf16 has no scaler.
         fused = not str(self.trainer.precision).startswith("16")
         options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": fused}
-        optimizer = self.world.optimizer(self.model.parameters(), **options)
+        optimizer = self.world.optimizer(trained(self.model), **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate(step * batch, batch, config, total) / config.lr
         )

@@ -47,14 +47,18 @@ class TrainingProgress(ProgressBar):
         self._first_step = trainer.global_step
         if not self._enabled:
             return
-        count = sum(parameter.numel() for parameter in pl_module.parameters())
+        sizes = {parameter: parameter.numel() for parameter in pl_module.parameters()}
+        left = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
         step, last = trainer.global_step, last_step(trainer)
         steps = (
             f"from step {step} to {last or 'no limit'}"
             if step != last
             else f"step {step} was the last; its validation is left"
         )
-        self.print(f"{count:,} parameters, {steps}")
+        count = f"{sum(sizes.values()):,} parameters"
+        self.print(
+            f"{count}, {steps}" if left == sum(sizes.values()) else f"{count}, of which {left:,} are trained, {steps}"
+        )
         if self.console.is_terminal:
             columns = (
                 TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),

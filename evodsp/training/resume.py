@@ -71,6 +71,7 @@ _WHY = {
     "seed": "all of a run's samples and dropout masks are drawn from one seed",
     "init_from": "the run has begun with the weights of the former file",
     "raw": "the run has begun with the other weights of that file",
+    "model.freeze": "the checkpoint holds the optimizer's state of the parameters that were trained",
 }
 
 
@@ -112,7 +113,7 @@ def changes(path: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, An
 
     Raises UserError for one that may not differ.
     """
-    saved = checkpoint.get(KEY, {})
+    saved = {"model.freeze": [], **checkpoint.get(KEY, {})}  # earlier versions trained all parameters
     lines: list[str] = []
     same: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in settings.items():

@@ -8,7 +8,8 @@ Model FLOPs utilisation is the share of a device's peak that goes into the model
     utilisation = FLOPs of the samples / (seconds x devices x peak)
     FLOPs of a sample = (recycling iterations + 3) x FLOPs of one forward pass
 
-Iterations before the last one have no backward pass; the last one's counts as two forward passes (`evodsp.model.flops`).
+Iterations before the last one have no backward pass; the last one's counts as two forward passes (`evodsp.model.flops`), and
+as less where parts of the model are frozen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from evodsp.config import MatmulPrecision, ModelConfig
-from evodsp.model.flops import pass_flops, training_flops
+from evodsp.model.flops import backward_flops, pass_flops, training_flops
 from evodsp.parallel.waits import WaitTimes
 from evodsp.planner.device import load_device
 from evodsp.training.datamodule import ChainDataModule
@@ -183,11 +184,22 @@ def _is_named(device: str, part: str) -> bool:
 class Utilisation:
     """Counts the FLOPs of training batches that all have one size."""
 
-    def __init__(self, model: ModelConfig, precision: str, matmul: MatmulPrecision, peak_tflops: float | None) -> None:
-        """`peak_tflops`: the peak of one device; None takes the known peak of the device."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        precision: str,
+        matmul: MatmulPrecision,
+        peak_tflops: float | None,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        """`peak_tflops`: the peak of one device; None takes the known peak of the device. `frozen`: parts of the model that
+        are not trained.
+        """
         self._model, self._precision, self._matmul, self._given = model, precision, matmul, peak_tflops
+        self._frozen = frozen
         self._peak: float | None = None
         self._of_a_pass: int | None = None
+        self._backward: int | None = None
         self._flops = 0
 
     def start(self, device: torch.device) -> None:
@@ -201,10 +213,11 @@ class Utilisation:
         """Count a pass of the first batch, which takes seconds for a large model."""
         if self._peak is not None and self._of_a_pass is None:
             self._of_a_pass = pass_flops(self._model, batch)
+            self._backward = backward_flops(self._model, batch, self._frozen) if self._frozen else None
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         """One more batch has been trained on."""
-        self._flops += training_flops(self._of_a_pass or 0, batch["aatype"].shape[1])
+        self._flops += training_flops(self._of_a_pass or 0, batch["aatype"].shape[1], self._backward)
 
     def percent(self, seconds: float, devices: int) -> float | None:
         """The utilisation since the last call, if `devices` shared each batch; None if the peak is not known."""

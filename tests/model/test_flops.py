@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from evodsp.config import EvoformerConfig, ModelConfig
-from evodsp.model.flops import pass_flops, training_flops
+from evodsp.model.flops import backward_flops, pass_flops, training_flops
 from tests.builders import small_model
 
 
@@ -45,3 +45,17 @@ def test_a_block_is_the_sum_of_its_products() -> None:
 def test_only_the_last_iteration_has_a_backward_pass() -> None:
     """Three times the FLOPs for each recycling iteration."""
     assert [training_flops(10, passes) for passes in (1, 2, 4)] == [30, 40, 60]
+
+
+def test_frozen_parts_need_fewer_products() -> None:
+    """A gradient of frozen weights that counts, and one of what comes before the first trained weight."""
+    config, batch = small_model.config(), small_model.features(1, small_model.SMALL)
+    forward, backward = pass_flops(config, batch), backward_flops(config, batch, ())
+    assert 1.8 * forward < backward < 2 * forward
+    heads_only = backward_flops(config, batch, ("*embedder", "*stack", "evoformer", "single", "structure_module"))
+    stacks = dataclasses.replace(config, evoformer=dataclasses.replace(config.evoformer, blocks=9))
+    frozen = ("*embedder", "*stack", "evoformer", "single", "structure_module")
+    assert backward_flops(stacks, batch, frozen) == heads_only < backward / 20
+    middle = backward_flops(config, batch, ("evoformer",))
+    assert backward - forward < middle < backward
+    assert training_flops(10, 4, middle) == 40 + middle

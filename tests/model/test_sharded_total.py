@@ -5,7 +5,7 @@ Every term is on. The mean over ranks of their losses is the loss, and the mean 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.frozen import freeze
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -31,7 +32,12 @@ FOR_EIGHT = (9, 11, 13)
 
 
 def run(
-    samples: int, sizes: Sizes, exchange: Exchange, plan: CommunicationPlan, recompute: bool = True
+    samples: int,
+    sizes: Sizes,
+    exchange: Exchange,
+    plan: CommunicationPlan,
+    recompute: bool = True,
+    frozen: Sequence[str] = (),
 ) -> tuple[Tensor, dict[str, Tensor], AlphaFold]:
     """The loss, its terms, and the model with its gradients, as computed on this rank."""
     torch.set_default_dtype(torch.float64)
@@ -40,6 +46,7 @@ def run(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
+        freeze(model, frozen)
         use_exchange(model, exchange, plan)
         inputs = whole_batch(samples, sizes)
         output = model(inputs, [Draws.root(0).at(sample) for sample in range(samples)])
@@ -51,17 +58,23 @@ def run(
 
 
 def run_rank(
-    handle: Any, samples: int, sizes: Sizes, plan: CommunicationPlan, recompute: bool, overlap: bool
+    handle: Any,
+    samples: int,
+    sizes: Sizes,
+    plan: CommunicationPlan,
+    recompute: bool,
+    overlap: bool,
+    frozen: Sequence[str],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     exchange = ShardedExchange(Group(handle), overlap)
-    loss, terms, model = run(samples, sizes, exchange, plan, recompute)
+    loss, terms, model = run(samples, sizes, exchange, plan, recompute, frozen)
 
     def mean(x: Tensor) -> Tensor:
         dist.all_reduce(x, group=handle)
         return x / exchange.ranks
 
     losses = {name: mean(term.clone()) for name, term in {**terms, "loss": loss}.items()}
-    return losses, {name: mean(p.grad) for name, p in model.named_parameters()}
+    return losses, {name: mean(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def check(
@@ -72,13 +85,20 @@ def check(
     plan: CommunicationPlan,
     recompute: bool = True,
     overlap: bool = True,
+    frozen: Sequence[str] = (),
 ) -> None:
+    """`frozen`: parts that the ranks do not train; the one device trains all."""
     loss, terms, model = run(samples, sizes, LocalExchange(), CommunicationPlan(), recompute=False)
-    for losses, gradients in pool.run(ranks, run_rank, samples, sizes, plan, recompute, overlap):
+    trained = AlphaFold(config())
+    freeze(trained, frozen)
+    names = {name for name, parameter in trained.named_parameters() if parameter.requires_grad}
+    for losses, gradients in pool.run(ranks, run_rank, samples, sizes, plan, recompute, overlap, frozen):
         for name, term in {**terms, "loss": loss}.items():
             close(losses[name], term, name)
+        assert gradients.keys() == names
         for name, parameter in model.named_parameters():
-            close(gradients[name], parameter.grad, f"gradient of {name}")
+            if name in names:
+                close(gradients[name], parameter.grad, f"gradient of {name}")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +116,32 @@ def test_model_and_loss_over_ranks_equal_one_device(
 ) -> None:
     """Catches a sharded term counted once instead of N times, and a replicated term counted N times."""
     check(pool, ranks, samples, SMALL, plan)
+
+
+BEFORE = ("*embedder", "template*", "extra_msa_stack", "evoformer.blocks.0")
+WITHIN = ("evoformer.blocks.[0-9].pair*", "extra_msa_stack.blocks.0.msa_stack", "structure_module.attention")
+AFTER = ("structure_module", "heads", "single")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recompute", "overlap", "frozen"),
+    [
+        (1, True, True, WITHIN),
+        (3, True, True, BEFORE),
+        *(
+            pytest.param(ranks, *ways, frozen, marks=pytest.mark.verify)
+            for ranks in (1, 2, 3)
+            for ways in ((True, True), (False, True), (True, False))
+            for frozen in (BEFORE, WITHIN, AFTER)
+        ),
+    ],
+)
+def test_frozen_parts_change_no_other_gradient(
+    pool: RankPool, ranks: int, recompute: bool, overlap: bool, frozen: Sequence[str]
+) -> None:
+    """Catches a gradient that does not pass a frozen layer, one that a frozen layer has, and ranks whose collectives do not
+    meet because one of them leaves a backward pass out."""
+    check(pool, ranks, 1, SMALL, CommunicationPlan(), recompute, overlap, frozen)
 
 
 @pytest.mark.verify
