@@ -64,7 +64,7 @@ def test_frozen_weights_stay_and_have_no_state(source: Path, whole: Path) -> Non
         assert frozen <= still
         assert not [name for name in still if name.startswith("model.structure_module.") and name.endswith(".weight")]
     (optimizer,) = last["optimizer_states"]
-    assert len(optimizer["state"]) == len(first) - len(frozen) > 0
+    assert len(optimizer["param_groups"][0]["params"]) == len(first) - len(frozen) > 0
 
 
 def test_a_resumed_run_is_the_uninterrupted_run(
