@@ -109,7 +109,10 @@ def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class _Term:
-    """A term of the loss: a function that returns one number per sample, and the arrays of the batch that it needs."""
+    """A term of the loss: a function that returns one number per sample, and the arrays of the batch that it needs.
+
+    On several ranks the function may return this rank's share, if the mean over ranks is the term (see `total_loss`).
+    """
 
     compute: Callable[[_Inputs], Tensor]
     features: tuple[str, ...] = ()
@@ -118,8 +121,7 @@ class _Term:
     """Name of the output head that the term reads."""
 
 
-# The terms have the names of their weights in LossConfig.
-_TERMS = {
+TERMS = {
     "backbone_fape": _Term(_backbone_fape, labels=("rigidgroups_gt_frames", "backbone_affine_mask")),
     "sidechain_fape": _Term(
         _sidechain_fape,
@@ -144,6 +146,7 @@ _TERMS = {
         _pae, labels=("rigidgroups_gt_frames", "backbone_affine_mask", "resolution"), head="predicted_aligned_error"
     ),
 }  # fmt: skip
+"""The terms, by the names of their weights in LossConfig; logs have columns of these names."""
 
 
 def total_loss(
@@ -164,7 +167,7 @@ def total_loss(
     On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
     is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
     """
-    terms = {name: term for name, term in _TERMS.items() if getattr(config, name) != 0}
+    terms = {name: term for name, term in TERMS.items() if getattr(config, name) != 0}
     _require(terms, batch, output)
     features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
     inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
@@ -184,7 +187,7 @@ def total_loss(
 
 def check_heads(config: LossConfig, heads: HeadsConfig) -> None:
     """Raise UserError if a term with a weight needs a head that the model lacks."""
-    for name, term in _TERMS.items():
+    for name, term in TERMS.items():
         if getattr(config, name) != 0 and term.head is not None and getattr(heads, term.head, None) is False:
             raise UserError(
                 f"model.loss.{name} is {getattr(config, name)}, but the model has no head for it; set model.heads.{term.head} "

@@ -9,13 +9,12 @@ from evodsp.config import LossConfig
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import structure_labels
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
+from evodsp.losses.total import TERMS
 from tests.builders.small_model import CYCLES, features
 
 RESIDUES, CLUSTERS = 7, 5
-WEIGHTS = LossConfig(
-    backbone_fape=0.7, sidechain_fape=0.6, torsion=0.5, angle_norm=0.4, distogram=0.3, masked_msa=2.0, plddt=0.2,
-    experimentally_resolved=0.15, violation=0.9, pae=0.1,
-)  # fmt: skip
+WEIGHTS = LossConfig(**{name: 0.9 - 0.07 * number for number, name in enumerate(TERMS)})
+"""Every term is on, each with a weight of its own."""
 
 
 class Source:

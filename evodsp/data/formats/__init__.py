@@ -12,7 +12,12 @@ from evodsp.data.formats.obsolete import parse_obsolete
 from evodsp.data.formats.preparsed import parse_preparsed
 from evodsp.data.formats.stockholm import parse_stockholm
 
+PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
+"""The parsers of alignments by suffix: training, prediction, the index and alignment databases read files of these suffixes,
+gzipped or not. A parser takes the path and, where they are read already, the file's bytes, and returns an `Alignment`."""
+
 __all__ = [
+    "PARSERS",
     "SUBSTITUTES",
     "FastaRecord",
     "check_name",

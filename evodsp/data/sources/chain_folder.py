@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
-from evodsp.data.formats import parse_a3m, parse_hhr, parse_hmmsearch, parse_preparsed, parse_stockholm
+from evodsp.data.formats import PARSERS, parse_hhr, parse_hmmsearch, parse_preparsed
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.sources.query_check import all_monomers, matched_alignments
 from evodsp.data.templates.hits import TemplateHit
@@ -20,13 +20,12 @@ from evodsp.errors import UserError
 from evodsp.printing import logger
 from evodsp.reading.text_files import unpack
 
-_PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
-ALIGNMENT_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in _PARSERS for packed in ("", ".gz"))
+ALIGNMENT_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in PARSERS for packed in ("", ".gz"))
 """Suffixes of the alignments that may stand alone as one file of a chain."""
 _ARCHIVE = ".npz"
 BESIDE = _ARCHIVE
 """The name, relative to a chain's folder, of the archive beside it: the part that follows the chain's key."""
-ALIGNMENTS = f"{', '.join(_PARSERS)} or {_ARCHIVE}"
+ALIGNMENTS = f"{', '.join(PARSERS)} or {_ARCHIVE}"
 """Suffixes of all alignments, for messages."""
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
@@ -40,7 +39,7 @@ _NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a comp
 
 def is_alignment(name: str) -> bool:
     """Whether a file of that name is an alignment for the chain's MSA: one of `ALIGNMENTS`, but not hmmsearch's."""
-    known = _format(name) in (*_PARSERS, _ARCHIVE)
+    known = _format(name) in (*PARSERS, _ARCHIVE)
     return name == BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
 
 
@@ -95,7 +94,7 @@ def parse_alignment_file(path: str | Path, data: bytes | None = None) -> list[Al
     kind = _format(Path(path).name)
     if kind == _ARCHIVE:
         return parse_preparsed(path, data, is_wanted=lambda name: not name.startswith(_NOT_FOR_THE_MSA))
-    parse: Callable[[str | Path, bytes | None], Alignment] = _PARSERS[kind]
+    parse: Callable[[str | Path, bytes | None], Alignment] = PARSERS[kind]
     return [parse(path, data)]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int8, Int32, Int64
 
+from evodsp.data.formats import PARSERS
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP
@@ -67,7 +68,7 @@ def merge_alignments(alignments: Sequence[Alignment]) -> MsaFeatures:
     are equal. Raises UserError if the alignments differ in their number of columns, or if there are none.
     """
     if not alignments:
-        raise UserError("no alignment to build the MSA from; put an .a3m or .sto file into its folder")
+        raise UserError(f"no alignment to build the MSA from; put a file ({', '.join(PARSERS)}) into its folder")
     first = alignments[0]
     for other in alignments[1:]:
         if other.columns != first.columns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from evodsp.model.kernels import backends, chunked, reference, registry
 from evodsp.model.kernels.backends import BACKENDS, Backend
 from evodsp.model.kernels.operators import OPERATORS, Kernels
 from evodsp.model.kernels.registry import choose, summary
+from evodsp.model.kernels.self_check import problem_of
 from evodsp.model.primitives import Computed, use_kernels
 from tests.builders.small_model import config
 
@@ -51,6 +53,16 @@ def test_an_operator_is_known_everywhere() -> None:
     rows = re.findall(r"^\| `(\w+)` \| [^|]* \| (`.*`) \|$", Path("docs/training.md").read_text(), re.MULTILINE)
     documented = {name: set(re.findall(r"\w+", backends)) for name, backends in rows if name in OPERATORS}
     assert documented == {name: {one for one in known if name in known[one]} for name in OPERATORS}
+
+
+@pytest.mark.parametrize("name", [name for name, backend in BACKENDS.items() if "cpu" in backend.devices])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_backend_of_a_cpu_is_the_formula(name: str, dtype: torch.dtype) -> None:
+    """Catches an operator of any backend, also of one that no other test knows, that computes something else."""
+    module = importlib.import_module(BACKENDS[name].module)
+    found = {one: problem_of(one, getattr(module, one), CPU, dtype) for one in OPERATORS if hasattr(module, one)}
+    assert found
+    assert not {one: problem for one, problem in found.items() if problem}
 
 
 def test_an_operator_that_does_not_exist() -> None:
