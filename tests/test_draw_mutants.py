@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from scripts.mutation.draw_mutants import Importers, breaks_of, drawn
+from scripts.mutation.draw_mutants import ROOT, Importers, breaks_of, drawn, new_row, read_rows, same_break, write_rows
 
 SOURCE = '''"""A module of 7 lines."""
 @decorated(frozen=True)
@@ -39,6 +40,19 @@ def test_a_seed_is_an_order() -> None:
     assert order == drawn(0, "evodsp/data/samples/crop.py") != drawn(1, "evodsp/data/samples/crop.py")
     assert len(set(order)) == len(order)
     assert len({change.kind for change in order[:5]}) == 5
+
+
+def test_a_recorded_break_is_found_again(tmp_path: Path) -> None:
+    """Catches a row that is tried at another place with the same text, or as if its code were still there, and rows that lose
+    a word when they are written anew."""
+    file = "evodsp/data/samples/crop.py"
+    first, second = [found for found in breaks_of(file, (ROOT / file).read_bytes()) if found.text == "0"][:2]
+    assert first.line < second.line
+    rows = [new_row(0, number, replace(found, line=found.line + 1)) for number, found in enumerate([first, second])]
+    rows.append({**rows[0], "text": "no such text", "why": 'two\nlines, "quoted"'})
+    write_rows(tmp_path / "rows.csv", rows)
+    assert read_rows(tmp_path / "rows.csv") == rows
+    assert [same_break(row) for row in rows] == [first, second, None]
 
 
 def test_the_nearest_tests_come_first(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Draws breaks of the package by a seed, and looks for tests that find them.
 
     python -m scripts.mutation.draw_mutants [--seed S] [--first I] [--number N] [--only TEXT] [--seconds T] [--output FILE]
-                                            [--list]
+                                            [--list] [--again WORD ...]
 
 `mutants.toml` holds breaks that somebody thought of. Nobody thinks of these: each is one change in the syntax tree of a module.
 A comparison is flipped, a number is one more, + is -, `and` is `or`, a `not` or a keyword argument is gone, a call's first
@@ -15,6 +15,11 @@ time is over. These run again on the broken package, up to the first that fails.
     hangs        a test does not end
     SURVIVED     all tests that execute the break passed: look whether it changes anything, and write a test if it does
     NOT REACHED  no test executed it within the time; longer ones might
+    equivalent   written by hand: it changes nothing that a test could see; the column `why` says the reason
+    gone         the code is no longer there; the row is drawn again
+
+`--again WORD` tries rows of that file anew, in today's source, and replaces them. A row that names a test is tried by that test
+alone, whether or not it is marked verify: write it into the column `test` if you know which should find the break.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ from typing import Any
 from scripts.mutation.mutants import ROOT, Record, copied, read_table, run_tests
 
 RESULTS = ROOT / "scripts" / "mutation" / "drawn_mutants.csv"
-COLUMNS = ("commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds")
+COLUMNS = (
+    "commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds", "why",
+)  # fmt: skip
 SEEN, FILES = 20, 6
 """Most tests that try a break, and most test files that are searched for them."""
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -110,6 +117,14 @@ def breaks_of(file: str, source: bytes) -> Iterator[Break]:
             begin = starts[old.lineno - 1] + old.col_offset
             end = starts[(old.end_lineno or 1) - 1] + (old.end_col_offset or 0)
             yield Break(file, old.lineno, begin, end, kind, source[begin:end].decode(), ast.unparse(new))
+
+
+def same_break(row: dict[str, str]) -> Break | None:
+    """The break of a recorded row in today's source: of those that read the same, the nearest to its line."""
+    path = ROOT / row["file"]
+    found = [*breaks_of(row["file"], path.read_bytes())] if path.is_file() else []
+    same = [b for b in found if (b.kind, b.text, b.broken) == (row["kind"], row["text"], row["broken"])]
+    return min(same, key=lambda b: abs(b.line - int(row["line"])), default=None)
 
 
 def drawn(seed: int, only: str = "") -> list[Break]:
@@ -193,7 +208,8 @@ def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) 
     notes.write_text("[]")
     try:
         path.write_text(found.applied(source, f"__import__('pathlib').Path({str(mark)!r}).touch() or ({found.text})"))
-        run_tests(folder, [*files, "-m", "not verify"], Reached(mark, notes, seconds), 60 + 4 * seconds)
+        choice = [] if any("::" in name for name in files) else ["-m", "not verify"]
+        run_tests(folder, [*files, *choice], Reached(mark, notes, seconds), 60 + 4 * seconds)
         if not (reached := json.loads(notes.read_text())):
             return "NOT REACHED", 0, ""
         path.write_text(found.applied(source, found.broken))
@@ -207,6 +223,29 @@ def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) 
     return "SURVIVED", len(outcomes), ""
 
 
+def new_row(seed: int, number: int, found: Break) -> dict[str, str]:
+    """The row of a break that was not tried."""
+    row = dict.fromkeys(COLUMNS, "")
+    return {**row, "seed": str(seed), "number": str(number), "file": found.file, "line": str(found.line), "kind": found.kind,
+            "text": found.text, "broken": found.broken}  # fmt: skip
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a file of results; none if it does not exist."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return [{name: row.get(name) or "" for name in COLUMNS} for row in csv.DictReader(file)]
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
+    """A file of results, whole."""
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
@@ -215,28 +254,37 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path contains TEXT")
     parser.add_argument("--seconds", type=float, default=60.0, help="to look for tests that execute a break")
     parser.add_argument("--output", type=Path, default=RESULTS, help="rows are added to this file")
+    parser.add_argument("--again", nargs="+", metavar="WORD", help="try rows with these results or numbers anew")
     parser.add_argument("--list", action="store_true", help="print the breaks, run nothing")
     options = parser.parse_args(words)
-    chosen = list(enumerate(drawn(options.seed, options.only)))[options.first : options.first + options.number]
+    rows = read_rows(options.output)
+    if options.again is not None:
+        chosen = [(row, same_break(row)) for row in rows if {row["number"], row["result"]} & set(options.again)]
+    else:
+        order = list(enumerate(drawn(options.seed, options.only)))[options.first : options.first + options.number]
+        chosen = [(new_row(options.seed, number, found), found) for number, found in order]
+        rows += [row for row, _ in chosen]
     if options.list:
-        for number, found in chosen:
-            print(f"{number:5} {found.file}:{found.line}  {found.kind}: {found.text!r} -> {found.broken!r}")
+        for row, _ in chosen:
+            place = f"{row['number']:>5} {row['file']}:{row['line']}"
+            print(f"{place}  {row['kind']}: {row['text']!r} -> {row['broken']!r}")
         return 0
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
     importers, known = Importers(), defaultdict[str, list[str]](list)
     for mutant in read_table():
         known[mutant.file].append(mutant.test.split("::")[0])
     with copied() as folder:
-        for number, found in chosen:
+        for row, found in chosen:
             begin = time.monotonic()
-            files = importers.tests(found.file, known[found.file])
-            result, tried, test = try_break(found, files, folder, options.seconds)
-            tail = [result, tried, test, round(time.monotonic() - begin)]
-            row = [commit, options.seed, number, found.file, found.line, found.kind, found.text, found.broken, *tail]
-            header = [] if options.output.is_file() else [COLUMNS]
-            with options.output.open("a", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([*header, row])
-            print(f"{result:11} {found.file}:{found.line} {found.text!r} -> {found.broken!r} {test}", flush=True)
+            result, tried, test = "gone", 0, ""
+            if found is not None:
+                files = [row["test"]] if "::" in row["test"] else importers.tests(found.file, known[found.file])
+                result, tried, test = try_break(found, files, folder, options.seconds)
+                row["line"] = str(found.line)
+            took = str(round(time.monotonic() - begin))
+            row.update(commit=commit, result=result, tests=str(tried), test=test, seconds=took)
+            write_rows(options.output, [row for row in rows if row["result"]])
+            print(f"{result:11} {row['file']}:{row['line']} {row['text']!r} -> {row['broken']!r} {test}", flush=True)
     return 0
 
 
