@@ -31,6 +31,12 @@ def test_a_draw_depends_on_its_position_only() -> None:
     assert np.array_equal(draws.uniform(100)[40:60], draws.uniform_at(np.arange(40, 60)))
 
 
+def test_a_seed_keeps_its_noise() -> None:
+    """Catches noise from another word of the generator: a seed would make other families than it made before."""
+    noise = Draws.root(1).at("g").gumbel(2, 2)
+    assert np.allclose(noise, [[0.98389216493, 2.14154656113], [0.25452366458, -1.57319489455]], rtol=1e-10)
+
+
 def test_paths_are_independent() -> None:
     """Catches paths whose parts collide, e.g. (1, 12) and (11, 2)."""
     root = Draws.root(0)

@@ -137,6 +137,15 @@ def test_first_model_author_chains_and_only_proteins(tmp_path: Path):
         read_chain(path, "A")
 
 
+def test_two_polymers_of_one_author_chain(tmp_path: Path) -> None:
+    """Catches a peptide that is read in place of the protein whose chain letter it shares, and the last of two that are
+    equally long."""
+    polymers = {"A": "1:GLY", "B": "1:ALA 2:ALA", "C": "1:SER 2:SER"}
+    atoms = [atom("CA", polymers[name].split(":")[1][:3], 1, 1, label_asym_id=name) for name in "CAB"]
+    structure = read_structure(save(tmp_path, entry(polymers, atoms)))
+    assert {name: chain.sequence for name, chain in structure.chains.items()} == {"A": "AA"}
+
+
 def test_dna_is_not_a_protein_chain(tmp_path: Path):
     """Catches nucleic acids read as chains of X."""
     path = save(tmp_path, entry({"A": "1:DA"}, [atom("P", "DA", 1, 1)], kind="polydeoxyribonucleotide"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evodsp.errors import UserError
 from evodsp.parallel import Group, Ledger, Stage, parallelize
+from evodsp.parallel.declaration import check_unlisted
 from tests.builders.axial import WIDTH, Attention, Built, Layer, built, equal, equals_one_device, on_ranks, outcome
 from tests.ranks import RankPool
 
@@ -66,6 +67,14 @@ def test_a_region_of_several_modules(pool: RankPool, build: Any) -> None:
     """Catches modules outside of the region that get shards (attention over time and space would see a part of them), and a
     container, which is never called itself, whose hooks never run."""
     equals_one_device(pool, build, in_blocks)
+
+
+def test_a_convolution_in_a_stage_of_a_region() -> None:
+    """Catches a module that is refused although a stage holds it, because it is looked for by its path within the region."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"time": nn.Conv1d(2, 2, 3)})])})
+    check_unlisted(model, "blocks", {"blocks.0.time": Stage("time")})
+    with pytest.raises(UserError, match=r"^blocks\.0\.time is a Conv1d"):
+        check_unlisted(model, "blocks", {"blocks.0.space": Stage("space")})
 
 
 def bare() -> Built:

@@ -19,7 +19,7 @@ from evodsp.planner.choose import compare, possible
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
-from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, memory
+from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, estimate, memory
 from evodsp.planner.prediction import PlannedPrediction, prediction_memory, prediction_times
 from evodsp.planner.prediction_report import plan_prediction
 from evodsp.planner.program import Program, Repeat, SampleSizes
@@ -64,6 +64,20 @@ def test_gradients_are_reduced_once_a_sample_or_once_a_step() -> None:
     batch = dataclasses.replace(SMALL, clip="batch")
     assert _reductions(batch, numbers, 4, 2, LINKS, backward_s=1.0) == (0.0, 0.0)
     assert _reductions(batch, numbers, 4, 2, LINKS, backward_s=0.0)[1] > 0
+
+
+def test_the_time_of_a_step_is_that_of_its_parts() -> None:
+    """Catches a part of a step that is left out, taken away, or counted for each sample although a step has it once."""
+    place = ("evoformer", 1)
+    few: list[Item] = [
+        Span(place, "forward", 1, 1, 0.01, 0, 0, 0, 7, 3), Span(place, "backward", 1, 1, 0.02, 0, 0, 3, 7, 0)
+    ]  # fmt: skip
+    program = Program([], [], batch_bytes=10, parameters=10_000_000, sent=[])
+    found = estimate(SMALL, TracedPass(program, few), 0, 4, 2, load_device("h100"), LINKS)
+    of_sample = found.one.total + (SMALL.passes - 1) * found.free_pass_s + found.gradients_s
+    assert found.batches == 3
+    assert found.step_s == pytest.approx(3 * of_sample + found.reduction_s + found.update_s)
+    assert min(found.one.total, found.free_pass_s, found.gradients_s, found.reduction_s, found.update_s) > 1e-4
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[int, int]) -> None:
@@ -119,6 +133,16 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
         return 0 if found is None else found
 
     assert [kept(gib) for gib in (0.0, 2.9, 3.0, 3.9, 4.0, 43.7, 1e6)] == [0, 0, 3, 3, 4, 43, 44]
+
+
+@pytest.mark.parametrize(("setting", "kept"), [(True, 0), (False, 48), (10, 38), (60, 0)])
+def test_blocks_that_are_kept_as_the_config_says(setting: bool | int, kept: int) -> None:
+    """Catches a plan that shows other numbers of kept blocks than the config's."""
+    model = ModelConfig.preset("model_3")
+    model = dataclasses.replace(model, evoformer=dataclasses.replace(model.evoformer, checkpoint=setting))
+    with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
+        planned = choose.Planned(dataclasses.replace(SMALL, model=model), load_device("h100"), LINKS, False, pool)
+    assert planned._unsearched == kept
 
 
 def _mixed(training: Training, sequence: int, recomputed: bool | int) -> Program:

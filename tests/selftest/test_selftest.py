@@ -53,14 +53,17 @@ def test_checks_that_several_ranks_run(tmp_path: Path) -> None:
 def test_the_table_says_that_a_check_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches an exit code of 0 and a last line that hide a failed check."""
-    checks = [program("print('result: 7')", "right"), program("raise SystemExit(3)", "wrong")]
+    """Catches an exit code of 0 and a last line that hide a failed check, and a check that runs although another that writes
+    its files has failed."""
+    wrong = program("raise SystemExit(3)", "wrong")
+    checks = [program("print('result: 7')", "right"), wrong, program("1", "reader", after=(wrong,))]
     monkeypatch.setattr(Suite, "kernels", lambda suite: [])
     monkeypatch.setattr(Suite, "one_device", lambda suite: checks)
     assert main(["selftest", "--cpu", "1"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:1] for line in lines[:4]] == [["result"], ["ok"], ["7"], ["FAILED"]]
-    assert lines[-1] == "1 of 2 checks failed"
+    assert [line.split() for line in lines if line.endswith("reader")] == [["FAILED", "0", "reader"]]
+    assert lines[-1] == "2 of 3 checks failed"
 
 
 def program(source: str, name: str = "check", ranks: int = 0, after: tuple[Check, ...] = ()) -> Check:

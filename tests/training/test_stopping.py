@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 
 from evodsp.cli import main
 from evodsp.report.curve import read_curve
 from evodsp.training import command
-from evodsp.training.run_end import StopRequest, deadline
+from evodsp.training.run_end import Interruption, StopRequest, deadline
 from evodsp.training.throughput import MEASURED
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.signal_to_itself import STEP
@@ -179,3 +180,12 @@ def test_the_earlier_limit_counts() -> None:
     assert deadline(None, 100.0, None, {"SLURM_JOB_END_TIME": "1000"}) == math.inf
     assert StopRequest(deadline=1.0).asked
     assert not StopRequest().asked
+
+
+def test_an_interrupt_is_kept() -> None:
+    """Catches a Ctrl-C before the first step that ends with Lightning's code and no word on the checkpoint, because it was not
+    noted, or was forgotten with a further error while the run ends."""
+    seen, trainer, module = Interruption(), Trainer(logger=False, enable_checkpointing=False), LightningModule()
+    for exception, happened in ((RuntimeError(), False), (KeyboardInterrupt(), True), (RuntimeError(), True)):
+        seen.on_exception(trainer, module, exception)
+        assert seen.happened == happened

@@ -60,6 +60,20 @@ def test_plans_launch_what_triton_would(log: Log, order: tuple[int, int], dtype:
         assert {k for n, e, k in kernels if (n, e) == (name, 0)} != {k for n, e, k in kernels if (n, e) == (name, 1)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_kernels_hand_on_is_in_fp32(dtype: torch.dtype) -> None:
+    """Catches sums of programs and statistics of rows that are rounded to half precision before they are used."""
+    inner = {"sums", "mean", "inverse", "largest", "centre"}
+    found = {
+        (made.kernel, name): made.arguments[name].dtype
+        for operator, arguments in cases.calls(5, 6, dtype)
+        for made in operator.launches(*arguments)
+        for name in inner & set(made.writes)
+    }
+    assert {name for _, name in found} == inner
+    assert set(found.values()) == {torch.float32}, found
+
+
 def test_some_tensors_are_aligned(log: Log) -> None:
     """Catches a plan that looks at one address only."""
     launched, _ = log
