@@ -21,6 +21,7 @@ from evodsp.geometry.residues import CA
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.pages.batch_page import batch_page, write_batch_page
 from evodsp.inference.pages.coverage import coverage
+from evodsp.inference.pages.residue_charts import plddt_chart
 from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
@@ -126,6 +127,15 @@ def test_coverage() -> None:
     assert found.counts[[0, 29, 30, 59]].tolist() == [6, 6, 4, 4]
     np.testing.assert_array_equal(found.rows[:, 0], [1, 1, 1, 1, 0, 0])
     assert np.isnan(found.rows[:4, 59]).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("residues", "numbers"), [(16, [*range(1, 17)]), (17, [1, *range(2, 18, 2)]), (33, [1, *range(5, 34, 5)])]
+)
+def test_residue_numbers_below_a_chart(residues: int, numbers: list[int]) -> None:
+    """Catches numbers that are left out where there is room for all, and more of them than there is room for."""
+    chart = str(plddt_chart({0: np.full(residues, 50, np.float32)}, 0))
+    assert [int(n) for n in re.findall(r'<text x="[\d.]+" y="\d+" text-anchor="middle">(\d+)</text>', chart)] == numbers
 
 
 def test_index_links_to_the_pages(output: Path) -> None:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from evodsp.config import ModelConfig, TemplateConfig
 from evodsp.model.alphafold import TEMPLATE_FEATURES, AlphaFold
-from evodsp.model.dropout import DropoutKeys
+from evodsp.model.dropout import NO_DROPOUT, DropoutKeys
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
+from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_exchange, use_memory
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.sharded import Budget, Sharded
@@ -24,6 +25,7 @@ from evodsp.model.templates import TemplateEmbedder, TemplatePairStack, Template
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
+from evodsp.parallel.pending import Ready
 from evodsp.rng import Draws
 from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory
@@ -304,3 +306,41 @@ def test_peak_memory(extra: bool) -> None:
         peaks[name] = count.peak
     assert peaks["pieces"] < representations + budget + max(whole_beside, 4 << 20)
     assert peaks["pieces"] < 0.2 * peaks["formulas"]
+
+
+def test_rows_of_the_extra_alignment_that_fit() -> None:
+    """Catches one-hot letters of all rows at once where only a third of them fits, and pieces joined to another length."""
+    sizes = config()
+    sizes = dataclasses.replace(sizes, channels=dataclasses.replace(sizes.channels, extra_msa=60))
+    model, pieces, joined = AlphaFold(sizes), [], []
+    model.extra_msa_stack.forward = lambda m, z, *_: (joined.append(tuple(m.shape)), z)
+    model.extra_msa_embedder.register_forward_hook(lambda module, inputs, output: pieces.append(output.shape[1]))
+    given = {name: x[:, 0].float() for name, x in features(1).items() if name.startswith("extra")}
+    given["extra_msa"] = given["extra_msa"].int()
+    sequences, residues = given["extra_msa"].shape[1:]
+    use_memory(model, -(-sequences * residues * (4 * 23 + 60) * 4 // 3))
+    pair = torch.zeros(1, residues, residues, sizes.channels.pair)
+    with torch.inference_mode():
+        model._with_extra_msa(pair, given, pair[..., 0], NO_DROPOUT)
+    assert pieces == [2, 2, 2]
+    assert joined == [(1, sequences, residues, 60)]
+
+
+def test_operands_that_other_ranks_get_are_made_within_the_memory() -> None:
+    """Catches a pass over several ranks that makes the operands of all rows at once where only a third of them fits."""
+    rows, channels, c_z = 12, 5, 7
+    layer, made = TriangleMultiplication(c_z, channels, "outgoing"), []
+    right = layer.kernels.gated_projection
+
+    def counted(z: Tensor, *more: Tensor) -> Tensor:
+        made.append(z.shape[1])
+        return right(z, *more)
+
+    layer.kernels = layer.kernels.replaced(gated_projection=counted)
+    mask = torch.ones(1, rows, rows)
+    memory = -(-rows * rows * (c_z + 2 * 2 * channels) * 4 // 3)
+    pair = Sharded(torch.randn(1, rows, rows, c_z), "i", mask, LocalExchange(), Budget(memory, 1))
+    with torch.no_grad():
+        both = layer._start_product(lambda operands, *_: Ready(operands), "i", pair, slice(None)).wait()
+    assert made == [4, 4, 4]
+    assert both.shape == (2, 1, channels, rows, rows)

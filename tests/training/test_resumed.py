@@ -20,8 +20,8 @@ from evodsp.report.curve import read_curve
 from evodsp.training.chains import Chains
 from evodsp.training.checks import Settings
 from evodsp.training.command import TrainingCLI
-from evodsp.training.config import TrainingConfig
-from evodsp.training.resume import RULES, Rule, changes, recorded
+from evodsp.training.config import RunConfig, TrainingConfig
+from evodsp.training.resume import KEY, RULES, Rule, began_with, changes, recorded
 from evodsp.weights.checkpoint import read_checkpoint, sizes_by_name
 from tests.builders.one_step import largest_difference, next_weights
 from tests.builders.training_chains import SEQUENCES
@@ -244,3 +244,12 @@ def test_what_is_drawn_how_often_is_recorded() -> None:
     assert len(set(found)) == len(changed)
     assert all(text.startswith("4 chains (checksum ") for text in found)
     assert training_set() == found[0]
+
+
+def test_a_resumed_run_names_the_weights_that_it_began_with() -> None:
+    """Catches a resumed run whose config names other weights of the file than it began with, or that forgets new ones."""
+    saved = {KEY: {"init_from": "first.ckpt", "raw": True}}
+    assert began_with(RunConfig(), saved) == RunConfig(init_from="first.ckpt", raw=True)
+    other = RunConfig(init_from="other.ckpt")
+    assert began_with(other, saved) == other
+    assert began_with(RunConfig(), {}) == began_with(RunConfig(), {KEY: {"init_from": None}}) == RunConfig()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import os
+import pickle
 import re
 import struct
 import zipfile
@@ -24,6 +26,7 @@ from evodsp.weights.checkpoint import load_features, load_model, save_model
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, read_openfold, write_openfold
 from evodsp.weights.published import is_parameter_file, load_published
+from evodsp.weights.untrusted import load_checked
 
 CONFIG = ModelConfig.preset("test")
 PLACE = 0x7654321
@@ -100,6 +103,25 @@ def test_what_would_harm_the_reader_is_refused(name: str, model: AlphaFold, tmp_
             read(path)
         assert "\n" not in str(error.value)
     assert not is_parameter_file(path)
+
+
+class Runs:
+    """What its pickle says to call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def test_torch_is_not_told_to_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a checkpoint that runs a command where the variable is set by which torch trusts whatever it loads."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    torch.save({"state_dict": Runs(tmp_path / "ran")}, tmp_path / "x.ckpt")
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        load_checked(tmp_path / "x.ckpt")
+    assert not (tmp_path / "ran").exists()
 
 
 def test_keys_that_programs_use_are_read(model: AlphaFold, tmp_path: Path) -> None:
