@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from evodsp.report.charts import Series, lines
+from evodsp.report.charts import Series, histogram, lines
 
 
 def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:
@@ -34,6 +34,14 @@ def test_a_line_goes_through_its_points() -> None:
     ticks = {one.text: float(one.get("y") or 0) for one in svg if one.tag == "text" and one.get("text-anchor") == "end"}
     assert ticks["0"] == pytest.approx(y0 + 4, abs=0.1)
     assert ticks["4"] == pytest.approx(y2 + 4, abs=0.1)
+
+
+def test_the_axes_are_named() -> None:
+    """Catches a chart whose axis has no name, and a name that runs over its numbers because it is not turned."""
+    chart = ElementTree.fromstring(histogram([0.0, 1.0, 2.0], [3, 4], "rows", "chains"))
+    named = {one.text: one for one in chart if one.tag == "text"}
+    assert "rows" in named
+    assert "rotate(-90)" in named["chains"].get("transform", "")
 
 
 def test_values_that_differ_much_have_a_logarithmic_axis() -> None:

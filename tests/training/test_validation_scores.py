@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from evodsp.config import FeatureConfig
 from evodsp.geometry.residues import CA
 from evodsp.metrics import lddt_ca
 from evodsp.model.alphafold import AlphaFold
+from evodsp.training.config import DataConfig
 from evodsp.training.scores import score
 from tests.builders.labelled_batch import batch_of
 from tests.builders.small_model import SMALL, config, features
@@ -33,3 +35,8 @@ def test_confidence_is_compared_where_the_truth_is_known() -> None:
         true = 100 * lddt_ca(*atoms, torch.ones(int(known.sum())), per_residue=True).mean()
         assert float(found["plddt"][b]) == pytest.approx(float(plddt), abs=1e-5)
         assert float(found["plddt_too_high"][b]) == pytest.approx(float(plddt - true), abs=1e-4)
+
+
+def test_a_validation_repeats() -> None:
+    """Catches scores of two steps that differ because a part of each chain, or a number of cycles, is drawn."""
+    assert DataConfig().validation == FeatureConfig(crop_size=None, uniform_recycling=False)
