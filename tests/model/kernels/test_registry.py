@@ -71,6 +71,13 @@ def test_an_operator_that_does_not_exist() -> None:
         Kernels(lienar=reference.linear)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_examples_are_on_the_device(operator: str) -> None:
+    """Catches an example that stays on the CPU: on a GPU the self-check would refuse a right kernel, and a slower one run."""
+    inputs = OPERATORS[operator].inputs(torch.device("meta"), torch.float32)
+    assert {x.device.type for x in inputs} == {"meta"}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_auto_on_a_cpu(dtype: torch.dtype) -> None:
     """Catches a self-check that rejects right results in some precision."""
