@@ -268,6 +268,23 @@ def test_results_of_a_plan() -> None:
             a.fill_(7.0)  # what is freed and allocated again is not zero
 
 
+def _only(launch: Any, x: Tensor) -> Tensor:
+    """The result: all of what is allocated, in another shape."""
+    whole = x.new_empty(1, *x.shape)
+    launch(_grid(whole, 3.0))
+    return whole[0]
+
+
+def test_a_result_that_is_all_of_its_memory_is_allocated_in_its_shape() -> None:
+    """Catches a view that each call of a short kernel makes for nothing. Needs no Triton."""
+    x = torch.ones(3, 4)
+    plan = plan_of(_only, [x], _fill)
+    assert plan is not None
+    for found in (plan([x]), plan([x])):
+        assert found.shape == x.shape
+        assert found._base is None
+
+
 KEPT: Tensor = torch.empty(2, 3, device="meta")
 BODIES: dict[str, Any] = {
     "arithmetic": lambda launch, x: x + 1,
