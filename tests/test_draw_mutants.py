@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.mutation.draw_mutants import ROOT, Importers, breaks_of, drawn, new_row, read_rows, same_break, write_rows
+from scripts.mutation.draw_mutants import (
+    RESULTS,
+    ROOT,
+    Importers,
+    breaks_of,
+    drawn,
+    new_row,
+    read_rows,
+    same_break,
+    write_rows,
+)
 
 SOURCE = '''"""A module of 7 lines."""
 @decorated(frozen=True)
@@ -70,3 +80,12 @@ def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     found = Importers(tmp_path).tests("evodsp/data/samples/crop.py")
     assert found == ["tests/data/test_crop.py", "tests/test_a.py", "tests/data/test_through.py", "tests/test_far.py"]
+
+
+def test_no_recorded_break_survives() -> None:
+    """Catches a record with a break that no test finds, or one that is called equivalent without a reason."""
+    rows = read_rows(RESULTS)
+    assert [int(row["number"]) for row in rows] == list(range(100))
+    assert {row["seed"] for row in rows} == {"0"}
+    for row in rows:
+        assert row["why"].endswith(".") if row["result"] == "equivalent" else row["result"] == "caught", row
