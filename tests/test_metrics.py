@@ -230,9 +230,9 @@ def test_scores_fall_as_noise_grows(metric) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_tiny_chains_have_scores(length: int) -> None:
-    """Catches errors for chains with fewer atoms than a superposition needs."""
+    """Catches errors for chains with fewer atoms than a superposition needs, or without a pair of residues."""
     true, mask = random_chain(length), torch.ones(length)
-    for metric in (gdt_ts, tm_score):
+    for metric in (gdt_ts, tm_score, lddt_ca):
         torch.testing.assert_close(
             metric(random_motion().apply(true), true, mask), torch.tensor(1.0), rtol=0, atol=1e-5
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import gemmi
@@ -16,7 +17,7 @@ from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.geometry.residues import ATOM_ORDER, CA
 from evodsp.inference import relaxation
 from evodsp.inference.predict import predict
-from evodsp.inference.relaxation import relax
+from evodsp.inference.relaxation import _check_chain, relax
 from evodsp.inference.results import read_result
 from evodsp.inference.structure_files import PredictedStructure
 from tests.builders.pages import ROOT
@@ -91,6 +92,15 @@ def test_coordinates_that_are_no_protein_are_named(scale: float) -> None:
     blob.positions[:] *= scale
     with pytest.raises(UserError, match=r"s005: 48 of 48 residues have a CA atom on top .* train the model further"):
         relax(blob, CPU)
+
+
+def test_a_chain_with_a_gap_is_a_protein() -> None:
+    """Catches a chain that is not relaxed although no more than half of its residues stand at a gap, and one that is tried."""
+    for residues, refused in ((4, False), (3, True)):
+        broken = structure(residues=residues)
+        broken.positions[2:] += 100
+        with pytest.raises(UserError, match="2 of 3 residues have") if refused else nullcontext():
+            _check_chain(broken)
 
 
 def test_an_untrained_model_keeps_its_prediction(workplace: Workplace) -> None:

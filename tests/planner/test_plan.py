@@ -19,7 +19,7 @@ from evodsp.planner.choose import compare, possible
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
-from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, estimate, memory
+from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, _update_s, estimate, memory
 from evodsp.planner.prediction import PlannedPrediction, prediction_memory, prediction_times
 from evodsp.planner.prediction_report import plan_prediction
 from evodsp.planner.program import Program, Repeat, SampleSizes
@@ -78,6 +78,21 @@ def test_the_time_of_a_step_is_that_of_its_parts() -> None:
     assert found.batches == 3
     assert found.step_s == pytest.approx(3 * of_sample + found.reduction_s + found.update_s)
     assert min(found.one.total, found.free_pass_s, found.gradients_s, found.reduction_s, found.update_s) > 1e-4
+
+
+def test_what_an_update_touches() -> None:
+    """Catches a moving average, casts or norms of samples that cost nothing or save time, and shards that are updated whole."""
+
+    def moved(**changes: object) -> float:
+        device = dataclasses.replace(load_device("h100"), memory_gbps=1.0, memory_efficiency=1.0, crowding=1.0)
+        return _update_s(dataclasses.replace(SMALL, **changes), 10**9, 3, 8, 2, device)
+
+    # Bytes a number. Each of three samples: casts 28, norm, scale, mask, sum and zero 36, the group's mean 8. The step: 8, Adam
+    # 28, average 12.
+    assert moved() == pytest.approx(3 * (28 + 36 + 8) + 8 + 28 + 12)
+    assert moved(half=False, clip="batch", ema=False) == pytest.approx(3 * 8 + 8 + 28)
+    assert moved(parameters="zero1") == pytest.approx(3 * (28 + 36 + 8) + 8 + 28 / 8 + 12)
+    assert moved(parameters="fsdp2", clip="batch") == pytest.approx((3 * (28 + 8) + 8 + 28 / 8 + 12) / 8)
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[int, int]) -> None:

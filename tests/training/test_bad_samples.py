@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.report.curve import read_curve
-from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, merged
+from evodsp.training.bad_samples import BadSample, BadSamples, NotFiniteWeightsError, Suspect, merged
 from evodsp.training.config import TrainingConfig
 from evodsp.training.module import TrainingModule
 from evodsp.weights.checkpoint import read_checkpoint
@@ -131,6 +131,14 @@ def test_what_ranks_saw_is_put_together() -> None:
     assert merged(parts, ()) == [Suspect(4, ["pae", "plddt"], ["w", "b"])]
     assert merged([([], [4], ["w"]), ([], [5], [])], ()) == [Suspect(4, (), ["w"], 2), Suspect(5, (), ["w"], 2)]
     assert merged([([], [4], []), ([], [5], [])], {5}) == []
+
+
+def test_samples_that_cannot_be_told_apart_count_as_one() -> None:
+    """Catches a run that goes on beyond its limit, or stops before it, because samples of one step are counted otherwise."""
+    bad = BadSamples()
+    for sample, step, one_of in ((3, 1, 1), (4, 2, 2), (5, 2, 2), (8, 4, 2), (9, 4, 2), (10, 5, 1)):
+        bad.samples.append(BadSample(sample, "1abc_A", step, ["total"], [], one_of, "2026-01-01T00:00:00+00:00"))
+    assert bad.number == 4
 
 
 def test_weights_that_are_not_finite_are_not_saved() -> None:
