@@ -70,6 +70,7 @@ def test_waters_and_ligands_are_no_residues(tmp_path: Path, form: str) -> None:
         ligand("GLY", 1002, row=3),
         ligand("LIG", 1003, row=4),
         ligand("HEM", 1004, row=5, atoms=(("FE", 0, 0), ("CA", 1, 0))),
+        ligand("SER", 1005, row=6, atoms=(("N", 0, 0), ("CA", 1.2, 0.8))),
     ]
     (found,) = read(tmp_path, form, chain(NAMES) + others).values()
     assert found.sequence == "GSMKWA"

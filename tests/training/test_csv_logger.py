@@ -38,6 +38,15 @@ def test_a_resumed_run_continues_its_curve_without_doubled_steps(tmp_path: Path)
     assert not list(tmp_path.glob(".curve*"))
 
 
+def test_a_step_that_is_made_again_has_none_of_its_former_values(tmp_path: Path) -> None:
+    """Catches a validation of a step that was undone, in the row of the step that took its place."""
+    for values in ({"train/loss": 1.0, "val/lddt_ca": 0.5}, {"train/loss": 2.0}):
+        logger = CurveLogger(tmp_path)
+        logger.log_metrics(values, 2)
+        logger.finalize("success")
+    assert [name for name in read_curve(tmp_path / "curve.csv")[2] if name.startswith("val/")] == []
+
+
 def test_a_fresh_run_replaces_the_curve(tmp_path: Path) -> None:
     logged(tmp_path, [0, 1, 2, 3])
     logged(tmp_path, [0, 1])
