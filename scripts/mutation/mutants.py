@@ -114,7 +114,7 @@ def copied() -> Iterator[Path]:
         copy = Path(folder) / "checkout"
         for name in ("evodsp", "tests", "scripts"):
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "conftest.py", "configs", "data"):
+        for name in ("pyproject.toml", "README.md", "conftest.py", "configs", "data", "docs"):
             (copy / name).symlink_to(ROOT / name)
         if (ROOT.parent / "shared").is_dir():
             (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
