@@ -113,9 +113,11 @@ def parsed_alignment(path: Path) -> tuple[list[str], list[list[int]]]:
     from openfold.data import parsers
 
     if path.suffix == ".a3m":
-        rows, deletions = parsers.parse_a3m(path.read_text())
+        found = parsers.parse_a3m(path.read_text())
     else:
-        rows, deletions, _ = parsers.parse_stockholm(with_dashes(path.read_text()))
+        found = parsers.parse_stockholm(with_dashes(path.read_text()))
+    # A tuple in the release of 2022, an object later.
+    rows, deletions = found[:2] if isinstance(found, tuple) else (found.sequences, found.deletion_matrix)
     return [row.translate(SAME_CODE) for row in rows], deletions
 
 
