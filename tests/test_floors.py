@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "parallel": (),
     "launch": ("parallel", "reading"),
     "model": ("geometry", "parallel"),
-    "data": ("geometry", "reading", "report"),
+    "data": ("geometry", "metrics", "reading", "report"),
     "metrics": ("geometry",),
     "losses": ("geometry", "metrics", "model", "parallel"),
     "weights": ("model", "reading"),

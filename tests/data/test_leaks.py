@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.doctor.leaks import ALIGNED_WITH, SHORTEST, identity, overlap
+from evodsp.data.doctor.leaks import ALIGNED_WITH, SHORTEST, overlap
+from evodsp.data.similarity.pairs import identity
 from evodsp.geometry.alphabet import RESTYPES
 from tests.builders.training_chains import TINY, write_chain
 

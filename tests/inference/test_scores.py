@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from evodsp import metrics
 from evodsp.cli import main
@@ -18,9 +19,17 @@ from evodsp.files import whole_folder
 from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.score import scores as module
-from evodsp.inference.score.scores import ChainScores, compare, comparison_table, write_report, write_scores
+from evodsp.inference.score.scores import (
+    ChainScores,
+    ScoresBesideCopy,
+    compare,
+    comparison_table,
+    write_report,
+    write_scores,
+)
 from evodsp.inference.structure_files import PredictedStructure
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
+from tests.builders.training_chains import write_chain
 
 LENGTH = 40
 KEYS = {"train": ["9aaa_B"], "held-out": ["9bbb_B"]}
@@ -136,6 +145,93 @@ def test_scores_as_json_and_unknown_suffix(tmp_path):
     assert not (tmp_path / "scores.xlsx").exists()
 
 
+OPTIONS = ("--baseline", "nearest")
+
+
+def score_command(root, *words: str) -> int:
+    folders = ["--predictions", str(root / "predictions"), "--structures", str(root / "structures")]
+    return main(["score", *folders, "--held_out", "9bbb_B", "--output", str(root / "shown"), *words])
+
+
+def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsys, monkeypatch):
+    """Catches a copy of the held-out chain itself or of a chain that was not trained on, a difference of the wrong sign,
+    and training structures in a folder of their own that are not looked for there."""
+    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.png"])
+    monkeypatch.setattr(module, "calibration_figure", lambda *_: None)
+    root, ((near, _), (experiment, predicted)) = cases
+    resolved = np.r_[0:10, 13:LENGTH]
+    ones = torch.ones(len(resolved)).double()
+    ours, copied, true = (torch.tensor(one.positions[resolved, CA]).double() for one in (predicted, near, experiment))
+    lddt, of_copy = (float(metrics.lddt_ca(one, true, ones)) for one in (ours, copied))
+    (apart := root / "of training").mkdir()
+    (root / "structures" / "9aaa.cif").rename(apart / "9aaa.cif")
+    (listed := root / "train.txt").write_text("9aaa_B\n9bbb_B  # by mistake\n9zzz_B\n")
+    assert score_command(root, *OPTIONS, "--train_chains", str(listed), "--structure_dir", str(apart)) == 0
+    said = capsys.readouterr()
+    (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
+    assert [row[name] for name in ("nearest", "nearest_identity", "nearest_coverage")] == ["9aaa_B", "1.0", "0.925"]
+    assert float(row["nearest_lddt_ca"]) == pytest.approx(of_copy, abs=2e-3)
+    assert float(row["better_by"]) == pytest.approx(lddt - of_copy, abs=2e-3)
+    better = int(lddt > of_copy)
+    means = re.search(r"held-out: predictions ([\d.]+), copies ([\d.]+), ", said.out)
+    assert means is not None
+    assert [float(mean) for mean in means.groups()] == pytest.approx([lddt, of_copy], abs=2e-3)
+    assert f"with 100% identity on average; the prediction is better than the copy on {better} of 1 chains" in said.out
+    assert "1 of 1 chains are training chains, too, such as 9bbb_B; they are not copied from themselves" in said.out
+    assert "better by  lDDT-CA of the prediction less that of the copy" in said.out
+    assert "2 of 3 training chains cannot be read and are not copied, such as 9bbb_B" in said.err
+
+
+def test_the_training_chains_of_a_run(cases, capsys, monkeypatch):
+    """Catches a config whose chains, folders or filters are not those that are copied, and a chain without a copy that ends the
+    table."""
+    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.png"])
+    monkeypatch.setattr(module, "calibration_figure", lambda *_: None)
+    root, _ = cases
+    for key in ("1abc_A", "2abc_A"):
+        write_chain(root, key, "MKTAYIAKQRWLEACD" if key == "1abc_A" else "ACDEFGHIKLMNPQRSTVWY" * 2)
+    data = {
+        "alignment_dir": f"{root}/alignments",
+        "structure_dir": f"{root}/mmcif_files",
+        "train_chains": ["2abc_A", "1abc_A"],
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump({"data": data}))
+    assert score_command(root, *OPTIONS, "--config", str(root / "config.yaml")) == 0
+    (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
+    assert row["nearest"] == "2abc_A"
+    (root / "mmcif_files" / "2abc.cif").write_text("data_2ABC\n")
+    (listed := root / "train.txt").write_text("2abc_A\n")
+    capsys.readouterr()
+    assert score_command(root, *OPTIONS, "--config", str(root / "config.yaml"), "--train_chains", str(listed)) == 0
+    said = capsys.readouterr().out
+    assert "held-out: no copy for 1 of 1 chains, such as 9bbb_B: its nearest training chains cannot be read: " in said
+    (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
+    names = ("nearest", "nearest_identity", "nearest_coverage", "nearest_lddt_ca", "better_by")
+    assert [row[name] for name in names] == [""] * 5
+    alone = ScoresBesideCopy.of(ChainScores("x_A", "held-out", 4, 4, 1.0, 0.5, 1.0, 1.0, 1.0), None)
+    write_scores([alone], root / "scores.json")
+    assert json.loads((root / "scores.json").read_text())[0]["better_by"] is None
+
+
+def test_a_baseline_of_nothing_is_one_line(cases, capsys):
+    """Catches a traceback, or a table without copies, where the training chains are not there."""
+    root, _ = cases
+    (listed := root / "train.txt").write_text("9zzz_B\n")
+    for words, said in (
+        (OPTIONS, "--baseline nearest needs the training chains; give --config with the config.yaml"),
+        (("--train_chains", "a.txt"), "--train_chains is a.txt, but names what is copied; give --baseline nearest"),
+        ((*OPTIONS, "--train_chains", "nowhere.txt"), "nowhere.txt: no such file of chain names"),
+        ((*OPTIONS, "--train_chains", str(listed)), "none of 1 training chains can be read, such as 9zzz_B ("),
+        ((*OPTIONS, "--train", "9zzz_B", "--structure_dir", "nowhere"), "nowhere: no such structure directory"),
+        ((*OPTIONS, "--config", str(listed)), "has no block 'data'; give a config of 'evodsp fit'"),
+        (("--baseline", "best"), "baseline"),
+    ):
+        assert score_command(root, *words) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+
 def test_another_protein_is_not_compared(cases):
     """Catches scores between two proteins of equal length, which would look like a bad prediction."""
     root, _ = cases
@@ -169,7 +265,8 @@ def test_chain_without_prediction(cases):
 
 
 def test_the_command_reports_mistakes_in_one_line(cases, capsys, tmp_path):
-    """Catches a traceback, a wrong exit code (2 for mistakes, 0 for success), and chains of a file that are not read."""
+    """Catches a traceback, a wrong exit code (2 for mistakes, 0 for success), chains of a file that are not read, and
+    columns of a baseline that nobody asked for."""
     root, _ = cases
     common = [
         "score",
@@ -182,6 +279,9 @@ def test_the_command_reports_mistakes_in_one_line(cases, capsys, tmp_path):
     ]
     (held := tmp_path / "held.txt").write_text("9bbb_B\n")
     assert main([*common, "--train", "9aaa_B", "--held-out", str(held)]) == 0
-    assert (root / "scores.csv").read_text().count("held-out") == 1
+    table = (root / "scores.csv").read_text()
+    assert table.startswith("chain,split,residues,resolved,plddt,lddt_ca,rmsd,gdt_ts,tm_score\n")
+    assert table.count("held-out") == 1
+    assert "nearest" not in capsys.readouterr().out
     assert main([*common, "--train", "9zzz_A"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from evodsp.data.doctor.config import DoctorConfig
+from evodsp.data.doctor.copying import COPYING
 from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_reasons
 from evodsp.data.doctor.leaks import DEFINITION, Overlap
 from evodsp.data.doctor.run_data import data_of_run
@@ -135,6 +136,7 @@ def _set_as_json(found: Diagnosis) -> dict[str, Any]:
             for part in found.overlaps
         ],
         "identity": DEFINITION,
+        "copied": [part.as_json() for part in found.copied],
     }
 
 
@@ -153,13 +155,16 @@ def _page(found: Diagnosis) -> Page:
 
 
 def _add_set(page: Page, found: Diagnosis) -> None:
-    page.figures(_summary(found))
+    bars = {f"lDDT-CA of copies, {part.kind}": f"{part.bar.lddt_ca:.3f}" for part in found.copied if part.bar.copies}
+    page.figures(_summary(found) | bars)
     for source in found.stale:
         page.note(f"The index is older than {source}: make it again with evodsp data index.")
     if found.uncounted is not None:
         page.note(f"{found.uncounted}.")
     if found.overlaps:
         _add_overlaps(page, found.overlaps)
+    if any(part.readable for part in found.copied):
+        _add_copied(page, found)
     page.heading("Chains")
     page.table(["what", "chains"], found.counts().items())
     page.heading("Filters")
@@ -211,6 +216,28 @@ def _add_overlaps(page: Page, overlaps: list[Overlap]) -> None:
     if pairs:
         named = [(" and ".join(part.sets), *names, _percent(share)) for part, *names, share in pairs[:_SHOWN]]
         page.table(["sets", "chain of the first", "chain of the second", "identity"], named, numbers=("identity",))
+
+
+def _add_copied(page: Page, found: Diagnosis) -> None:
+    page.heading("The bar: copying the nearest training chain")
+    for part in found.copied:
+        page.note(f"{part.line}.")
+    page.note(COPYING)
+    rows = sorted(
+        ((part.kind, copy) for part in found.copied for copy in part.bar.copies), key=lambda row: row[1].lddt_ca
+    )
+    if len(rows) > _SHOWN:
+        page.note(f"The lowest {_SHOWN} of {len(rows):,}; doctor.json lists all.")
+    if rows:
+        titles = ["set", "chain", "nearest training chain", "identity", "coverage", "lDDT-CA of the copy"]
+        page.table(
+            titles,
+            [
+                (kind, copy.chain, copy.nearest, f"{copy.identity:.1%}", f"{copy.coverage:.1%}", f"{copy.lddt_ca:.3f}")
+                for kind, copy in rows[:_SHOWN]
+            ],
+            numbers=titles[3:],
+        )
 
 
 def _alike(part: Overlap) -> list[tuple[str, str, float]]:
@@ -289,5 +316,6 @@ def _print_set(console: Console, found: Diagnosis) -> None:
     lines = [f"the index is older than {source}" for source in found.stale]
     lines += [] if found.uncounted is None else [found.uncounted]
     lines += [*map(_overlap_line, found.overlaps), DEFINITION] if found.overlaps else []
+    lines += [part.line for part in found.copied if part.readable]
     for line in lines:
         console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

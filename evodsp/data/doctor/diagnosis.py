@@ -19,7 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-from evodsp.data.doctor.leaks import Overlap, overlap, sequences
+from evodsp.data.doctor.copying import Copied, copied
+from evodsp.data.doctor.leaks import Overlap, overlap
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.index.metadata import ChainFacts, day_of, table_of
@@ -27,6 +28,7 @@ from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.distillation import PredictedStore, chains_of
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.samples.selection import CountedStructures, Lacking, Presence, Selected, Selection, select
+from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.parsed_chain import ChainSource
@@ -150,6 +152,8 @@ class Diagnosis:
     """Entries with a structure file and no chain with alignments."""
     overlaps: list[Overlap] = field(default_factory=list)
     """The overlap of each two of training, validation and test chains."""
+    copied: list[Copied] = field(default_factory=list)
+    """What copying scores on validation chains, and on test chains if they are others."""
     distillation: Diagnosis | None = None
     """The self-distillation set of the run."""
 
@@ -242,6 +246,8 @@ def diagnose(
             found[wanted[at]] = Examined(wanted[at], "unreadable", str(chain)) if ended else chain
             advance(1)
     examined = [found[key] for key in sorted(drawn)]
+    sets = {name: keys for name, keys in {data.kind: selected.keys, **scored}.items() if keys}
+    letters = {} if len(sets) < 2 else _sequences(data, sets, found, number)
     table, known_from = _known(data, store, usable, examined)
     return Diagnosis(
         data,
@@ -264,23 +270,33 @@ def diagnose(
         max(1, number),
         _unreadable_headers(store, listed),
         _unaligned(store, presence),
-        _overlaps(data, {data.kind: selected.keys, **scored}, found, number),
+        _overlaps(sets, letters),
+        [
+            copied(kind, _readable(keys, lacking_of, found), letters, selected.keys, store, seed, number)
+            for kind, keys in scored.items()
+            if letters
+        ],
         distillation,
     )
 
 
-def _overlaps(
+def _readable(keys: list[str], lacking: Mapping[str, Lacking | None], found: Mapping[str, Examined]) -> list[str]:
+    return [key for key in keys if lacking[key] is None and found[key].state == "good"]
+
+
+def _sequences(
     data: DataSet, sets: Mapping[str, list[str]], found: Mapping[str, Examined], workers: int
-) -> list[Overlap]:
-    """Compare each two of the sets of chains; the first is the largest."""
-    sets = {name: keys for name, keys in sets.items() if keys}
-    if len(sets) < 2:
-        return []
+) -> dict[str, str]:
+    """The sequence of each chain of the sets, '' if it is unknown."""
     known = {key: chain.sequence for key, chain in found.items()}
     keys = dict.fromkeys(key for keys in sets.values() for key in keys)
-    of_chain = sequences(data.source, keys, known, data.selection.chain_data_cache, workers)
+    return sequences(data.source, keys, known, data.selection.chain_data_cache, workers)
+
+
+def _overlaps(sets: Mapping[str, list[str]], letters: Mapping[str, str]) -> list[Overlap]:
+    """Compare each two of the sets of chains; the first is the largest."""
     return [
-        overlap(pair, *({key: of_chain[key] for key in sets[name]} for name in pair)) for pair in combinations(sets, 2)
+        overlap(pair, *({key: letters[key] for key in sets[name]} for name in pair)) for pair in combinations(sets, 2)
     ]
 
 

@@ -94,6 +94,10 @@ class FeatureStore:
             )
         return _decoded(self.address, key, lambda: decode_parsed(data, with_hits))
 
+    def chain(self, key: str) -> Chain:
+        """The structure of the chain. Raises UserError as `parsed` does."""
+        return self.parsed(key, with_hits=False).chain
+
     def template_source(self, max_date: date | None = None) -> TemplateSource | None:
         """The source of templates; None if the store was built without them. `max_date`: latest release date."""
         if self.structures is None:

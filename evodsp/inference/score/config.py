@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from evodsp.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -20,3 +23,27 @@ class ScoreConfig:
     """Chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,…"""
     held_out: str | None = None
     """Chains that the model was not trained on, given likewise."""
+    baseline: Literal["nearest"] | None = None
+    """nearest: say for each chain its nearest training chain (by alignment score) and what a copy of it scores. The training
+    chains are those of config, train_chains or train."""
+    config: Path | None = None
+    """For the baseline: config.yaml of the run's folder, or another file of `evodsp fit`. Its `data` block names the training
+    chains and the folders or the store that they are in."""
+    train_chains: str | None = None
+    """For the baseline: text file of the training chains, one name per line; null takes those of config, or train."""
+    structure_dir: str | None = None
+    """For the baseline: folder of the training chains' structures; null takes that of config, or structures."""
+
+    def __post_init__(self) -> None:
+        if self.baseline is not None:
+            if self.config is None and self.train_chains is None and self.train is None:
+                raise UserError(
+                    "--baseline nearest needs the training chains; give --config with the config.yaml of the run's folder, "
+                    "--train_chains with a file of their names, or --train"
+                )
+            return
+        for name in ("config", "train_chains", "structure_dir"):
+            if (value := getattr(self, name)) is not None:
+                raise UserError(
+                    f"--{name} is {value}, but names what is copied; give --baseline nearest, or leave it out"
+                )

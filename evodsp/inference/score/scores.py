@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,12 @@ from evodsp import metrics
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.data.samples.selection import chain_list
+from evodsp.data.similarity.nearest import Bar, Copy
 from evodsp.data.sources.layout import names_of, split_key, structure_file
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import plddt_of, read_result
+from evodsp.inference.score.baseline import TrainingChains, training_chains
 from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.figures import calibration_figure, distance_figure
@@ -53,6 +55,35 @@ class ChainScores:
     """0..1, normalised by the number of residues compared."""
 
 
+@dataclass(frozen=True)
+class ScoresBesideCopy(ChainScores):
+    """Scores of a prediction, and of a copy of the nearest training chain."""
+
+    nearest: str = ""
+    """The training chain; '' if there is no copy."""
+    nearest_identity: float | None = None
+    """Identical residues, as a share of those that the alignment pairs, 0..1."""
+    nearest_coverage: float | None = None
+    """Share of the chain's residues that the alignment pairs, 0..1."""
+    nearest_lddt_ca: float | None = None
+    """lDDT-CA of the copy, 0..1."""
+    better_by: float | None = None
+    """By how much the lDDT-CA of the prediction is above that of the copy."""
+
+    @classmethod
+    def of(cls, scores: ChainScores, copy: Copy | None) -> ScoresBesideCopy:
+        if copy is None:
+            return cls(**vars(scores))
+        return cls(
+            **vars(scores),
+            nearest=copy.nearest,
+            nearest_identity=copy.identity,
+            nearest_coverage=copy.coverage,
+            nearest_lddt_ca=copy.lddt_ca,
+            better_by=scores.lddt_ca - copy.lddt_ca,
+        )
+
+
 _COLUMNS = (
     ("chain", "chain", "", "name of the structure and its chain"),
     ("split", "split", "", "train: the model was trained on this chain; held-out: it was not"),
@@ -62,6 +93,13 @@ _COLUMNS = (
     ("rmsd", "RMSD Å", ".2f", "typical CA displacement after superposition, in Å (lower is better, below 3: close)"),
     ("gdt_ts", "GDT-TS", ".3f", "fraction of residues within 1, 2, 4 and 8 Å of their place, averaged, 0 to 1"),
     ("tm_score", "TM-score", ".3f", "similarity of the whole fold, 0 to 1 (above 0.5: same fold, 0.2: chance)"),
+)  # fmt: skip
+_OF_THE_COPY = (
+    ("nearest", "nearest", "", "the training chain whose sequence has the highest alignment score with the chain's"),
+    ("nearest_identity", "identity", ".3f", "share of the residues, paired by that alignment, that are identical, 0 to 1"),
+    ("nearest_coverage", "coverage", ".3f", "share of the chain's residues that are paired, 0 to 1"),
+    ("nearest_lddt_ca", "copy", ".3f", "lDDT-CA of a copy of that training chain: what a prediction must exceed"),
+    ("better_by", "better by", "+.3f", "lDDT-CA of the prediction less that of the copy"),
 )  # fmt: skip
 
 
@@ -82,7 +120,8 @@ class _Pair:
 def run(settings: ScoreConfig, words: list[str]) -> int:
     """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
     splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
-    write_report(settings.predictions, settings.structures, splits, settings.output)
+    training = None if settings.baseline is None else training_chains(settings, splits["train"])
+    write_report(settings.predictions, settings.structures, splits, settings.output, training=training)
     return 0
 
 
@@ -116,16 +155,27 @@ def write_report(
     splits: Mapping[str, Sequence[str]],
     output: Path,
     report: Callable[[str], None] = show,
-) -> list[ChainScores]:
+    training: TrainingChains | None = None,
+) -> Sequence[ChainScores]:
     """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write `<output>/scores.csv`,
-    `<output>/calibration.png` and `<output>/distances_<chain>.png`.
+    `<output>/calibration.png` and `<output>/distances_<chain>.png`. `training`: also score copies of these chains.
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
-    scores = compare_all(predictions, structures, splits)
+    scores: Sequence[ChainScores] = compare_all(predictions, structures, splits)
     if not scores:
         raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
+    lines: list[str] = []
+    if training is not None:
+        bars = training.bars(structures, splits)
+        copy_of = {(split, copy.chain): copy for split, one in bars.items() for copy in one.copies}
+        beside = [ScoresBesideCopy.of(one, copy_of.get((one.split, one.chain))) for one in scores]
+        scores, lines = beside, [line for split, one in bars.items() for line in _copy_lines(split, one, beside)]
     report(comparison_table(scores))
+    if training is not None:
+        report("\nCopying the nearest training chain (lDDT-CA)")
+    for line in lines:
+        report(line)
     found = calibrations(predictions, structures, splits)
     report("\nConfidence (both 0 to 100)")
     for split, calibration in found.items():
@@ -140,6 +190,24 @@ def write_report(
     return scores
 
 
+def _copy_lines(split: str, bar: Bar, scores: Sequence[ScoresBesideCopy]) -> Iterator[str]:
+    """Lines for a terminal about the copies of a set of chains."""
+    beside = [(one.lddt_ca, one.nearest_lddt_ca) for one in scores if one.split == split]
+    pairs = [(ours, copied) for ours, copied in beside if copied is not None]
+    if pairs:
+        mean, better = np.mean(pairs, axis=0), sum(ours > copied for ours, copied in pairs)
+        yield (
+            f"{split}: predictions {mean[0]:.3f}, copies {mean[1]:.3f}, with {bar.identity:.0%} identity on average; the "
+            f"prediction is better than the copy on {better} of {len(pairs)} chains"
+        )
+    if bar.without:
+        key, reason = next(iter(bar.without.items()))
+        yield f"{split}: no copy for {len(bar.without)} of {len(beside)} chains, such as {key}: {reason}"
+    if bar.trained_on and split != "train":
+        some = f"{len(bar.trained_on)} of {len(beside)} chains are training chains, too, such as {bar.trained_on[0]}"
+        yield f"{split}: {some}; they are not copied from themselves"
+
+
 def calibrations(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, Calibration]:
     """pLDDT against lDDT-CA of the best prediction of every chain, for each set of chains that is not empty."""
     return {
@@ -151,10 +219,11 @@ def calibrations(predictions: Path, structures: Path, splits: Mapping[str, Seque
 
 def comparison_table(scores: Sequence[ChainScores]) -> str:
     """The scores as text: one line per chain, then one line of explanation per column."""
-    rows = [[heading for _, heading, _, _ in _COLUMNS]]
-    rows += [[format(getattr(s, field), style) for field, _, style, _ in _COLUMNS] for s in scores]
+    columns = (*_COLUMNS, *(_OF_THE_COPY if scores and isinstance(scores[0], ScoresBesideCopy) else ()))
+    rows = [[heading for _, heading, _, _ in columns]]
+    rows += [[_cell(getattr(s, field), style) for field, _, style, _ in columns] for s in scores]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = [style == "" for _, _, style, _ in _COLUMNS]
+    texts = [style == "" for _, _, style, _ in columns]
     lines = [
         "  ".join(
             cell.ljust(width) if text else cell.rjust(width)
@@ -163,9 +232,13 @@ def comparison_table(scores: Sequence[ChainScores]) -> str:
         for row in rows
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
-    longest = max(len(heading) for _, heading, _, _ in _COLUMNS)
-    legend = [f"{heading:<{longest}}  {meaning}" for _, heading, _, meaning in _COLUMNS]
+    longest = max(len(heading) for _, heading, _, _ in columns)
+    legend = [f"{heading:<{longest}}  {meaning}" for _, heading, _, meaning in columns]
     return "\n".join([*lines, "", *legend])
+
+
+def _cell(value: object, style: str) -> str:
+    return "–" if value is None or value == "" else format(value, style)
 
 
 def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
@@ -180,10 +253,11 @@ def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
     if path.suffix != ".csv":
         raise UserError(f"{path}: scores can be written as .csv or .json, not as '{path.suffix}'; rename it")
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(ChainScores)], lineterminator="\n")
+        names = [field.name for field in dataclasses.fields(scores[0] if scores else ChainScores)]
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(
-            {**row, "chain": printable(str(row["chain"])), "split": printable(str(row["split"]))} for row in rows
+            {name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows
         )
 
 

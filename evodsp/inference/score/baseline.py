@@ -1,0 +1,82 @@
+"""The training chains that `evodsp score --baseline nearest` copies: their names, their sequences and their structures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.data.doctor.config import DoctorConfig
+from evodsp.data.doctor.run_data import data_of_run
+from evodsp.data.executors import processes
+from evodsp.data.samples.distillation import chains_of
+from evodsp.data.samples.selection import Presence, chain_list, select
+from evodsp.data.similarity.nearest import Bar, Structures, bar
+from evodsp.data.similarity.sequences import sequences
+from evodsp.data.sources.structures import StructureFolder
+from evodsp.errors import UserError
+from evodsp.inference.score.config import ScoreConfig
+from evodsp.printing import tell
+
+_IN_THIS_PROCESS = 2000
+"""Chains whose sequences are read without further processes."""
+
+
+@dataclass(frozen=True)
+class TrainingChains:
+    """Training chains by key, with their sequences ('' where unknown), and the source of their structures."""
+
+    sequences: Mapping[str, str]
+    structures: Structures
+
+    def bars(self, structures: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, Bar]:
+        """What copying scores on each set of chains that is not empty. `structures`: the folder of their structures."""
+        truth = StructureFolder(structures)
+        return {
+            split: bar(split, _sequences(truth, keys), self.sequences, truth, self.structures)
+            for split, keys in splits.items()
+            if keys
+        }
+
+
+def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChains:
+    """The chains that the settings name. `train`: those of --train, which are taken if nothing else names them.
+
+    Raises UserError if there are none, or if no sequence of them can be read.
+    """
+    structures: Structures
+    if settings.config is None:
+        keys = list(train) if settings.train_chains is None else chain_list(settings.train_chains)
+        folder = StructureFolder(settings.structure_dir or settings.structures)
+        found, structures, where = _sequences(folder, keys), folder, str(folder.directory)
+    else:
+        given = DoctorConfig(
+            settings.output, settings.config, structure_dir=settings.structure_dir, chains=settings.train_chains
+        )
+        data = data_of_run(given).training
+        store = chains_of(data.source)
+        presence = Presence(store)
+        listed = presence.keys if data.training is None else data.training
+        keys = select([key for key in listed if presence.lacks(key) is None], data.selection).keys
+        found = sequences(data.source, keys, {}, data.selection.chain_data_cache, _processes(keys))
+        structures, where = store, data.place
+    unknown = [key for key, sequence in found.items() if not sequence]
+    if len(unknown) == len(found):
+        such = f", such as {unknown[0]}" if unknown else ""
+        raise UserError(
+            f"--baseline nearest: none of {len(found):,} training chains can be read{such} ({where}); check the list of chains "
+            "and --structure_dir"
+        )
+    if unknown:
+        tell(
+            f"{len(unknown):,} of {len(found):,} training chains cannot be read and are not copied, such as {unknown[0]}"
+        )
+    return TrainingChains(found, structures)
+
+
+def _sequences(folder: StructureFolder, keys: Sequence[str]) -> dict[str, str]:
+    return sequences(folder, keys, {}, None, _processes(keys))
+
+
+def _processes(keys: Sequence[str]) -> int:
+    return 1 if len(keys) <= _IN_THIS_PROCESS else processes(None)

@@ -1,0 +1,256 @@
+"""What copying the nearest training chain scores: which chain is copied, what the copy scores, and what bad chains cost."""
+
+from __future__ import annotations
+
+import csv
+import json
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from evodsp.cli import main
+from evodsp.data.doctor import copying
+from evodsp.data.records import Chain
+from evodsp.data.similarity import nearest
+from evodsp.data.similarity.nearest import MOST_FILES, Bar, Copy, bar, copies
+from evodsp.data.similarity.sequences import sequences
+from evodsp.data.sources.structures import StructureFolder
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import RESTYPES
+from evodsp.geometry.residues import CA
+from tests.builders.training_chains import TINY, write_chain
+from tests.shared import SHARED
+
+NEAREST = SHARED / "tcr" / "nearest.csv"
+
+
+def random_sequence(length: int, seed: int = 0) -> str:
+    return "".join(RESTYPES[code] for code in np.random.default_rng(seed).integers(len(RESTYPES), size=length))
+
+
+class Structures:
+    """Chains in memory, each with the coordinates that its name is given."""
+
+    def __init__(self) -> None:
+        self.chains: dict[str, Chain] = {}
+        self.read: list[str] = []
+
+    def add(self, key: str, letters: str, trace: np.ndarray, resolution: float | None = 2.0) -> None:
+        positions = np.zeros((len(letters), 37, 3), np.float32)
+        mask = np.zeros((len(letters), 37), np.float32)
+        positions[:, CA], mask[:, CA] = trace, 1
+        numbers, names = np.arange(1, len(letters) + 1, dtype=np.int32), ("",) * len(letters)
+        missing = np.zeros(len(letters), bool)
+        pdb_id, chain_id = key.split("_")
+        self.chains[key] = Chain(
+            pdb_id, chain_id, letters, numbers, names, missing, positions, mask, resolution=resolution
+        )
+
+    def chain(self, key: str) -> Chain:
+        self.read.append(key)
+        if key not in self.chains:
+            raise UserError(f"{key}.cif:7: broken")
+        return self.chains[key]
+
+
+def trace(length: int, seed: int = 0) -> np.ndarray:
+    """A helix of CA atoms with noise, in Å."""
+    n = np.arange(length)
+    helix = np.stack([2.3 * np.cos(1.745 * n), 2.3 * np.sin(1.745 * n), 1.5 * n], -1)
+    return helix + np.random.default_rng(seed).normal(size=(length, 3))
+
+
+def share_kept(true: np.ndarray, copied: np.ndarray) -> float:
+    """lDDT-CA, in plain loops. Rows of NaN have no counterpart."""
+    kept, counted = 0.0, 0
+    for one in range(len(true)):
+        for other in range(len(true)):
+            distance = np.linalg.norm(true[one] - true[other])
+            if one != other and distance < 15:
+                error = abs(distance - np.linalg.norm(copied[one] - copied[other]))
+                counted += 1
+                kept += np.mean([bool(error < threshold) for threshold in (0.5, 1, 2, 4)])
+    return kept / counted
+
+
+def found(structures: Structures, targets: Iterable[str], training: Iterable[str]) -> Bar:
+    letters = {key: chain.sequence for key, chain in structures.chains.items()}
+    known, others = ({key: letters.get(key, "") for key in keys} for keys in (targets, training))
+    return bar("test", known, others, structures, structures, workers=0)
+
+
+def test_the_copy_is_that_of_the_aligned_residues() -> None:
+    """Catches atoms that are put on other residues, or scored where they have no counterpart or no CA; an identity of all
+    residues; and the likest chain by identity, which may be a short one."""
+    structures, letters = Structures(), random_sequence(50)
+    mine, other = trace(50), trace(40, seed=1)
+    structures.add("1abc_A", letters, mine)
+    changed = [letters[at] for at in range(50) if not 20 <= at < 30]
+    changed[4], changed[6] = ("W" if letters[4] != "W" else "V"), "X"
+    structures.add("2abc_A", "".join(changed), other)
+    structures.add("3abc_A", letters[:12], trace(12))
+    structures.chains["2abc_A"].mask[38, CA] = 0
+    structures.chains["1abc_A"].mask[2, CA] = 0
+    (copy,) = found(structures, ["1abc_A"], ["3abc_A", "2abc_A"]).copies
+    assert (copy.chain, copy.nearest) == ("1abc_A", "2abc_A")
+    assert (copy.identity, copy.coverage) == (pytest.approx(37 / 39), 39 / 50)
+    copied = np.full((50, 3), np.nan)
+    copied[[*range(20), *range(30, 50)]] = other
+    copied[48] = np.nan
+    resolved = [at for at in range(50) if at != 2]
+    assert copy.lddt_ca == pytest.approx(share_kept(mine[resolved], copied[resolved]), abs=1e-6)
+    assert 0.2 < copy.lddt_ca < 0.9
+
+
+def test_of_equal_scores_the_best_resolution_is_copied() -> None:
+    """Catches the first or last of equal chains, a chain without a resolution that passes for a perfect one, and a chain that
+    is copied from itself."""
+    structures, letters = Structures(), random_sequence(40)
+    for number, resolution in enumerate([None, 3.0, 1.8, 1.8, 0.9]):
+        structures.add(f"{number}abc_A", letters, trace(40, number), resolution)
+    names = [f"{number}abc_A" for number in range(5)]
+    result = found(structures, ["4abc_A"], names)
+    assert ([copy.nearest for copy in result.copies], result.trained_on) == (["2abc_A"], ["4abc_A"])
+    assert found(structures, ["4abc_A"], names[:2]).copies[0].nearest == "1abc_A"
+    (copy,) = found(structures, ["4abc_A"], names[:1]).copies
+    assert (copy.nearest, copy.identity, copy.coverage) == ("0abc_A", 1.0, 1.0)
+    assert found(structures, ["4abc_A"], ["4abc_A"]).copies == []
+
+
+def test_a_bad_chain_costs_no_other() -> None:
+    """Catches one broken file, on either side, that ends the comparison, and a reason that nobody gets to know."""
+    structures, letters = Structures(), random_sequence(40)
+    near, far = letters[:30] + random_sequence(10, 1), letters[:12] + random_sequence(28, 2)
+    structures.add("1abc_A", letters, trace(40))
+    structures.add("2abc_A", letters, trace(40, 1))
+    structures.chains["2abc_A"].mask[:] = 0
+    structures.add("3abc_A", far, trace(40, 2))
+    structures.add("4abc_A", "A", trace(1))
+    targets = {"1abc_A": letters, "8abc_A": letters, "2abc_A": letters, "7abc_A": "", "4abc_A": "A"}
+    training = {"9abc_A": near, "2abc_A": letters, "3abc_A": far, "6abc_A": ""}
+    result = bar("test", targets, training, structures, structures, workers=0)
+    assert [(copy.chain, copy.nearest) for copy in result.copies] == [("1abc_A", "3abc_A"), ("4abc_A", "3abc_A")]
+    assert result.without == {
+        "8abc_A": "8abc_A.cif:7: broken",
+        "2abc_A": "no residue of it has a CA",
+        "7abc_A": "its sequence is unknown",
+    }
+    alone = bar("test", {"1abc_A": letters}, {"9abc_A": near}, structures, structures, workers=0)
+    assert alone.without == {"1abc_A": "its nearest training chains cannot be read: 9abc_A.cif:7: broken"}
+    assert np.isnan(alone.lddt_ca)
+    assert bar("test", {"1abc_A": letters}, {"1abc_A": letters}, structures, structures).without == {
+        "1abc_A": "there is no training chain that it could be aligned with"
+    }
+
+
+def test_hundreds_of_copies_are_not_all_read() -> None:
+    """Catches a protein with hundreds of structures, all of which are read for their resolution."""
+    structures, letters = Structures(), random_sequence(30)
+    structures.add("0abc_A", letters, trace(30))
+    training = {f"{number}xyz_A": letters for number in range(3 * MOST_FILES)}
+    result = bar("test", {"0abc_A": letters}, training, structures, structures)
+    assert "cannot be read: 0xyz_A.cif:7: broken" in result.without["0abc_A"]
+    assert len(structures.read) == 1 + MOST_FILES
+
+
+def test_a_large_set_is_narrowed_by_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a chain that is aligned with all of a hundred thousand, the relative that is not among those it is aligned with,
+    one long sequence in front that hides all others, and a chain that is too long for any."""
+    aligned: list[str] = []
+    monkeypatch.setattr(nearest, "score", lambda letters, _: aligned.append(letters) or letters.count("W"))
+    monkeypatch.setattr(nearest, "MOST_CELLS", 30 * 30 * 3)
+    structures, letters = Structures(), random_sequence(30)
+    training = {f"{number}xyz_A": random_sequence(30, number) for number in range(1, 60)}
+    training["1abc_A"] = letters[:15] + random_sequence(15, 99)
+    training["2abc_A"] = letters * 4
+    for key in ("0abc_A", "5abc_A"):
+        structures.add(key, letters, trace(30))
+    dict(copies({"0abc_A": letters, "5abc_A": letters * 99}, training, structures, structures, workers=0))
+    assert len(aligned) == 3
+    assert training["1abc_A"] in aligned
+
+
+def test_the_doctor_names_the_bar(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a bar that stands in one report only, that is of training chains which the filters leave out, that forbids a
+    training, or that takes hours with thousands of validation chains."""
+    one, two = random_sequence(30), random_sequence(30, 1)
+    chains = {
+        "1abc_A": one,
+        "2abc_A": two,
+        "3abc_A": f"{one[:15]}{'W' if one[15] != 'W' else 'V'}{one[16:]}",
+        "4abc_A": two,
+        "5abc_A": two[:20],
+        "6abc_A": one,
+    }
+    for key, letters in chains.items():
+        write_chain(tmp_path, key, letters)
+    content = yaml.safe_load(TINY)
+    cache = {key: {"seq": letters, "resolution": 9.5 if key == "6abc_A" else 2.0} for key, letters in chains.items()}
+    (tmp_path / "cache.json").write_text(json.dumps(cache))
+    content["data"] |= {
+        "alignment_dir": f"{tmp_path}/alignments", "structure_dir": f"{tmp_path}/mmcif_files", "test_chains": ["2abc_A"],
+        "train_chains": ["6abc_A", "1abc_A", "2abc_A"], "validation_chains": ["3abc_A", "4abc_A", "5abc_A"],
+        "chain_data_cache": f"{tmp_path}/cache.json",
+    }  # fmt: skip
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    words = ["data", "doctor", "--config", f"{tmp_path}/config.yaml", "--output", f"{tmp_path}/doctor", "--workers=0"]
+    assert main(words) == 0
+    out, page = capsys.readouterr().out, (tmp_path / "doctor" / "doctor.html").read_text()
+    validation, test = json.loads((tmp_path / "doctor" / "doctor.json").read_text())["copied"]
+    nearest_of = {copy["chain"]: copy["nearest"] for copy in validation["copies"]}
+    assert nearest_of == {"3abc_A": "1abc_A", "4abc_A": "2abc_A", "5abc_A": "2abc_A"}
+    assert validation["identity"] == pytest.approx((29 / 30 + 1 + 1) / 3)
+    assert (test["set"], test["chains"], test["trained_on"]) == ("test", 1, ["2abc_A"])
+    assert test["copies"][0]["nearest"] == "1abc_A"
+    line = f"copying the nearest training chain scores lDDT-CA {validation['lddt_ca']:.3f}, at 99% identity (3 chains)"
+    for text in (out, page):
+        assert f"validation: {line}" in text
+    assert "lDDT-CA of copies, test" in page.partition("Training, validation and test")[0]
+    monkeypatch.setattr(copying, "MOST_COPIED", 2)
+    content["data"]["train_chains"] = ["2abc_A"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "(2 of 3 chains, drawn by --seed)" in out
+    said = (
+        "test: copying the nearest training chain scores nothing (1 chains; 1 have no copy, such as 2abc_A: there is no"
+    )
+    assert said in out
+    assert json.loads((tmp_path / "doctor" / "doctor.json").read_text())["copied"][1]["lddt_ca"] is None
+
+
+@pytest.mark.verify
+@pytest.mark.skipif(not NEAREST.is_file(), reason="needs ../shared/tcr")
+def test_the_bar_of_real_proteins(tmp_path: Path) -> None:
+    """Catches another nearest chain, another alignment or score than those of another program, on each of the 89
+    held-out T-cell-receptor domains (its README says how they were made)."""
+    with NEAREST.open() as file:
+        rows = {row["chain"]: row for row in csv.DictReader(file)}
+    with tarfile.open(NEAREST.parent / "tcr.tar") as pack:
+        for member in pack:
+            name = member.name.removeprefix("./")
+            if name == "train.txt" or name.startswith("mmcif_files/"):
+                pack.extract(member, tmp_path, filter="data")
+    train = (tmp_path / "train.txt").read_text().split()
+    folder = StructureFolder(tmp_path / "mmcif_files")
+    targets, training = (sequences(folder, keys, {}, None, 1) for keys in (rows, train))
+    result = bar("held-out", targets, training, folder, folder, workers=1)
+    assert (len(result.copies), result.without, result.trained_on) == (89, {}, [])
+    for copy in result.copies:
+        row = rows[copy.chain]
+        assert copy.nearest == row["nearest_by_score"], copy
+        columns = ("lddt_ca_by_score", "identity_by_score", "coverage_by_score")
+        expected = [float(row[column]) for column in columns]
+        assert [copy.lddt_ca, copy.identity, copy.coverage] == pytest.approx(expected, abs=6e-4), copy
+    assert _mean(result.copies, rows, "test") == pytest.approx(0.831, abs=6e-4)
+    assert _mean(result.copies, rows, "validation") == pytest.approx(0.748, abs=6e-4)
+
+
+def _mean(found: list[Copy], rows: dict[str, dict[str, str]], split: str) -> float:
+    return float(np.mean([copy.lddt_ca for copy in found if rows[copy.chain]["split"] == split]))
