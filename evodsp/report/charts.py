@@ -23,6 +23,8 @@ _WIDTH = 460
 _DIGIT = 7.7
 """Width of a digit in a chart's text, in pixels: that of a wide font, so that no label is cut."""
 _DASHED = "5 4"
+_TEXT = 13
+"""Height of a line of text, in pixels of the picture."""
 _MOST_POINTS = 80
 _LOG_FROM = 20.0
 """The ratio of the largest to the smallest value from which `scale` "auto" is logarithmic."""
@@ -174,6 +176,16 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Level:
+    """A value to compare a chart's lines with: a dotted line across, and its name with the value."""
+
+    name: str
+    value: float
+    colour: int | None = None
+    """Number of the colour; None for that of text."""
+
+
+@dataclass(frozen=True)
 class _Point:
     x: float
     mean: float
@@ -181,10 +193,13 @@ class _Point:
     high: float
 
 
-def lines(series: Sequence[Series], x_label: str, y_label: str, scale: str = "auto") -> Markup:
+def lines(
+    series: Sequence[Series], x_label: str, y_label: str, scale: str = "auto", levels: Sequence[Level] = ()
+) -> Markup:
     """A chart of the series. Its title, which the page writes above it, is `y_label`, so that the axis needs none.
 
-    `scale` of y: linear, log, or auto (log if all values are positive and differ much).
+    `scale` of y: linear, log, or auto (log if all values are positive and differ much). `levels`: finite values to compare the
+    series with.
 
     Raises ValueError if no series has a finite point, or if one has not as many x as y.
     """
@@ -193,6 +208,7 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, scale: str = "au
     if not drawn:
         raise ValueError("no finite point to draw")
     values = [value for _, points in drawn for point in points for value in (point.low, point.high)]
+    values += [level.value for level in levels]
     log = scale == "log" or (scale == "auto" and min(values) > 0 and max(values) / min(values) >= _LOG_FROM)
     ends = [point.x for _, points in drawn for point in points]
     frame = Frame(_WIDTH, 230, left=46, right=14, top=12, bottom=40)
@@ -206,7 +222,17 @@ def lines(series: Sequence[Series], x_label: str, y_label: str, scale: str = "au
     marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks(whole)]
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]
+    marks += [part for level in levels for part in _level(level, frame, up(level.value))]
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
+
+
+def _level(level: Level, frame: Frame, y: float) -> Iterator[Mark]:
+    """The line, and its name above it, or below it where there is no room above."""
+    text = f"{level.name}: {level.value:.3f}"
+    kind = "level" if level.colour is None else f"level s{level.colour % COLOURS}"
+    yield mark("line", text, kind=kind, x1=frame.left, y1=y, x2=frame.end, y2=y)
+    below = y < frame.top + _TEXT
+    yield mark("text", x=frame.end, y=y + _TEXT if below else y - 4, text_anchor="end", text=text)
 
 
 def _thinned(series: Series) -> list[_Point]:

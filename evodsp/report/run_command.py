@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from markupsafe import Markup
 
 from evodsp.files import whole_file
 from evodsp.printing import show
 from evodsp.progress import duration
-from evodsp.report.charts import Series, lines
+from evodsp.report.charts import Level, Series, lines
 from evodsp.report.page import Page
 from evodsp.report.run_config import ReportConfig
 from evodsp.report.runs import Run, differing, read_runs
@@ -50,7 +51,8 @@ def run(config: ReportConfig, words: list[str]) -> int:
     with whole_file(config.output) as partial:
         partial.write_text(page(runs).html(), encoding="utf-8")
     for one in runs:
-        show("   ".join(f"{name} {value}" for name, value in zip(_HEADINGS, _summary(one), strict=True)))
+        cells = zip(_headings(runs), _cells(one, runs), strict=True)
+        show("   ".join(f"{name} {value}" for name, value in cells))
     show(f"report: {config.output}")
     return 0
 
@@ -59,7 +61,7 @@ def page(runs: Sequence[Run]) -> Page:
     """The page of the runs."""
     names = [one.name for one in runs]
     made = Page("Training" if len(runs) > 1 else f"Training {names[0]}", ", ".join(names) if len(runs) > 1 else "")
-    made.table(_HEADINGS, [_summary(one) for one in runs])
+    made.table(_headings(runs), [_cells(one, runs) for one in runs])
     if len(runs) > 1:
         made.legend(names)
     made.note(
@@ -101,6 +103,19 @@ def page(runs: Sequence[Run]) -> Page:
 _HEADINGS = ("run", "steps", "time", "last loss", "best lDDT-CA (validation)", "rows that are not finite")
 
 
+_COPYING = "copying the nearest training chain (lDDT-CA)"
+
+
+def _headings(runs: Sequence[Run]) -> list[str]:
+    """Of the table of runs; the last one only if a run knows the bar."""
+    return [*_HEADINGS, *([_COPYING] if any(one.baseline for one in runs) else [])]
+
+
+def _cells(one: Run, runs: Sequence[Run]) -> list[str]:
+    copying = "none" if one.baseline is None else f"{one.baseline.lddt_ca:.3f}"
+    return [*_summary(one), *([copying] if any(run.baseline for run in runs) else [])]
+
+
 def _summary(one: Run) -> list[str]:
     best = one.best("val/lddt_ca")
     seconds = one.last("seconds")
@@ -118,6 +133,7 @@ def _summary(one: Run) -> list[str]:
 def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, Markup]:
     """A chart for each title whose columns have values."""
     charts: dict[str, Markup] = {}
+    levels = _levels(runs)
     for title, (training, validation) in columns.items():
         series = [
             Series(f"{one.name}{', validation' if dashed and training else ''}", *one.points(column), colour, dashed)
@@ -125,12 +141,28 @@ def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, Markup]:
             for column, dashed in ((training, False), (validation, True))
             if column is not None
         ]
-        charts |= _chart(title, series)
+        charts |= _chart(title, series, levels.get(validation or "", []))
     return charts
 
 
-def _chart(title: str, series: Sequence[Series]) -> dict[str, Markup]:
+def _levels(runs: Sequence[Run]) -> dict[str, list[Level]]:
+    """The bars of the runs by column of validation: of the mean, and of each chain. Equal bars of several runs are one."""
+    found: dict[str, list[Level]] = {}
+    for colour, one in enumerate(runs):
+        if one.baseline is not None:
+            found.setdefault("val/lddt_ca", []).append(Level(one.baseline.name, one.baseline.lddt_ca, colour))
+            for chain, (nearest, lddt) in one.baseline.copies.items():
+                found.setdefault(f"{_CHAIN}{chain}", []).append(Level(f"copying {nearest}", lddt, colour))
+    for column, levels in found.items():
+        if len({(level.name, round(level.value, 3)) for level in levels}) == 1:
+            found[column] = [replace(levels[0], colour=None)]
+        else:
+            found[column] = [replace(level, name=f"{runs[level.colour or 0].name}: {level.name}") for level in levels]
+    return found
+
+
+def _chart(title: str, series: Sequence[Series], levels: Sequence[Level] = ()) -> dict[str, Markup]:
     """The chart under its title; nothing if there is nothing to draw."""
     if not any(math.isfinite(value) for one in series for value in one.y):
         return {}
-    return {title: lines(series, "step", title, "linear" if title in _LINEAR else "auto")}
+    return {title: lines(series, "step", title, "linear" if levels or title in _LINEAR else "auto", levels)}

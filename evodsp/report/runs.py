@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import FileFormatError, UserError
+from evodsp.reading.quoting import shown
+from evodsp.reading.text_files import read_json
 from evodsp.reading.yaml_files import read_yaml
 from evodsp.report.curve import read_curve
 
@@ -16,6 +18,23 @@ _OF_ONE_START = ("output", "overwrite", "ckpt_path")
 """Settings that say where a run's files are and how it was started, not what it computes."""
 UNSET = "—"
 _STEP_SECONDS = "train/step_seconds"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What copies of the nearest training chains score on a run's validation chains, as the run has found when it began."""
+
+    lddt_ca: float
+    """The mean."""
+    chains: int
+    """Validation chains."""
+    copies: dict[str, tuple[str, float]]
+    """For each of them that has a copy: the training chain, and the copy's lDDT-CA."""
+
+    @property
+    def name(self) -> str:
+        some = "" if len(self.copies) == self.chains else f" ({len(self.copies):,} of {self.chains:,} chains)"
+        return f"copying the nearest training chain{some}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,8 @@ class Run:
     """Cells of `curve.csv` by step and column."""
     settings: dict[str, str]
     """Every setting by its dotted name; none if the folder has no config.yaml."""
+    baseline: Baseline | None = None
+    """None if the folder has no baseline.json."""
 
     @property
     def columns(self) -> list[str]:
@@ -88,7 +109,7 @@ def _read(folder: Path, name: str) -> Run:
                 float(cell)
             except ValueError as error:
                 raise FileFormatError(path, f"{column} of step {step} is '{cell}', expected a number") from error
-    return Run(name, rows, _settings(folder / "config.yaml"))
+    return Run(name, rows, _settings(folder / "config.yaml"), _baseline(folder / "baseline.json"))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -108,6 +129,27 @@ def _settings(path: Path) -> dict[str, str]:
     if not isinstance(content, Mapping):
         raise FileFormatError(path, "not a mapping of settings")
     return {name: value for name, value in _flat("", content).items() if name not in _OF_ONE_START}
+
+
+def _baseline(path: Path) -> Baseline | None:
+    if not path.is_file():
+        return None
+    fix = "remove the file; the run writes it again when it resumes"
+    content = read_json(path, fix)
+    try:
+        copies = {str(copy["chain"]): (str(copy["nearest"]), _score(copy["lddt_ca"])) for copy in content["copies"]}
+        found = Baseline(_score(content["lddt_ca"]), content["validation_chains"], copies)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileFormatError(path, f"not what copies of training chains score ({shown(error)}); {fix}") from error
+    if not isinstance(found.chains, int):
+        raise FileFormatError(path, f"validation_chains is {shown(found.chains)}, expected a number; {fix}")
+    return found
+
+
+def _score(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"lddt_ca is {shown(value)}, expected 0 to 1")
+    return float(value)
 
 
 def _flat(prefix: str, content: Mapping[str, Any]) -> dict[str, str]:

@@ -166,8 +166,7 @@ def _resolutions(
         return found[~np.isnan(found)]
     for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
         with suppress(UserError):  # said when a sample is made of it
-            chain = store.parsed(key, with_hits=False).chain if isinstance(store, FeatureStore) else store.chain(key)
-            read[key] = chain.resolution or 0.0
+            read[key] = store.chain(key).resolution or 0.0
     return np.array(list(read.values()))
 
 

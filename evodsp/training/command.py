@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from evodsp.errors import UserError
-from evodsp.launch.consensus import from_first, on_first
+from evodsp.launch.consensus import from_first, long_from_first, on_first
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_launcher
@@ -29,6 +29,7 @@ from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
+from evodsp.training.baseline import write_baseline
 from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, use_checkpoint_io
 from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
 from evodsp.training.config import RunConfig
@@ -331,6 +332,9 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
             tell_first(f"evodsp: {run.batching}")
+        if run.chains.validation and run.settings.trainer["limit_val_batches"] != 0:
+            cache = run.settings.data.chain_data_cache
+            long_from_first(lambda: write_baseline(run.folder.baseline, run.chains, cache), group)
         trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
 
 

@@ -77,6 +77,11 @@ class RunFolder:
         return self.path / "curve.csv"
 
     @property
+    def baseline(self) -> Path:
+        """The bar for the validation chains: what copies of their nearest training chains score."""
+        return self.path / "baseline.json"
+
+    @property
     def quarantine(self) -> Path:
         """Chains that the run leaves out."""
         return self.path / "quarantine.jsonl"
@@ -139,7 +144,7 @@ class RunFolder:
         chains that are left out if there are any (`missing`: the file that each chain lacks).
 
         Unless the run `resumes`, the list of chains that an earlier one left out is deleted: it would change the samples. So
-        are the list of its bad samples, and their files.
+        are the list of its bad samples, their files, and its bar.
 
         Only one process may call this, and no other run may be writing here. Raises UserError if the folder is not writable.
         """
@@ -148,6 +153,7 @@ class RunFolder:
             if not resumes:
                 self.quarantine.unlink(missing_ok=True)
                 self.bad_samples.unlink(missing_ok=True)
+                self.baseline.unlink(missing_ok=True)
                 shutil.rmtree(self.replays, ignore_errors=True)
             if replace:
                 self.curve.unlink(missing_ok=True)

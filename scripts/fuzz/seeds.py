@@ -175,7 +175,9 @@ def run() -> Files:
     """The folder of a run of training."""
     curve = b"step,epoch,seconds,train/loss,validation/lddt_ca\n1,0,1.5,3.25,\n2,0,2.5,3.0,0.5\n"
     config = b"seed: 3\nmodel:\n  channels: {msa: 12, pair: 10}\ntrainer: {max_steps: 5, accelerator: cpu}\n"
-    return {"run/curve.csv": curve, "run/config.yaml": config}
+    copy = b'{"chain": "s005_A", "nearest": "s002_A", "identity": 0.6, "coverage": 1.0, "lddt_ca": 0.9}'
+    bar = b'{"lddt_ca": 0.9, "identity": 0.6, "validation_chains": 1, "training_chains": 2, "copies": [' + copy
+    return {"run/curve.csv": curve, "run/config.yaml": config, "run/baseline.json": bar + b'], "without": {}}\n'}
 
 
 def answers() -> Files:

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from evodsp.report.charts import Series, histogram, lines
+from evodsp.report.charts import Level, Series, histogram, lines
 
 
 def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:
@@ -42,6 +42,21 @@ def test_the_axes_are_named() -> None:
     named = {one.text: one for one in chart if one.tag == "text"}
     assert "rows" in named
     assert "rotate(-90)" in named["chains"].get("transform", "")
+
+
+@pytest.mark.parametrize("value", [0.5, 4.0, 9.0, -1.0])
+def test_a_level_lies_at_its_value(value: float) -> None:
+    """Catches a line at another height than the values beside it, and a line or a name outside of the picture."""
+    level, series = Level("copying", value), Series("a", [0, 1, 2], [0.0, 4.0, value])
+    for drawn in ([series], [Series("a", [0, 1], [0.0, 4.0])]):
+        svg = ElementTree.fromstring(lines(drawn, "step", "loss", "linear", [level]))
+        (line,) = (one for one in svg if one.get("class") == "level")
+        height = float(line.get("y1") or 0)
+        assert line.get("y1") == line.get("y2")
+        assert drawn != [series] or height == pytest.approx(path(svg)[2][1], abs=0.1)
+        (name,) = (one for one in svg if one.text == f"copying: {value:.3f}")
+        assert 12 <= height <= 190
+        assert 10 <= float(name.get("y") or 0) <= 190
 
 
 def test_values_that_differ_much_have_a_logarithmic_axis() -> None:

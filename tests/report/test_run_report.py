@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,63 @@ def test_one_run_shows_all_its_settings(tmp_path: Path) -> None:
     page = tmp_path / "one.html"
     assert main(["report", str(make_run(tmp_path / "run", seed=1)), "--output", str(page)]) == 0
     assert "<td>model.optimizer.lr</td><td>0.001</td>" in page.read_text()
+
+
+def write_bar(run: Path, lddt: float, chains: int = 1) -> None:
+    copy = {"chain": "1abc_A", "nearest": "2abc_B", "identity": 0.5, "coverage": 1.0, "lddt_ca": lddt}
+    (run / "baseline.json").write_text(
+        json.dumps(
+            {"lddt_ca": lddt, "validation_chains": chains, "training_chains": 9, "copies": [copy], "without": {}}
+        )
+    )
+
+
+def test_the_bar_is_a_line_with_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a bar that is not drawn, that stands in another chart, that is drawn for each of the runs that share it,
+    that makes an axis logarithmic, or that passes for the bar of all chains where some have no copy."""
+    curve = CURVE.replace(",0.25,0.25", ",0.25,0.03")
+    runs = [make_run(tmp_path / name, curve, seed=1) for name in ("one", "two")]
+    words, page = [*map(str, runs), "--output", str(tmp_path / "page.html")], tmp_path / "page.html"
+    for run in runs:
+        write_bar(run, 0.7484)
+    assert main(["report", *words]) == 0
+    charts = {part.partition("<")[0]: part for part in page.read_text().split("<h3>")[1:]}
+    name = "copying the nearest training chain: 0.748"
+    assert charts["lDDT-CA"].count(f">{name}</text>") == 1
+    assert charts["1abc_A"].count(">copying 2abc_B: 0.748</text>") == 1
+    assert [title for title, chart in charts.items() if 'class="level' in chart] == ["lDDT-CA", "1abc_A"]
+    assert ">0.4</text>" in charts["1abc_A"], "its axis is not linear"
+    assert "copying the nearest training chain (lDDT-CA) 0.748" in capsys.readouterr().out
+    write_bar(runs[1], 0.7484, chains=3)
+    assert main(["report", *words]) == 0
+    html = page.read_text()
+    assert f">one: {name}</text>" in html
+    assert ">two: copying the nearest training chain (1 of 3 chains): 0.748</text>" in html
+    (runs[0] / "baseline.json").unlink()
+    capsys.readouterr()
+    assert main(["report", *words]) == 0
+    assert "copying the nearest training chain (lDDT-CA) none" in capsys.readouterr().out
+
+
+def test_a_bar_that_was_edited_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback, or a chart from minus to plus infinity, for a baseline.json that is not the run's."""
+    write_bar(run := make_run(tmp_path / "run"), 0.5)
+    path = run / "baseline.json"
+    good = path.read_text()
+    for content in (
+        "",
+        "[]",
+        "{}",
+        good.replace("0.5", "1e99"),
+        good.replace("0.5", "NaN"),
+        good.replace(": 1,", ": [],"),
+    ):
+        assert content != good
+        path.write_text(content)
+        assert main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 2
+        error = capsys.readouterr().err
+        assert "baseline.json" in error
+        assert error.count("\n") == 1
 
 
 def test_a_pace_is_measured_between_rows(tmp_path: Path) -> None:

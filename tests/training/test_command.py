@@ -46,7 +46,14 @@ def test_fit_leaves_checkpoints_logs_and_its_config(finished: Path) -> None:
     names = {
         path.relative_to(finished).as_posix().split("/events")[0] for path in finished.rglob("*") if path.is_file()
     }
-    assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "config.yaml", "tensorboard"} <= names
+    assert {
+        "checkpoints/last.ckpt",
+        "checkpoints/best.ckpt",
+        "curve.csv",
+        "config.yaml",
+        "tensorboard",
+        "baseline.json",
+    } <= names
     row = read_curve(finished / "curve.csv")[3]
     assert {
         "train/loss",

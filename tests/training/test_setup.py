@@ -44,6 +44,11 @@ def test_the_exchange_communicates_as_the_options_say(found: list[dict[str, Any]
         assert (rank["ranks"], rank["overlap"], rank["wire"]) == (2, False, "torch.bfloat16")
 
 
+def test_the_bar_is_written(found: list[dict[str, Any]], output: Path) -> None:
+    """Catches a bar that no rank writes where several train."""
+    assert json.loads((output / "baseline.json").read_text())["copies"][0]["nearest"] == "2abc_B"
+
+
 def test_the_plan_reaches_the_model(found: list[dict[str, Any]]) -> None:
     """plan.* ignored by fit."""
     expected = {"triangle_outgoing": "gather", "outer_product_mean": "sum", "stream_bias": True, "keep_gathered": False}

@@ -1,0 +1,91 @@
+"""The bar of a run, which its report draws: what copying the nearest training chain scores on the validation chains.
+
+Rank 0 computes it before the first step and writes `baseline.json`. It may take 20 seconds, and nothing of it ends a run: a run
+without it lacks a line in its report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from evodsp.data.similarity.nearest import Bar, Copy, copies, gathered
+from evodsp.data.similarity.sequences import listed_sequences, read_sequence
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.printing import tell
+from evodsp.reading.text_files import read_json
+from evodsp.training.chains import Chains
+
+SECONDS = 20.0
+"""The most time that it may take."""
+MOST_CHAINS = 10_000
+"""The most training chains that are looked at. To count the words of more takes too long for the start of a run."""
+
+
+def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
+    """Write the bar of the validation chains, unless `path` has that of the same chains. `cache`: OpenFold's
+    chain_data_cache.json, which has sequences.
+
+    A failure is one line on standard error.
+    """
+    try:
+        if _is_of(path, chains):
+            return
+        path.unlink(missing_ok=True)
+        if len(chains.train) == 1 and chains.train == chains.validation:
+            return  # a chain that is learnt by heart: there is no other to copy
+        found = _bar(chains, cache, time.monotonic() + SECONDS)
+        if not found.copies and found.without:
+            raise UserError("{}: {}".format(*next(iter(found.without.items()))))
+        with whole_file(path) as partial:
+            partial.write_text(json.dumps(_as_json(found, chains), indent=1) + "\n", encoding="utf-8")
+    except Exception as error:  # whatever it is: the run does not need this file
+        reason = " ".join(str(error).split()) or type(error).__name__
+        tell(f"evodsp: warning: the report will not say what copying the nearest training chain scores ({reason})")
+
+
+def _bar(chains: Chains, cache: str | None, end: float) -> Bar:
+    """The bar. Raises UserError if it is not known by `end`."""
+    if len(chains.train) > MOST_CHAINS:
+        raise UserError(f"more than {MOST_CHAINS:,} training chains; evodsp data doctor says it")
+    keys = dict.fromkeys([*chains.train, *chains.validation])
+    letters = listed_sequences(chains.store, keys, {}, cache)
+    for key in [key for key, sequence in letters.items() if not sequence]:
+        _check_time(end)
+        letters[key] = read_sequence(chains.store, key)
+    targets, training = ({key: letters[key] for key in part} for part in (chains.validation, chains.train))
+    found: dict[str, Copy | str] = {}
+    for key, copy in copies(targets, training, chains.store, chains.store, workers=1):
+        found[key] = copy
+        _check_time(end)
+    return gathered(found, targets, training)
+
+
+def _check_time(end: float) -> None:
+    if time.monotonic() > end:
+        raise UserError(f"it takes more than {SECONDS:g} s; evodsp data doctor says it")
+
+
+def _as_json(bar: Bar, chains: Chains) -> dict[str, Any]:
+    return {
+        "lddt_ca": bar.lddt_ca,
+        "identity": bar.identity,
+        "validation_chains": len(chains.validation),
+        "training_chains": len(chains.train),
+        "copies": [dataclasses.asdict(copy) for copy in bar.copies],
+        "without": bar.without,
+    }
+
+
+def _is_of(path: Path, chains: Chains) -> bool:
+    """Whether a file of an earlier start has the bar of these chains."""
+    try:
+        content = read_json(path, "remove it")
+        known = [*(copy["chain"] for copy in content["copies"]), *content["without"]]
+        return sorted(known) == sorted(chains.validation) and content["training_chains"] == len(chains.train)
+    except (UserError, OSError, KeyError, TypeError):
+        return False

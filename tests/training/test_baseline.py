@@ -1,0 +1,86 @@
+"""The bar that a run writes before its first step, for its report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evodsp.training import baseline
+from evodsp.training.baseline import write_baseline
+from evodsp.training.chains import Chains, find_chains
+from evodsp.training.config import DataConfig
+from tests.builders.training_chains import write_chain
+
+LETTERS = "MKTAYIAKQRWLEGSHMDER"
+TRAIN, VALIDATION = ["1abc_A", "2abc_A"], ["3abc_A", "4abc_A"]
+
+
+@pytest.fixture
+def run_chains(tmp_path: Path) -> Chains:
+    """Two training chains, and two validation chains that are copies of the second but for a residue or two."""
+    letters = ["ACDEFGHIKLMNPQRSTVWY", LETTERS, f"W{LETTERS[1:]}", f"WW{LETTERS[2:]}"]
+    for key, sequence in zip([*TRAIN, *VALIDATION], letters, strict=True):
+        write_chain(tmp_path, key, sequence)
+    folders = {"alignment_dir": f"{tmp_path}/alignments", "structure_dir": f"{tmp_path}/mmcif_files"}
+    return find_chains(DataConfig(**folders, train_chains=TRAIN, validation_chains=VALIDATION))
+
+
+def test_the_bar_of_the_validation_chains(
+    run_chains: Chains, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a bar of other chains, one bad chain that costs it, a start that computes again what is there, and a warning in
+    each run that learns one chain by heart."""
+    write_baseline(path := tmp_path / "baseline.json", run_chains, None)
+    found = json.loads(path.read_text())
+    assert (found["validation_chains"], found["training_chains"], found["without"]) == (2, 2, {})
+    assert [(copy["chain"], copy["nearest"]) for copy in found["copies"]] == [
+        ("3abc_A", "2abc_A"),
+        ("4abc_A", "2abc_A"),
+    ]
+    assert found["identity"] == pytest.approx((19 / 20 + 18 / 20) / 2)
+    assert found["lddt_ca"] > 0.5
+    (tmp_path / "mmcif_files" / "3abc.cif").write_text("data_3ABC\n")
+    write_baseline(path, run_chains, None)
+    assert json.loads(path.read_text()) == found
+    path.write_text("{")
+    write_baseline(path, run_chains, None)
+    assert [copy["chain"] for copy in json.loads(path.read_text())["copies"]] == ["4abc_A"]
+    assert list(json.loads(path.read_text())["without"]) == ["3abc_A"]
+    write_baseline(path, replace(run_chains, train=["1abc_A"]), None)
+    assert json.loads(path.read_text())["copies"][0]["nearest"] == "1abc_A"
+    write_baseline(alone := tmp_path / "alone.json", replace(run_chains, train=["4abc_A"], validation=["4abc_A"]), None)
+    assert not alone.exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_no_failure_ends_a_run(
+    run_chains: Chains, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a bar that ends a run, that makes it wait for minutes or fails without a word, and that of other chains,
+    from an earlier start, which stays."""
+    path = tmp_path / "baseline.json"
+
+    def said() -> str:
+        path.write_text('{"copies": [], "without": {"9abc_A": ""}}')
+        write_baseline(path, run_chains, None)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert not path.exists()
+        return line
+
+    with monkeypatch.context() as patch:
+        patch.setattr(baseline, "SECONDS", -1)
+        assert (
+            "copying the nearest training chain scores (it takes more than -1 s; evodsp data doctor says it)" in said()
+        )
+    with monkeypatch.context() as patch:
+        patch.setattr(baseline, "MOST_CHAINS", 1)
+        assert "(more than 1 training chains; evodsp data doctor says it)" in said()
+    with monkeypatch.context() as patch:
+        patch.setattr(baseline, "copies", lambda *_, **__: 1 // 0)
+        assert "(integer division or modulo by zero)" in said()
+    for key in VALIDATION:
+        (tmp_path / "mmcif_files" / f"{key[:4]}.cif").unlink()
+    assert "(3abc_A: " in said()
