@@ -70,9 +70,8 @@ demo: $(READY)
 	  --train data/train.txt --held_out data/validation.txt --output $(RUNS)/demo
 	@echo "The predictions, in 3D, with their confidence: open $(RUNS)/demo/predictions/index.html"
 
-# Processes that share the tests: one more than the cores, because some tests wait. Each may start four ranks of its own, so more
-# are too many.
-WORKERS ?= 3
+# Processes that share the tests. Each may start four ranks of its own, so more than the machine's cores is too many.
+WORKERS ?= 2
 test: $(READY) $(COMPAT_READY) $(TRITON_READY)
 	$(BIN)/python -m pytest -m "not verify" -n $(WORKERS) --dist worksteal
 

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from evodsp.files import whole_file
+from evodsp.reading.yaml_files import parse_yaml
 from evodsp.report.curve import read_curve
 from evodsp.training.trainer import tell_first
 
@@ -221,7 +221,7 @@ def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = Fa
     Where a run `resumes`, a logger may refuse settings that have changed, as MLflow does under a fixed `run_id`. Then it keeps
     the former ones, with a warning. Each package has its own class of errors for that.
     """
-    settings = yaml.load(config_text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # our own text: it needs no checks
+    settings = parse_yaml(config_text, "config.yaml")
     for logger in loggers:
         if isinstance(
             logger, TensorBoardLogger

@@ -75,6 +75,7 @@ def test_files_are_written_in_the_output_folder_only(chains: Path, tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "baseline.json",
         "checkpoints",
         "config.yaml",
         "curve.csv",
