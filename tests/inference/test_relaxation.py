@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,7 +47,10 @@ def structure(noise: float = 0.0, name: str = "s005", residues: int | None = Non
 def test_violations_go_and_the_fold_stays() -> None:
     """Catches springs that hold violations fast, springs that hold nothing, atoms that change places, and chance."""
     broken, good = structure(noise=0.3), structure()
-    found, again = relax(broken, CPU), relax(broken, CPU)
+    random.seed(1)
+    found = relax(broken, CPU)
+    random.seed(2)
+    again = relax(broken, CPU)
     assert found.violations_before["any"] > 40
     assert found.violations_after == {"bond": 0, "clash": 0, "within": 0, "any": 0}
     assert found.energy_after < found.energy_before
