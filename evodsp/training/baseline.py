@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +78,14 @@ def _as_json(bar: Bar, chains: Chains) -> dict[str, Any]:
         "identity": bar.identity,
         "validation_chains": len(chains.validation),
         "training_chains": len(chains.train),
+        "training_names": _checksum(chains.train),
         "copies": [dataclasses.asdict(copy) for copy in bar.copies],
         "without": bar.without,
     }
+
+
+def _checksum(names: Sequence[str]) -> int:
+    return zlib.crc32("\n".join(names).encode())
 
 
 def _is_of(path: Path, chains: Chains) -> bool:
@@ -86,6 +93,6 @@ def _is_of(path: Path, chains: Chains) -> bool:
     try:
         content = read_json(path, "remove it")
         known = [*(copy["chain"] for copy in content["copies"]), *content["without"]]
-        return sorted(known) == sorted(chains.validation) and content["training_chains"] == len(chains.train)
+        return sorted(known) == sorted(chains.validation) and content["training_names"] == _checksum(chains.train)
     except (UserError, OSError, KeyError, TypeError):
         return False

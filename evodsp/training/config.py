@@ -80,7 +80,7 @@ class TrainingConfig(ModelConfig):
     ema_decay: float | None = field(default=0.999, metadata={"resume": "applied"})
     """Decay of the exponential moving average of the weights, which validation and prediction use; null turns it off."""
     freeze: list[str] = field(default_factory=list, metadata={"resume": "refused"})
-    """Parts of the model that keep the weights they begin with, by the names of checkpoints: evoformer, extra_msa_stack,
+    """Parts of the model that keep the weights they begin with, by the names of its parameters: evoformer, extra_msa_stack,
     evoformer.blocks.0, or patterns such as evoformer.blocks.[0-3]. docs/training.md lists the parts."""
 
     def __post_init__(self) -> None:

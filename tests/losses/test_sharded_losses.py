@@ -136,8 +136,15 @@ def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: i
             close(torch.cat(found, SHARDED[name]) / ranks, gradient, name)
         else:
             close(torch.stack(found).mean(0), gradient, name)
-        # pLDDT reads `positions`, and it has no gradient with respect to the structure.
         assert gradient.abs().max() > 0 or name == "positions", name
+
+
+def test_plddt_does_not_move_the_structure() -> None:
+    """Catches a confidence that is improved by other coordinates: of the terms pLDDT reads `positions`."""
+    leaves = shards(leaves_of(1), LocalExchange())
+    weights = LossConfig(**{**dict.fromkeys(TERMS, 0.0), "plddt": 1.0})
+    total_loss(output_of(leaves, LocalExchange()), batch_of(1), weights, HEADS)[0].backward()
+    assert [name for name, x in leaves.items() if x.grad is not None and x.grad.abs().max() > 0] == ["plddt_logits"]
 
 
 def traffic_on_rank(group: Group) -> list[tuple[str, int]]:

@@ -49,8 +49,8 @@ def test_the_bar_of_the_validation_chains(
     write_baseline(path, run_chains, None)
     assert [copy["chain"] for copy in json.loads(path.read_text())["copies"]] == ["4abc_A"]
     assert list(json.loads(path.read_text())["without"]) == ["3abc_A"]
-    write_baseline(path, replace(run_chains, train=["1abc_A"]), None)
-    assert json.loads(path.read_text())["copies"][0]["nearest"] == "1abc_A"
+    write_baseline(path, replace(run_chains, train=["1abc_A", "4abc_A"]), None)
+    assert json.loads(path.read_text())["copies"][0]["nearest"] == "1abc_A", "as many training chains, but others"
     write_baseline(alone := tmp_path / "alone.json", replace(run_chains, train=["4abc_A"], validation=["4abc_A"]), None)
     assert not alone.exists()
     assert capsys.readouterr().err == ""

@@ -44,7 +44,15 @@ def test_a_gpu_is_accepted() -> None:
     check_graphs(RUN, ParallelConfig(parameters="zero1"), DATA, on_gpu=True)
 
 
-def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        "[]",
+        pytest.param("['*embedder', extra_msa_stack]", marks=pytest.mark.verify),
+        pytest.param("[evoformer.blocks.0.pair_stack]", marks=pytest.mark.verify),
+    ],
+)
+def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
     """Catches old weights or keys in a replay, accumulated batches that overwrite each other, a validation with the averaged
     weights that is recorded, and other names in checkpoints."""
     made: list[RecordedStacks] = []
@@ -65,6 +73,8 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
             str(tmp_path / graphs),
             "--cuda_graphs",
             graphs,
+            "--model.freeze",
+            frozen,
         ]
         words += [
             "--trainer.max_steps",
