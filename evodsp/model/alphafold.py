@@ -24,7 +24,6 @@ from evodsp.model.outputs import ModelOutput
 from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import Budgeted, Linear
 from evodsp.model.recycling import Recycled, settled, with_ca_change
-from evodsp.model.sharded import collected
 from evodsp.model.structure_module import StructureModule
 from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
 from evodsp.rng import Draws
@@ -204,7 +203,7 @@ class AlphaFold(Budgeted):
         width = 6 * self.config.channels.pair + 3 * self.config.embedder.recycle_bins
         pieces = self.budget.pieces(recycled.pair, 1, pair_mask, width)
         into = recycled.pair if self.budget.in_place else None
-        return collected(rows_of, pieces, 1, pair_mask.shape[1], into)
+        return pieces.collect(rows_of, into=into)
 
     def _initial_msa(
         self, features: Mapping[str, Tensor], recycled: Recycled, templates: Templates | None
@@ -242,8 +241,7 @@ class AlphaFold(Budgeted):
         # The intermediates are one-hot letters as integers and as floats, these joined with deletions, and the embedding.
         width = 4 * LETTERS_WITH_MASK + self.config.channels.extra_msa
         pieces = self.budget.cut(own[0].shape[1], 1, mask, width * mask.element_size())
-        extra = collected(rows_of, pieces, 1, own[0].shape[1])
-        return self.extra_msa_stack(extra, z, mask, pair_mask, keys)[1]
+        return self.extra_msa_stack(pieces.collect(rows_of), z, mask, pair_mask, keys)[1]
 
     def _first(self, features: Mapping[str, Tensor]) -> Recycled:
         """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from evodsp.config import ChannelsConfig, HeadsConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear
-from evodsp.model.sharded import collected
 
 ATOMS = 37
 
@@ -33,7 +32,7 @@ class DistogramHead(Budgeted):
         half = self.half_logits(z)
         pieces = self.budget.channels(half, half.shape[0] * half.shape[2] ** 2)
         into = half if self.budget.in_place else None
-        return collected(lambda bins: self._symmetric(half[..., bins]), pieces, 3, half.shape[3], into)
+        return pieces.collect(lambda bins: self._symmetric(half[..., bins]), into=into)
 
     def _symmetric(self, half: Float[Tensor, "B i R bins"]) -> Float[Tensor, "B i R bins"]:
         """The sum of `half` and its transpose (i and j exchanged). Any subset of the bins may be given."""

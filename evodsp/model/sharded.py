@@ -19,7 +19,7 @@ Shape legend: B batch, n1 n2 the two axes of a representation (one of them may b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,6 +35,43 @@ SWITCH_BUFFERS = 3
 """Number of shards that a switch needs besides its input: the send buffer, the receive buffer, and the result."""
 
 Mask = Float[Tensor, "B N1 N2"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """An axis of a tensor in pieces: slices, in order, that cover this rank's `size` entries of it."""
+
+    slices: Sequence[slice]
+    dim: int
+    size: int
+
+    def __iter__(self) -> Iterator[slice]:
+        return iter(self.slices)
+
+    def __len__(self) -> int:
+        return len(self.slices)
+
+    def collect(self, make: Callable[[slice], Any], dim: int | None = None, into: Tensor | None = None) -> Any:
+        """Joins the results of `make` for all pieces into one tensor; or into a tuple of tensors, if `make` returns tuples.
+        `dim`: the axis along which the pieces lie in the results, if it differs. `into`: tensor to write, which `make` may
+        read, because a piece of it is overwritten only when the piece's result is computed.
+        """
+        if len(self) == 1 and into is None:
+            return make(self.slices[0])
+        dim = self.dim if dim is None else dim
+        wholes = None if into is None else (into,)
+        several = False
+        for piece in self:
+            parts = make(piece)
+            several = isinstance(parts, tuple)
+            parts = parts if several else (parts,)
+            if wholes is None:
+                wholes = tuple(part.new_empty(*part.shape[:dim], self.size, *part.shape[dim + 1 :]) for part in parts)
+            for whole, part in zip(wholes, parts, strict=True):
+                whole[index(dim, piece)] = part
+            del parts, part  # freed before the next piece is computed
+        assert wholes is not None  # there is at least one piece
+        return wholes if several else wholes[0]
 
 
 @dataclass(frozen=True)
@@ -57,26 +94,26 @@ class Budget:
         """Whether `needed` bytes fit into the memory."""
         return self.memory is None or needed <= self.memory
 
-    def pieces(self, x: Float[Tensor, "B n1 n2 _"], dim: int, mask: Mask, width: int) -> list[slice]:
-        """Slices of axis `dim` of `x`, so that `width` elements of its dtype for each position fit into the memory. `mask`:
+    def pieces(self, x: Float[Tensor, "B n1 n2 _"], dim: int, mask: Mask, width: int) -> Pieces:
+        """Pieces of axis `dim` of `x`, so that `width` elements of its dtype for each position fit into the memory. `mask`:
         mask of the whole representation of which `x` is a shard.
         """
         return self.cut(x.shape[dim], dim, mask, width * x.element_size())
 
-    def cut(self, size: int, dim: int, mask: Mask, needed: int) -> list[slice]:
-        """Slices of axis `dim`, of which this rank has `size` entries, so that `needed` bytes for each position fit.
+    def cut(self, size: int, dim: int, mask: Mask, needed: int) -> Pieces:
+        """Pieces of axis `dim`, of which this rank has `size` entries, so that `needed` bytes for each position fit.
 
-        All ranks get the same number of slices, some of which may be empty.
+        All ranks get the same number of pieces, some of which may be empty.
         """
         most = mask.shape[dim] if size == mask.shape[dim] else mask.shape[dim] // self.ranks
-        return self.equal(size, mask.numel() * needed / self.ranks, most)
+        return Pieces(self.equal(size, mask.numel() * needed / self.ranks, most), dim, size)
 
-    def channels(self, x: Float[Tensor, "B n1 n2 c"], positions: int) -> list[slice]:
-        """Slices of the channels of a shard `x`, so that a switch of one of them fits. `positions`: number of positions, B N1
+    def channels(self, x: Float[Tensor, "B n1 n2 c"], positions: int) -> Pieces:
+        """Pieces of the channels of a shard `x`, so that a switch of one of them fits. `positions`: number of positions, B N1
         N2.
         """
         shard = positions * x.shape[-1] * x.element_size() / self.ranks
-        return self.equal(x.shape[-1], SWITCH_BUFFERS * shard, x.shape[-1])
+        return Pieces(self.equal(x.shape[-1], SWITCH_BUFFERS * shard, x.shape[-1]), 3, x.shape[-1])
 
     def equal(self, size: int, needed: int | float, most: int) -> list[slice]:
         """Split `size` entries that need `needed` bytes into slices that fit: at least one, at most `most`."""
@@ -222,7 +259,7 @@ class Sharded:
         def make(piece: slice) -> Any:
             return function(*(one[index(dim, piece)] for one in inputs))
 
-        return collected(make, pieces, dim if result_dim is None else result_dim, self.x.shape[dim])
+        return pieces.collect(make, result_dim)
 
     def by_channels(self, start: Callable[[Sharded, slice], Pending], channels: int, width: int) -> Pending:
         """A result [B n1 n2 channels] whose channels are independent; `start` delivers some of the `channels`. With a budget,
@@ -236,8 +273,8 @@ class Sharded:
         own = Sharded(self.x, self.axis, self.mask, self.exchange, half)
         needed = width * channels * self.mask.numel() * self.x.element_size() / ranks
         most = max(1, channels // ranks)  # a piece has a channel for each rank; otherwise some ranks would be idle
-        pieces = half.equal(channels, needed, most)
-        return Ready(collected(lambda some: start(own, some).wait(), pieces, 3, channels))
+        pieces = Pieces(half.equal(channels, needed, most), 3, channels)
+        return Ready(pieces.collect(lambda some: start(own, some).wait()))
 
     def switch(self, axis: Axis) -> Sharded:
         """The same representation sharded along `axis`: an all-to-all, or nothing if it is sharded so already.
@@ -262,9 +299,9 @@ class Sharded:
         # An in-place switch needs shards that are equally large along both axes.
         return self.mask.shape[1] == self.mask.shape[2] and len(self._channels_to_switch()) > 1
 
-    def _channels_to_switch(self) -> list[slice]:
+    def _channels_to_switch(self) -> Sequence[slice]:
         """Slices of the channels; each is switched by itself."""
-        return self.budget.channels(self.x, self.mask.numel())
+        return self.budget.channels(self.x, self.mask.numel()).slices
 
     def _first(self, dim: int = 1, offset: int = 0) -> tuple[int, int]:
         """Position in the whole representation of the first row and column of this shard, or of its piece that starts at
@@ -277,30 +314,6 @@ class Sharded:
 
     def _with(self, x: Float[Tensor, "B n1 n2 c"] | Pending, axis: Axis) -> Sharded:
         return Sharded(x, axis, self.mask, self.exchange, self.budget)
-
-
-def collected(
-    make: Callable[[slice], Any], pieces: Sequence[slice], dim: int, size: int, into: Tensor | None = None
-) -> Any:
-    """Joins the results of `make` for all pieces of axis `dim`, which has `size` entries, into one tensor; or into a tuple of
-    tensors, if `make` returns tuples. `into`: tensor to write, which `make` may read, because a piece of it is overwritten
-    only when the piece's result is computed.
-    """
-    if len(pieces) == 1 and into is None:
-        return make(pieces[0])
-    wholes = None if into is None else (into,)
-    several = False
-    for piece in pieces:
-        parts = make(piece)
-        several = isinstance(parts, tuple)
-        parts = parts if several else (parts,)
-        if wholes is None:
-            wholes = tuple(part.new_empty(*part.shape[:dim], size, *part.shape[dim + 1 :]) for part in parts)
-        for whole, part in zip(wholes, parts, strict=True):
-            whole[index(dim, piece)] = part
-        del parts, part  # freed before the next piece is computed
-    assert wholes is not None  # there is at least one piece
-    return wholes if several else wholes[0]
 
 
 def index(dim: int, piece: slice) -> tuple[slice, ...]:

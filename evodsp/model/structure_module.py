@@ -25,7 +25,7 @@ from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.outputs import StructureOutput
 from evodsp.model.precision import without_autocast
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule
-from evodsp.model.sharded import collected
+from evodsp.model.sharded import Pieces
 from evodsp.rng import Draws
 
 NM_TO_ANGSTROM = 10.0
@@ -44,12 +44,12 @@ class PairRows:
 
     of: Callable[[slice], Float[Tensor, "B n R c_z"]]
     """Function that returns some rows."""
-    pieces: Sequence[slice]
-    """Slices of all rows, in order."""
+    pieces: Pieces
+    """All rows."""
 
     @classmethod
     def whole(cls, z: Float[Tensor, "B i R c_z"]) -> PairRows:
-        return cls(lambda rows: z[:, rows], [slice(None)])
+        return cls(lambda rows: z[:, rows], Pieces([slice(None)], 1, z.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class InvariantPointAttention(ShardedModule):
             joined(lambda layer: layer.weight),
             joined(lambda layer: layer.bias),
             point_scale,
-            collected(logits, z.pieces, 2, rows.stop - rows.start),
+            z.pieces.collect(logits, dim=2),
             (mask / (mask.sum(1, keepdim=True) + 1e-6)).unsqueeze(-1),
         )
 
@@ -149,7 +149,7 @@ class InvariantPointAttention(ShardedModule):
             o_pair = weights.transpose(1, 2) @ z.of(some)  # [B, n, H, c_z]
             return self.output(torch.cat([o.flatten(-2), planes.flatten(-2), norms, o_pair.flatten(-2)], -1))
 
-        update = collected(updated, z.pieces, 1, rows.stop - rows.start)
+        update = z.pieces.collect(updated)
         return self.exchange.gather(update, "i", whole=s.shape[1])
 
 

@@ -30,7 +30,7 @@ from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import mask_bias, wide
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.recomputation import Recomputation
-from evodsp.model.sharded import Made, Sharded, Update, collected
+from evodsp.model.sharded import Made, Sharded, Update
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
@@ -249,7 +249,7 @@ class TemplateEmbedder(ShardedModule):
 
         width = 3 * self.embedding.in_features  # the features, their concatenation, and its product with the mask
         pieces = pair.budget.cut(size, 1, mask, width * templates.beta.element_size())
-        t = collected(features_of, pieces, 2, size)
+        t = pieces.collect(features_of, dim=2)  # axis 1 is that of the templates
         return self.norm(self.stack(t.flatten(0, 1), mask, keys)).unflatten(0, (batch, count))
 
     def pair_features(self, templates: Templates, rows: slice = slice(None)) -> Float[Tensor, "B T i J features"]:
