@@ -17,7 +17,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import show
 from evodsp.weights.checkpoint import save_model
 
-_PATHS = ("templates", "obsolete", "weights_folder")
+_PATHS = ("templates", "obsolete", "template_chains", "weights_folder")
 _OWN = ("inputs", "fasta", "alignments", "checkpoint", "output")
 ALONE = "sequence"
 """The name of a sequence that is given without one; several of them are sequence_1, sequence_2, …"""

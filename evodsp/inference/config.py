@@ -77,6 +77,8 @@ class TemplateSettings:
     """Latest release date of a template; None: no limit."""
     obsolete: Path | None
     """The PDB's list of withdrawn entries."""
+    chains: Path | None = None
+    """List of the chains that serve as templates; None: those that search programs have found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,9 @@ class PredictConfig:
     """Latest release date of a template, such as 2020-05-14; null: no limit."""
     obsolete: Path | None = None
     """The PDB's obsolete.dat, which names the replacements of withdrawn entries among the template hits."""
+    template_chains: Path | None = None
+    """Text file of the chains in `templates` that serve as templates, one name a line, as data.template_chains of the training
+    run. The best are found by alignment. null: template hits are read from search results."""
     seeds: int = 1
     """Number of predictions per record; each draws its own MSA clusters and masks."""
     first_seed: int = 0
@@ -195,9 +200,12 @@ class PredictConfig:
             )
         for name in self.weights_names:
             check_name(name)
-        for name in ("max_template_date", "obsolete"):
+        for name in ("max_template_date", "obsolete", "template_chains"):
             if getattr(self, name) is not None and self.templates is None:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
+        for name in ("max_template_date", "obsolete"):
+            if getattr(self, name) is not None and self.template_chains is not None:
+                raise UserError(f"--{name} is given, but --template_chains names the templates; leave one of them out")
         _ = self.latest_template
         check_preset(self.preset)
         check_names(self.kernels)
@@ -244,7 +252,7 @@ class PredictConfig:
     @property
     def template_settings(self) -> TemplateSettings:
         """Where templates come from."""
-        return TemplateSettings(self.templates, self.latest_template, self.obsolete)
+        return TemplateSettings(self.templates, self.latest_template, self.obsolete, self.template_chains)
 
     @property
     def memory_options(self) -> dict[str, str]:

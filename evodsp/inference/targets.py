@@ -13,6 +13,8 @@ from pathlib import Path
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.samples.selection import chain_list
+from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_folder import (
     ALIGNMENT_SUFFIXES,
     ALIGNMENTS,
@@ -24,8 +26,10 @@ from evodsp.data.sources.chain_folder import (
     search_result_files,
 )
 from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.structures import KeptStructures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
+from evodsp.data.templates.template_chains import TemplateChains
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import TemplateSettings
 from evodsp.inference.failures import RecordFailure
@@ -163,7 +167,21 @@ def template_source(settings: TemplateSettings, features: FeatureConfig, checkpo
         raise UserError(
             f"{folder}: no structure (<pdbid>.cif or .pdb, gzipped or not) in this folder; check --templates"
         )
+    if settings.chains is not None:
+        return _template_chains(folder, settings.chains)
     return TemplateSource.open(folder, settings.latest, settings.obsolete)
+
+
+def _template_chains(folder: Path, listed: Path) -> TemplateSource:
+    """The source of templates that are the listed chains of a folder. Raises UserError if one of them is not in it."""
+    structures, names = KeptStructures(folder), chain_list(str(listed))
+    for name in names:
+        structures.file_of(name)
+    letters = sequences(structures, names, {}, None, workers=1)
+    if unknown := [name for name, sequence in letters.items() if not sequence]:
+        structures.chain(unknown[0])  # says what is wrong with it
+        raise UserError(f"{listed}: chain '{unknown[0]}' in {folder} has no residues; leave it out")
+    return TemplateSource(structures, chains=TemplateChains(letters, max_identity=1.0))
 
 
 def takes_no_templates(folder: Path, checkpoint: Path) -> UserError:
@@ -182,16 +200,22 @@ def find_templates(source: TemplateSource | None, target: Target, most: int) -> 
     if source is None:
         return TemplateFeatures.none(len(target.query)), "templates: none"
     folder = target.folder
-    if folder is None:
+    if not source.reads_hits:
+        found = source.find([], target.query)
+    elif folder is None:
         return TemplateFeatures.none(len(target.query)), "templates: none; no folder with search results of this record"
-    found = source.find(folder, target.query)
+    elif not search_result_files(folder):
+        return (
+            TemplateFeatures.none(len(target.query)),
+            f"templates: none; no search result ({SEARCH_RESULTS}) in {folder}",
+        )
+    else:
+        found = source.find(folder, target.query)
     used = found.features.select(slice(most))
-    return used, _line(found, used, folder)
+    return used, _line(found, used)
 
 
-def _line(found: FoundTemplates, used: TemplateFeatures, folder: Path) -> str:
-    if not search_result_files(folder):
-        return f"templates: none; no search result ({SEARCH_RESULTS}) in {folder}"
+def _line(found: FoundTemplates, used: TemplateFeatures) -> str:
     taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
     return f"templates: {found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
 

@@ -20,10 +20,13 @@ from evodsp.data.samples.dataset import load_record
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
 from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.samples.selection import Lacking, Presence, Selected, Selection, chain_list, select
+from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.structures import KeptStructures
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
+from evodsp.data.templates.template_chains import TemplateChains
 from evodsp.errors import UserError, nearest
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
@@ -225,7 +228,7 @@ def open_source(config: DataConfig) -> tuple[ChainFiles | FeatureStore, Template
 
 def _built_store(config: DataConfig, address: str) -> tuple[FeatureStore, TemplateSource | None]:
     """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
-    for name in ("template_structure_dir", "obsolete"):
+    for name in ("template_structure_dir", "obsolete", "template_chains"):
         if (value := getattr(config, name)) is not None:
             raise UserError(
                 f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
@@ -257,13 +260,15 @@ def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
             what = "a file" if path.exists() else "no folder"
             raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
     index = None if config.index is None else ChainIndex(config.index)
-    templates = _template_source(config, index)
-    return ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index), templates
+    files = ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index)
+    return files, _template_source(config, files)
 
 
-def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSource | None:
-    """The source of templates; None if the settings name no folder of them. Raises UserError that names the setting."""
+def _template_source(config: DataConfig, files: ChainFiles) -> TemplateSource | None:
+    """The source of templates; None if the settings name none. Raises UserError that names the setting."""
     folder, latest, obsolete = config.template_structure_dir, config.max_template_date, config.obsolete
+    if config.template_chains is not None:
+        return _template_chains(config, files)
     if folder is None:
         for name, value in (("max_template_date", latest), ("obsolete", obsolete)):
             if value is not None:
@@ -285,7 +290,36 @@ def _template_source(config: DataConfig, index: ChainIndex | None) -> TemplateSo
             f"data.obsolete is {obsolete}, which is not a file; download the PDB's obsolete.dat, or leave it out"
         )
     source = TemplateSource.open(folder, parse_latest_date("data.max_template_date", latest), obsolete)
-    return source if obsolete is not None or index is None else replace(source, obsolete=index.obsolete)
+    return source if obsolete is not None or files.index is None else replace(source, obsolete=files.index.obsolete)
+
+
+def _template_chains(config: DataConfig, files: ChainFiles) -> TemplateSource:
+    """The source of templates that are chains of `structure_dir`. Raises UserError that names the setting."""
+    assert config.template_chains is not None
+    for name in ("template_structure_dir", "max_template_date", "obsolete"):
+        if (value := getattr(config, name)) is not None:
+            raise UserError(
+                f"data.{name} is {value}, but data.template_chains names the templates; leave one of them out"
+            )
+    if not (config.train.max_templates or config.validation.max_templates):
+        raise UserError(
+            "data.template_chains is given, but data.train.max_templates and data.validation.max_templates are 0; "
+            "set them (AlphaFold2: 4), or leave template_chains out"
+        )
+    listed = chain_list(config.template_chains)
+    structures = KeptStructures(config.structure_dir)
+    present = [key for key in listed if structures.has_structure(key)]
+    letters = sequences(files, present, {}, config.chain_data_cache, workers=1)
+    known = {key: sequence for key, sequence in letters.items() if sequence}
+    if not known:
+        raise UserError(
+            f"data.template_chains: none of {len(listed)} chains has a structure in {config.structure_dir}; check the names"
+        )
+    if len(known) < len(listed):
+        tell_first(
+            f"{len(listed) - len(known):,} of {len(listed):,} template chains have no structure and are left out"
+        )
+    return TemplateSource(structures, chains=TemplateChains(known, config.template_max_identity))
 
 
 def open_distillation(data: DataConfig, templates: TemplateSource | None) -> DistillationSet | None:
@@ -299,7 +333,8 @@ def open_distillation(data: DataConfig, templates: TemplateSource | None) -> Dis
         return None
     if isinstance(source, FeatureStore):
         latest = parse_latest_date("data.max_template_date", data.max_template_date)
-        own = None if templates is None else source.template_source(latest)
+        reads_hits = templates is not None and templates.reads_hits
+        own = source.template_source(latest) if reads_hits else templates
         if templates is not None and own is None:
             raise UserError(
                 f"data.distillation.store is {config.store}, which was built without templates; build it with "

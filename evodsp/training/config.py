@@ -181,6 +181,13 @@ class DataConfig:
     """Latest release date of a template, such as 2018-04-30. In any case, templates are 60 days older than their chain."""
     obsolete: str | None = None
     """The PDB's obsolete.dat, which names the entries that replace withdrawn templates; null takes those of the index."""
+    template_chains: str | list[str] | None = None
+    """Chains of structure_dir that serve as templates, in place of template_structure_dir: usually the training chains, in the
+    form of train_chains. The best are found by alignment, without a search program and without regard to dates."""
+    template_max_identity: float = 0.7
+    """A chain that is itself in template_chains gets no template of its entry, and none with a larger share of identical
+    residues. Set it to the highest identity of held-out chains with training chains, which `evodsp data doctor` says:
+    otherwise the model learns to copy near copies, which held-out chains do not have."""
     train: FeatureConfig = field(default_factory=FeatureConfig)
     """Features of training samples."""
     validation: FeatureConfig = field(default_factory=lambda: FeatureConfig(crop_size=None, uniform_recycling=False))
@@ -212,6 +219,7 @@ class DataConfig:
             "samples_per_epoch": SIZE,
             "num_workers": COUNT,
             "assumed_resolution": POSITIVE,
+            "template_max_identity": FRACTION,
             "time_limit": POSITIVE,
             "max_quarantined": COUNT,
         }

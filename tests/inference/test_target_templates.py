@@ -16,13 +16,18 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.data.formats import parse_fasta
 from evodsp.data.formats.mmcif import read_chain
+from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.data.templates.source import TemplateSource
+from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
+from evodsp.inference.config import TemplateSettings
+from evodsp.inference.targets import Target, find_templates, template_source
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.command_lines import last_options
+from tests.builders.training_chains import SEQUENCES, write_chain
 
 from .test_ptm_model import PTM
 
@@ -200,3 +205,25 @@ def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, 
     chain = read_chain(tmp_path / "out" / NAME / "seed_0.cif", "A")
     present = chain.mask > 0
     np.testing.assert_allclose(chain.positions[present], output.structure.positions[0].numpy()[present], atol=2e-3)
+
+
+def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a list of template chains that is not used, hits that need a folder of alignments, and wrong names."""
+    for key, letters in SEQUENCES.items():
+        write_chain(tmp_path, key, letters)
+    listed = tmp_path / "train.txt"
+    listed.write_text("\n".join(SEQUENCES))
+    structures = tmp_path / "mmcif_files"
+    source = template_source(TemplateSettings(structures, None, None, listed), FEATURES, tmp_path / "model.ckpt")
+    target = Target(ProteinSequence("new", "KTAYIAKERWL"), None)
+    templates, line = find_templates(source, target, 4)
+    assert templates.names == ("1abc_A",)
+    assert line.endswith("the best 1 are used: 1abc_A")
+    listed.write_text("1abc_A\n9abc_A\n")
+    with pytest.raises(UserError, match="9abc"):
+        template_source(TemplateSettings(structures, None, None, listed), FEATURES, tmp_path / "model.ckpt")
+    words = ["predict", "--fasta", "x.fasta", "--checkpoint", "x", "--output", "y", "--template_chains", str(listed)]
+    assert main(words) == 2
+    assert "--template_chains is given without --templates" in capsys.readouterr().err
+    assert main([*words, "--templates", str(structures), "--max_template_date", "2020-01-01"]) == 2
+    assert "--max_template_date is given, but --template_chains names the templates" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, check_templates
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.weights.checkpoint import read_checkpoint
-from tests.builders.training_chains import SEQUENCES
+from tests.builders.training_chains import SEQUENCES, write_chain
 
 TEMPLATES = """
   templates: {enabled: true, channels: 4, blocks: 1, pair_heads: 1, pair_head_width: 2, triangle_channels: 3,
@@ -106,6 +106,25 @@ def test_without_a_folder_templates_are_masked(searched: Path) -> None:
             {"train": FeatureConfig(), "validation": FeatureConfig()},
             r"data\.train\.max_templates and data\.validation\.max_templates are 0",
         ),
+        (
+            {"template_chains": ["2abc_B"]},
+            r"data\.template_structure_dir is .*, but data\.template_chains names the templates",
+        ),
+        (
+            {
+                "template_chains": ["2abc_B"],
+                "template_structure_dir": None,
+                "max_template_date": None,
+                "train": FeatureConfig(),
+                "validation": FeatureConfig(),
+            },
+            r"data\.template_chains is given, but data\.train\.max_templates and data\.validation\.max_templates are 0",
+        ),
+        (
+            {"template_chains": ["2abc_B"], "store": "somewhere"},
+            r"data\.template_structure_dir is .*, but data\.store holds",
+        ),
+        ({"template_max_identity": 70.0}, r"data\.template_max_identity is 70\.0, but must be"),
     ],
 )
 def test_wrong_settings_are_one_line(searched: Path, changes: dict, message: str) -> None:
@@ -113,6 +132,29 @@ def test_wrong_settings_are_one_line(searched: Path, changes: dict, message: str
     with pytest.raises(UserError, match=message) as caught:
         find_chains(data_config(searched, **changes))
     assert "\n" not in str(caught.value)
+
+
+def test_training_chains_as_templates(searched: Path, tmp_path: Path) -> None:
+    """Catches a list of template chains that is not read, its limit lost on the way, and hits of search programs beside it."""
+    folder = shutil.copytree(searched, tmp_path / "family")
+    write_chain(folder, "3abc_A", "MKTAYLAKQRFLE")  # 11 of 13 residues are those of 1abc_A
+    others = {"template_structure_dir": None, "max_template_date": None}
+    for limit, found in ((0.85, [1, 0]), (0.84, [0, 0])):
+        config = data_config(folder, **others, template_chains=[*SEQUENCES, "3abc_A"], template_max_identity=limit)
+        masks = [batch["template_mask"] for batch in ChainDataModule(config, find_chains(config)).val_dataloader()]
+        assert [mask[0, 0].tolist() for mask in masks] == [found, [0, 0]]  # 2abc_B is like none; a search had found it
+
+
+def test_template_chains_without_structures(searched: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Catches chains of the list that have no structure, passed over without a word or ending the run."""
+    others = {"template_structure_dir": None, "max_template_date": None}
+    chains = find_chains(data_config(searched, **others, template_chains=["9abc_A", "2abc_B"]))
+    assert "1 of 2 template chains have no structure and are left out" in capfd.readouterr().err
+    assert chains.templates is not None
+    assert chains.templates.chains is not None
+    assert list(chains.templates.chains.sequences) == ["2abc_B"]
+    with pytest.raises(UserError, match=r"data\.template_chains: none of 1 chains has a structure"):
+        find_chains(data_config(searched, **others, template_chains=["9abc_A"]))
 
 
 def test_model_and_data_must_agree_on_templates(

@@ -87,7 +87,7 @@ def load_record(
     confidence heads do not count.
     Raises UserError if its structure, its alignments and its template searches have different sequences.
     """
-    parsed = source.parsed(key, with_hits=templates is not None)
+    parsed = source.parsed(key, with_hits=templates is not None and templates.reads_hits)
     chain, found = parsed.chain, None
     if templates is not None:
         query = ProteinSequence(key, chain.sequence)

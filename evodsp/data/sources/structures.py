@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import date
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,9 @@ from evodsp.reading.text_files import read_json
 CACHE_NAMES = ("mmcif_cache.json", "chain_data_cache.json")
 """OpenFold's caches, `{pdbid: {"release_date": …}}` and `{chain: {"release_date": …}}`: in the folder, beside it, or
 in `data_caches/` beside it."""
+
+MOST_KEPT = 500
+"""Chains that `KeptStructures` keeps: 90 MB of chains of 300 residues."""
 
 
 @runtime_checkable
@@ -102,6 +105,17 @@ class StructureFolder:
             f"{self.directory}: no {names_of(pdb_id)} of '{wanted}'; add the file or drop the chain."
             f"{nearest(pdb_id, names)}"
         )
+
+
+class KeptStructures(StructureFolder):
+    """A folder whose chains are read again and again: the last `MOST_KEPT` stay in memory."""
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__(directory)
+        self._kept = lru_cache(MOST_KEPT)(super().chain)
+
+    def chain(self, key: str) -> Chain:
+        return self._kept(key)
 
 
 def _read_dates(path: Path, by_chain: bool) -> dict[str, date]:

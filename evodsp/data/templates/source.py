@@ -21,6 +21,7 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.filters import HitLimits, Rejection, select_hits
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection
+from evodsp.data.templates.template_chains import TemplateChains
 
 _MOST_NAMED = 10
 """At most this many hits are named in the log for each reason; the others are counted."""
@@ -56,13 +57,20 @@ class TemplateSource:
     """Finds the templates of queries. Picklable, for data-loading workers.
 
     `structures`: the source of the templates' atoms. `limits`: the limits of the filters. `obsolete`: withdrawn entries
-    (`parse_obsolete`). `limit`: largest number of templates of a query.
+    (`parse_obsolete`). `limit`: largest number of templates of a query. `chains`: the chains that serve as templates; None:
+    those that search programs have found.
     """
 
     structures: TemplateStructures
     limits: HitLimits = field(default_factory=HitLimits)
     obsolete: Mapping[str, str | None] = field(default_factory=dict)
     limit: int = MAX_TEMPLATES
+    chains: TemplateChains | None = None
+
+    @property
+    def reads_hits(self) -> bool:
+        """Whether hits are read from the files of search programs."""
+        return self.chains is None
 
     @classmethod
     def open(
@@ -84,14 +92,17 @@ class TemplateSource:
     ) -> FoundTemplates:
         """The templates of `query`: at most `limit`, by falling `sum_probs`.
 
-        `hits`: a chain's folder (`read_template_hits`), or the hits read from it. `pdb_id`, `release_date`: the entry and the
-        release date of a query of known structure (training); its templates must be `limits.days_before_query` days older. If
-        its date is unknown and `limits` has no latest date either, it gets none.
+        `hits`: a chain's folder (`read_template_hits`), or the hits read from it; not used unless `reads_hits`. `pdb_id`,
+        `release_date`: the entry and the release date of a query of known structure (training); its templates must be
+        `limits.days_before_query` days older. If its date is unknown and `limits` has no latest date either, it gets none. No
+        date limits the templates of `chains`.
         Raises UserError if the search was made with another query, FileFormatError for a broken search result or structure.
         """
-        if not isinstance(hits, list):
+        if self.chains is not None:
+            hits, release_date = self.chains.hits(query), None
+        elif not isinstance(hits, list):
             hits = read_template_hits(hits, query)
-        if pdb_id is not None and release_date is None and self.limits.max_date is None:
+        if self.reads_hits and pdb_id is not None and release_date is None and self.limits.max_date is None:
             note = "the query's release date is unknown and no latest date of templates is set"
             return FoundTemplates(query.name, TemplateFeatures.none(len(query)), len(hits), {}, note if hits else "")
         selection = select_hits(
