@@ -10,7 +10,7 @@ from evodsp.inference.score.figures import calibration_figure
 
 
 def test_numbers_of_a_known_case():
-    """Catches means over chains instead of residues, a sign the wrong way round, and a last bin that loses pLDDT 100."""
+    """Catches means over chains instead of residues, a sign the wrong way round, a last bin that loses pLDDT 100, and ties."""
     found = Calibration.of(
         [
             (np.array([92.0, 98.0, 100.0]), np.array([72.0, 68.0, 70.0])),
@@ -24,17 +24,17 @@ def test_numbers_of_a_known_case():
     assert bins[1].lddt == pytest.approx(70.0)
     assert found.too_high == pytest.approx((420 - 370) / 6)
     assert found.error == pytest.approx(((160 - 130) + (290 - 210)) / 6)
-    by_residue = np.corrcoef([92, 98, 100, 40, 45, 45], [72, 68, 70, 50, 50, 60])[0, 1]
-    by_chain = np.corrcoef([290 / 3, 40, 45], [70, 50, 55])[0, 1]
+    # Ranks, of which equal values share the mean: 4, 5, 6, 1, 2.5, 2.5 and 6, 4, 5, 1.5, 1.5, 3, with variances of 17 / 6.
+    by_residue = 13.25 / 17
     assert found.line("held-out") == (
-        f"held-out: pLDDT 70.0, true lDDT-CA 61.7: 8.3 too high; correlation {by_residue:.2f} over 6 residues, "
-        f"{by_chain:.2f} over 3 chains"
+        f"held-out: pLDDT 70.0, true lDDT-CA 61.7: 8.3 too high; Spearman's correlation {by_residue:.2f} over 6 residues, "
+        "1.00 over 3 chains"
     )
 
 
 def test_a_constant_has_no_correlation(tmp_path):
     """Catches a nan in the line, a warning of numpy's, and a picture that needs two sets."""
     found = Calibration.of([(np.full(4, 80.0), np.array([90.0, 80.0, 95.0, 91.0]))])
-    assert found.line("train") == "train: pLDDT 80.0, true lDDT-CA 89.0: 9.0 too low; correlation – over 4 residues"
+    assert found.line("train") == "train: pLDDT 80.0, true lDDT-CA 89.0: 9.0 too low; Spearman's correlation – over 4 residues"
     calibration_figure({"train": found}, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000

@@ -74,11 +74,17 @@ class Calibration:
                 [values[self.chain == number].mean() for number in range(chains)] for values in (self.plddt, self.lddt)
             ]
             found.append(f"{_correlation(*map(np.array, means))} over {chains} chains")
-        return f"{name}: {said}; correlation {', '.join(found)}"
+        return f"{name}: {said}; Spearman's correlation {', '.join(found)}"
 
 
 def _correlation(a: Float[np.ndarray, " N"], b: Float[np.ndarray, " N"]) -> str:
-    """Pearson's; a dash where one of the two does not vary."""
+    """Spearman's, because only the order of residues is to be trusted; a dash where one of the two does not vary."""
     if len(a) < 2 or min(a.std(), b.std()) < 1e-9:
         return "–"
-    return f"{np.corrcoef(a, b)[0, 1]:.2f}"
+    return f"{np.corrcoef(_ranks(a), _ranks(b))[0, 1]:.2f}"
+
+
+def _ranks(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+    """The place of each value among all; equal values share the mean of theirs."""
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[place]
