@@ -35,6 +35,9 @@ def test_numbers_of_a_known_case():
 def test_a_constant_has_no_correlation(tmp_path):
     """Catches a nan in the line, a warning of numpy's, and a picture that needs two sets."""
     found = Calibration.of([(np.full(4, 80.0), np.array([90.0, 80.0, 95.0, 91.0]))])
-    assert found.line("train") == "train: pLDDT 80.0, true lDDT-CA 89.0: 9.0 too low; Spearman's correlation – over 4 residues"
+    assert (
+        found.line("train")
+        == "train: pLDDT 80.0, true lDDT-CA 89.0: 9.0 too low; Spearman's correlation – over 4 residues"
+    )
     calibration_figure({"train": found}, tmp_path / "one.png")
     assert (tmp_path / "one.png").stat().st_size > 10_000
