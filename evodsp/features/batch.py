@@ -48,8 +48,8 @@ class RawMsa:
     keys: Int64[Tensor, "C 3"]
     cells: Int64[Tensor, " K"]
     numbers: Int32[Tensor, " K"]
-    start: int
-    """First residue of the crop."""
+    crop: slice | Int64[Tensor, " R"]
+    """The columns of the crop; a slice, which costs no launch, where they are neighbours."""
     length: int
     """Residues of the crop, R."""
     rows: list[TakenRows]
@@ -105,12 +105,13 @@ def _raw_msas(batch: Mapping[str, Tensor], config: FeatureConfig) -> Iterator[Ra
         "msa_letters": [rows * columns for rows, columns, *_ in sizes],
         "msa_profile_bits": [columns * LETTERS_WITH_GAP for _, columns, *_ in sizes],
         "msa_kept": [cycles * rows for rows, *_ in sizes],
+        "crop_residues": [length for *_, length, _ in sizes],
         "deletion_cells": [cells for *_, cells in sizes],
         "deletion_numbers": [cells for *_, cells in sizes],
     }
     ragged = zip(*(batch[name].split(parts[name]) for name in RAGGED), strict=True)
     counts = batch["msa_kept_counts"].tolist()
-    for (letters, bits, kept, cells, numbers), size, kept_counts, keys in zip(
+    for (letters, bits, kept, residues, cells, numbers), size, kept_counts, keys in zip(
         ragged, sizes, counts, batch["msa_keys"], strict=True
     ):
         rows, columns, start, length, _ = size
@@ -121,7 +122,7 @@ def _raw_msas(batch: Mapping[str, Tensor], config: FeatureConfig) -> Iterator[Ra
             keys,
             cells.long(),
             numbers,
-            start,
+            residues if start < 0 else slice(start, start + length),
             length,
             [rows_of(count, config) for count in kept_counts],
         )
@@ -139,7 +140,9 @@ def _sizes(msas: list[RawMsa], config: FeatureConfig) -> FeatureSizes:
         return FeatureSizes(config.crop_size, max_clusters(config), config.extra_msa)
     rows = [rows for msa in msas for rows in msa.rows]
     return FeatureSizes(
-        max(msa.length for msa in msas), max(taken.clusters for taken in rows), max(1, *(taken.extra for taken in rows))
+        max(msa.length for msa in msas),
+        max(taken.clusters for taken in rows),
+        max(1, *(taken.extra for taken in rows)),
     )
 
 
@@ -150,8 +153,7 @@ def write_features(into: dict[str, Tensor], msa: RawMsa, drawn: Drawn, config: F
     clusters, crop, padding. From the summary on, each column is independent of the others, so only the cropped columns are
     computed.
     """
-    total, length = len(msa.letters), msa.length
-    crop, drawn_size = slice(msa.start, msa.start + length), drawn.replace.shape[1]
+    total, length, crop, drawn_size = len(msa.letters), msa.length, msa.crop, drawn.replace.shape[1]
     true = msa.letters.index_select(0, drawn.order[:, :drawn_size].flatten()).view(*drawn.replace.shape)
     masked, replaced = (
         values.view(true.shape)

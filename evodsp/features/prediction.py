@@ -9,7 +9,7 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
 from evodsp.data.samples.raw_features import raw_features
@@ -45,7 +45,7 @@ def prediction_sample(
         msa = query_only(aatype.astype(np.int8))
     sets = (config.recycles + 1) * ensembles
     whole, draws = replace(config, crop_size=None), Draws.root(seed).at("prediction")
-    raw = raw_features(aatype, msa, whole, draws, sets, Crop(0, len(aatype)), templates)
+    raw = raw_features(aatype, msa, whole, draws, sets, piece(0, len(aatype)), templates)
     features = with_features(collate([{name: torch.from_numpy(values) for name, values in raw.items()}]), whole)
     found = 0 if templates is None else len(templates.names)
     return {name: values[0, :, :found] if name in TEMPLATE_AXES else values[0] for name, values in features.items()}

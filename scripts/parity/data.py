@@ -27,7 +27,7 @@ from evodsp.config import FeatureConfig
 from evodsp.data.formats import parse_hhr
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import chain_labels, collate
 from evodsp.data.samples.feature_axes import max_clusters
 from evodsp.data.samples.raw_features import raw_features
@@ -146,8 +146,8 @@ def sample_results(data: Path, keys: list[str], seed: int) -> tuple[Results, Res
     used: dict[str, Any] = {}
     for number, key in enumerate(keys):
         parsed = store.parsed(key, with_hits=False)
-        aatype, crop = encode_sequence(parsed.chain.sequence), Crop(0, len(parsed.chain))
-        config = FeatureConfig(crop_size=crop.length, msa_clusters=CLUSTERS, extra_msa=EXTRA, recycles=0)
+        aatype, crop = encode_sequence(parsed.chain.sequence), piece(0, len(parsed.chain))
+        config = FeatureConfig(crop_size=len(crop), msa_clusters=CLUSTERS, extra_msa=EXTRA, recycles=0)
         raw = raw_features(aatype, parsed.msa, config, Draws.root(seed).at("parity", number), 1, crop)
         sample = {name: torch.from_numpy(values) for name, values in raw.items()}
         rows, columns = parsed.msa.msa.shape

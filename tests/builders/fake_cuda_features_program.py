@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import collate
 from evodsp.data.samples.raw_features import HOST, raw_features
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
@@ -28,7 +28,7 @@ def run(rows: int, columns: int, crop: int, cycles: int, clusters: int, extra: i
     letters = generator.integers(0, 20, (rows, columns)).astype(np.int8)
     deletions = (generator.random(letters.shape) < 0.01).astype(np.int32)
     msa = MsaFeatures(letters, deletions, letter_profile(letters))
-    sample = raw_features(letters[0].astype(np.int32), msa, config, Draws.root(0), cycles, Crop(0, crop))
+    sample = raw_features(letters[0].astype(np.int32), msa, config, Draws.root(0), cycles, piece(0, crop))
     batch = collate([{name: torch.from_numpy(values) for name, values in sample.items()}])
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_device = {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import Crop, piece
 from evodsp.data.samples.dataset import Sample, collate, existing_entries
 from evodsp.data.samples.raw_features import raw_features
 from evodsp.data.sources.msa import MsaFeatures
@@ -25,7 +25,7 @@ def made(
     templates: TemplateFeatures | None = None,
 ) -> dict[str, np.ndarray]:
     """The features of one sample. They have the sizes of the data if `config` has no `crop_size`. `crop`: None for all."""
-    raw = raw_features(aatype, msa, config, draws, cycles, crop or Crop(0, len(aatype)), templates)
+    raw = raw_features(aatype, msa, config, draws, cycles, crop or piece(0, len(aatype)), templates)
     batch = with_features(collate([{name: torch.from_numpy(values) for name, values in raw.items()}]), config)
     return {name: values[0].numpy() for name, values in batch.items()}
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, Int64
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import Crop, piece
 from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, FeatureSizes, check_config, max_clusters
 from evodsp.data.samples.raw_features import deleted_block_starts, fixed_features, kept_rows
 from evodsp.data.sources.msa import MsaFeatures
@@ -178,7 +178,7 @@ def sampled_features(
     rows = [sampled_rows(msa.num_alignments, config, draws) for draws in drawn]
     if sizes is None:
         most = max(min(len(others), config.extra_msa) for _, others in rows)
-        sizes = FeatureSizes(crop.length, max(len(centres) for centres, _ in rows), max(1, most))
+        sizes = FeatureSizes(len(crop), max(len(centres) for centres, _ in rows), max(1, most))
     stacked = {
         name: np.zeros((len(drawn), *_axis_sizes(FEATURE_AXES[name], sizes), *unnamed), dtype)
         for name, (dtype, unnamed) in SAMPLED.items()
@@ -206,17 +206,17 @@ def _write_features(
 ) -> None:
     """Write the features of one recycling iteration into a corner of zeros. `cells`: (row, residue) of all deletions."""
     (centres, others), residues = rows, crop.residues
-    size, length = len(centres), crop.length
+    size, length = len(centres), len(crop)
     true, extra = msa.msa[centres], msa.msa[others]
     masked, bert_mask = mask_letters(true, msa.profile, draws.replace[:size], draws.letter[:size], config)
     nearest = nearest_clusters(masked, extra)
 
     masked, extra = masked[:, residues], extra[:, residues]
-    deletions = msa.deletions[centres, residues]
+    deletions = msa.deletions[np.ix_(centres, residues)]
     place = np.full(msa.num_alignments, -1)  # of each row of the MSA among the extra sequences
     place[others] = np.arange(len(others))
     row, column = (where[place[cells[0]] >= 0] for where in cells)
-    means = mean_deletions(deletions, place[row], column, msa.deletions[row, crop.start + column], nearest)
+    means = mean_deletions(deletions, place[row], column, msa.deletions[row, residues[column]], nearest)
     features = into["msa_feat"][:size, :length]
     cluster_profiles(masked, extra, nearest, out=features[..., 25:48])
     write_msa_features(features, masked, deletions, means)
@@ -229,7 +229,7 @@ def _write_features(
     kept = slice(len(extra)), slice(length)
     into["extra_msa"][kept] = extra
     into["extra_msa_mask"][kept] = into["extra_msa_row_mask"][: len(extra)] = 1
-    deletions = msa.deletions[others, residues]
+    deletions = msa.deletions[np.ix_(others, residues)]
     into["extra_has_deletion"][kept] = deletions > 0
     deletion_value(deletions, out=into["extra_deletion_value"][kept])
 
@@ -270,7 +270,7 @@ def make_features(
     `templates` (whose R is L), then masked zeros. If it is 0, `templates` is ignored.
     """
     check_config(config)
-    crop = crop or Crop(0, len(aatype))
+    crop = crop or piece(0, len(aatype))
     rows, columns = msa.msa.shape
     drawn = [CycleDraws.draw(draws.at(cycle), rows, columns, config) for cycle in range(cycles)]
     sampled = sampled_features(msa, config, drawn, crop, sizes)

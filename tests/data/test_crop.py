@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.data.samples.crop import Crop, centre_crop, crop_start, training_crop
+from evodsp.data.samples.crop import Crop, centre_crop, crop_start, piece, training_crop
+from evodsp.data.samples.raw_features import sequence_features
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.rng import Draws
 
 ALMOST_ONE = 1 - 2**-24
@@ -37,16 +39,37 @@ def test_extreme_draws_stay_inside_the_chain(clamped: bool, surplus: int) -> Non
 
 @pytest.mark.parametrize("crop_size", [None, 10, 11])
 def test_a_short_chain_is_whole(crop_size: int | None) -> None:
-    assert training_crop(10, crop_size, True, Draws.root(0)) == centre_crop(10, crop_size) == Crop(0, 10)
+    for crop in (training_crop(10, crop_size, True, Draws.root(0)), centre_crop(10, crop_size)):
+        assert crop.residues.tolist() == list(range(10))
 
 
 def test_training_crop_depends_on_its_stream_only() -> None:
-    crops = [training_crop(100, 20, True, Draws.root(seed)) for seed in (*range(30), *range(30))]
-    assert crops[:30] == crops[30:]
-    assert len(set(crops)) > 10
-    assert all(crop.length == 20 and 0 <= crop.start <= 80 for crop in crops)
+    crops = [training_crop(100, 20, True, Draws.root(seed)).residues for seed in (*range(30), *range(30))]
+    starts = [int(crop[0]) for crop in crops]
+    assert starts[:30] == starts[30:]
+    assert len(set(starts)) > 10
+    assert all(0 <= start <= 80 for start in starts)
+    assert all(crop.tolist() == list(range(start, start + 20)) for crop, start in zip(crops, starts, strict=True))
 
 
 def test_centre_crop() -> None:
-    assert centre_crop(11, 4) == Crop(3, 4)
-    assert centre_crop(11, 4).residues == slice(3, 7)
+    assert centre_crop(11, 4).residues.tolist() == [3, 4, 5, 6]
+
+
+def test_a_crop_of_several_pieces() -> None:
+    """Catches features, templates or labels that take all residues between the first and the last of the crop."""
+    crop = Crop(np.array([0, 1, 5, 6, 9]))
+    assert crop.first == -1
+    assert piece(3, 4).first == 3
+    aatype = np.arange(12, dtype=np.int32)
+    features = sequence_features(aatype, crop)
+    assert features["aatype"].tolist() == features["residue_index"].tolist() == [0, 1, 5, 6, 9]
+    templates = TemplateFeatures(
+        names=("1abc_A", "2abc_A"),
+        aatype=np.stack([aatype, aatype + 1]).astype(np.int8),
+        positions=np.arange(2 * 12 * 37 * 3, dtype=np.float32).reshape(2, 12, 37, 3),
+        mask=np.ones((2, 12, 37), np.float32),
+        sum_probs=np.zeros(2, np.float32),
+    ).select(np.array([1]), crop.residues)
+    assert templates.aatype.tolist() == [[1, 2, 6, 7, 10]]
+    assert templates.positions[0, :, 0, 0].tolist() == [(12 + residue) * 37 * 3 for residue in (0, 1, 5, 6, 9)]

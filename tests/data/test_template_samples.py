@@ -15,7 +15,7 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.formats import parse_fasta
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import ChainDataset, collate, draw_templates, load_record
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
@@ -111,7 +111,7 @@ def test_golden_features(golden: Path) -> None:
     templates = from_raw(full)
     msa = load_record(MemoryStore(make_chain("1abc", letters)), "1abc_A").msa
     aatype = load_record(MemoryStore(make_chain("1abc", letters)), "1abc_A").aatype
-    features = made(aatype, msa, replace(config, crop_size=None), Draws.root(0), 2, Crop(40, 64), templates)
+    features = made(aatype, msa, replace(config, crop_size=None), Draws.root(0), 2, piece(40, 64), templates)
     for name in TEMPLATE_AXES:
         assert features[name].dtype == processed[name].dtype
         residues = TEMPLATE_AXES[name].index("residues") + 1 if "residues" in TEMPLATE_AXES[name] else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import Crop, piece
 from evodsp.data.samples.dataset import collate
 from evodsp.data.samples.feature_axes import SAMPLED, FeatureSizes, max_clusters
 from evodsp.data.samples.raw_features import HOST, raw_features
@@ -75,16 +75,18 @@ def assert_same(found: Tensor, wanted: np.ndarray, name: str) -> None:
     np.testing.assert_array_equal(found, wanted, err_msg=name)
 
 
-DEEP = Case(rows=60, columns=29, crop=Crop(5, 17))
+DEEP = Case(rows=60, columns=29, crop=piece(5, 17))
 CASES = {
     "deep": DEEP,
-    "one row": Case(1, 29, Crop(12, 17)),
-    "two rows": Case(2, 29, Crop(0, 17)),
-    "as many rows as clusters": Case(8, 17, Crop(0, 17), cycles=2),
-    "fewer rows than clusters": Case(6, 11, Crop(0, 11), cycles=3),
-    "no deletions": Case(33, 29, Crop(1, 17), deletions=0.0, cycles=1),
-    "one residue": Case(40, 1, Crop(0, 1)),
-    "deletions everywhere": Case(45, 20, Crop(3, 17), deletions=1.0, seed=2),
+    "one row": Case(1, 29, piece(12, 17)),
+    "two rows": Case(2, 29, piece(0, 17)),
+    "as many rows as clusters": Case(8, 17, piece(0, 17), cycles=2),
+    "fewer rows than clusters": Case(6, 11, piece(0, 11), cycles=3),
+    "no deletions": Case(33, 29, piece(1, 17), deletions=0.0, cycles=1),
+    "one residue": Case(40, 1, piece(0, 1)),
+    "deletions everywhere": Case(45, 20, piece(3, 17), deletions=1.0, seed=2),
+    "residues that are not neighbours": Case(45, 29, Crop(np.array([0, 1, 2, 7, 9, 11, 12, 13, 20, 21, 28])), seed=3),
+    "two pieces": Case(45, 29, Crop(np.array([*range(1, 9), *range(20, 29)])), seed=4),
 }
 CONFIGS = {
     "as it is": CONFIG,
@@ -200,7 +202,7 @@ def test_an_alignment_beyond_32_bits_is_refused() -> None:
     msa = MsaFeatures(letters, none, np.zeros((1 << 10, 22), np.float32))
     with pytest.raises(UserError, match=r"2097152 x 1024 cells, more than 2\^31"):
         raw_features(
-            np.zeros(1 << 10, np.int32), msa, replace(CONFIG, crop_size=None), Draws.root(0), 1, Crop(0, 1 << 10)
+            np.zeros(1 << 10, np.int32), msa, replace(CONFIG, crop_size=None), Draws.root(0), 1, piece(0, 1 << 10)
         )
 
 
@@ -208,7 +210,7 @@ def test_a_real_alignment(real_data: Path) -> None:
     """What made-up alignments do not have: families of near-equal rows, long gaps, large deletions."""
     msa = merge_alignments(ChainFiles(real_data / "alignments").alignments("1k1a_A"))
     config = FeatureConfig(crop_size=128, msa_clusters=128, extra_msa=256, block_delete=True)
-    aatype, crop = msa.msa[0].astype(np.int32), Crop(40, 128)
+    aatype, crop = msa.msa[0].astype(np.int32), piece(40, 128)
     sample = raw_features(aatype, msa, config, Draws.root(9), 2, crop)
     found = with_features(collate([{name: torch.from_numpy(v) for name, v in sample.items()}]), config)
     wanted = make_features(aatype, msa, config, Draws.root(9), 2, crop, FeatureSizes(128, 128, 256))

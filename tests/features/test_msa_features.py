@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop
+from evodsp.data.samples.crop import piece
 from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, check_config, max_clusters
 from evodsp.data.samples.raw_features import kept_rows, raw_features, target_features
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, query_only
@@ -154,7 +154,7 @@ def golden_features(flat_msa: MsaFeatures, drawn: Drawn) -> dict[str, np.ndarray
     msa = RawMsa(
         *(torch.from_numpy(flat_msa.msa), torch.from_numpy(flat_msa.profile), kept, keys),
         *(torch.from_numpy(cells), torch.from_numpy(deletions[cells])),
-        *(0, columns, [rows_of(rows, CONFIG)]),
+        *(slice(0, columns), columns, [rows_of(rows, CONFIG)]),
     )
     sizes = {"residues": columns, "msa": max_clusters(CONFIG), "extra": rows - max_clusters(CONFIG)}
     into = {
@@ -180,7 +180,7 @@ def test_processed_features(golden: Path, golden_msa: MsaFeatures) -> None:
     """All inputs of the model: names, shapes, types and padding; values too where AF2 draws no random numbers."""
     raw, processed = load(golden / "features_raw_crop.npz"), load(golden / "features_processed.npz")
     aatype = encode_sequence(raw["sequence"][0].decode())
-    features = made(aatype, golden_msa, CONFIG, Draws.root(0), 2, Crop(0, 64), from_raw(raw))
+    features = made(aatype, golden_msa, CONFIG, Draws.root(0), 2, piece(0, 64), from_raw(raw))
 
     assert set(features) == set(processed) - {"random_crop_to_size_seed"} == {*FEATURE_AXES, *TEMPLATE_AXES}
     for name, values in features.items():
@@ -272,7 +272,7 @@ def test_block_deletion_spares_the_query_and_stops_at_the_end() -> None:
 def test_block_deletion_leaves_rows_out_of_clusters_and_extra() -> None:
     msa = msa_of(np.arange(20)[:, None].repeat(3, 1))
     config = replace(CONFIG, msa_clusters=8, block_delete=True, masked_msa_fraction=0.0, crop_size=None)
-    raw = raw_features(msa.msa[0].astype(np.int32), msa, config, Draws.root(3), 1, Crop(0, 3))
+    raw = raw_features(msa.msa[0].astype(np.int32), msa, config, Draws.root(3), 1, piece(0, 3))
     features = made(msa.msa[0].astype(np.int32), msa, config, Draws.root(3), 1)
     extra = features["extra_msa"][0, features["extra_msa_row_mask"][0] > 0, 0]
     shown = np.concatenate([features["true_msa"][0, :, 0], extra])
@@ -309,10 +309,10 @@ def test_deletions_stay_with_their_extra_rows() -> None:
 
 def test_late_crop_equals_cropping_the_finished_features() -> None:
     """Cropping before the cluster summary must give the same values as cropping the finished features."""
-    msa, crop = random_msa(60, 40), Crop(11, 17)
+    msa, crop = random_msa(60, 40), piece(11, 17)
     config = replace(WHOLE, msa_clusters=12)
     aatype = msa.msa[0].astype(np.int32)
-    whole, cropped = (made(aatype, msa, config, Draws.root(5), 1, c) for c in (Crop(0, 40), crop))
+    whole, cropped = (made(aatype, msa, config, Draws.root(5), 1, c) for c in (piece(0, 40), crop))
     for name in SAMPLED:
         axes, values = FEATURE_AXES[name], whole[name]
         if "residues" in axes:

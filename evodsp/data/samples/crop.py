@@ -1,22 +1,33 @@
-"""Contiguous cropping of the residues of a sample (supplement 1.2.8)."""
+"""Which residues of a chain a sample keeps (supplement 1.2.8): a piece of it. Shape: R residues of the crop."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from jaxtyping import Int64
+
 from evodsp.rng import Draws
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Crop:
-    """The residues start, start + 1, …, start + length - 1 of a chain."""
+    """The residues that a sample keeps: their numbers in the chain from 0, ascending. They need not be neighbours."""
 
-    start: int
-    length: int
+    residues: Int64[np.ndarray, " R"]
+
+    def __len__(self) -> int:
+        return len(self.residues)
 
     @property
-    def residues(self) -> slice:
-        return slice(self.start, self.start + self.length)
+    def first(self) -> int:
+        """The first residue of a piece of the chain; -1 if the residues are not neighbours."""
+        return int(self.residues[0]) if self.residues[-1] - self.residues[0] == len(self) - 1 else -1
+
+
+def piece(start: int, length: int) -> Crop:
+    """The residues start, start + 1, …, start + length - 1 of a chain."""
+    return Crop(np.arange(start, start + length))
 
 
 def crop_start(surplus: int, clamped: bool, shift: float, position: float) -> int:
@@ -32,13 +43,13 @@ def crop_start(surplus: int, clamped: bool, shift: float, position: float) -> in
 def training_crop(length: int, crop_size: int | None, clamped: bool, draws: Draws) -> Crop:
     """A random crop of `crop_size` residues of a chain; the whole chain if it is not longer."""
     if crop_size is None or length <= crop_size:
-        return Crop(0, length)
+        return piece(0, length)
     shift, position = draws.at("crop").uniform(2)
-    return Crop(crop_start(length - crop_size, clamped, float(shift), float(position)), crop_size)
+    return piece(crop_start(length - crop_size, clamped, float(shift), float(position)), crop_size)
 
 
 def centre_crop(length: int, crop_size: int | None) -> Crop:
     """The middle `crop_size` residues, for validation: the same crop in every run and epoch."""
     if crop_size is None or length <= crop_size:
-        return Crop(0, length)
-    return Crop((length - crop_size) // 2, crop_size)
+        return piece(0, length)
+    return piece((length - crop_size) // 2, crop_size)

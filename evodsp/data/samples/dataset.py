@@ -202,7 +202,7 @@ class ChainDataset(Dataset[Sample]):
         cycles = self.cycles_of(index)
         features = raw_features(record.aatype, msa, self.config, draws, cycles, crop, templates)
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
-        size = crop_size or crop.length
+        size = crop_size or len(crop)
         for name, label in record.labels.items():
             sample[name] = label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
         sample["use_clamped_fape"] = torch.tensor(float(clamped))
@@ -229,7 +229,7 @@ class ChainDataset(Dataset[Sample]):
 def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
     """The residues of the crop, padded with zeros to `size`. A copy: the cached label must not change with the sample."""
     cropped = label.new_zeros(size, *label.shape[1:])
-    cropped[: crop.length] = label[crop.residues]
+    cropped[: len(crop)] = label[torch.from_numpy(crop.residues)]
     return cropped
 
 

@@ -21,7 +21,7 @@ from evodsp.geometry import residues
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK, LETTERS_WITH_X
 from evodsp.rng import Draws
 
-RAGGED = ("msa_letters", "msa_profile_bits", "msa_kept", "deletion_cells", "deletion_numbers")
+RAGGED = ("msa_letters", "msa_profile_bits", "msa_kept", "crop_residues", "deletion_cells", "deletion_numbers")
 """Entries whose sizes differ between samples. Each has one axis; a batch joins those of its samples."""
 
 HOST = ("msa_sizes", "msa_kept_counts")
@@ -53,27 +53,29 @@ def raw_features(
     - `deletion_cells`, `deletion_numbers` int32 [K]: flat places in [N, R], ascending, and the numbers of deletions there.
     - `msa_kept` bool [C N]: whether block deletion leaves each row. `msa_kept_counts` int64 [C]: the number of these rows.
     - `msa_keys` int64 [C, 3]: the keys of `STREAMS` in each iteration.
-    - `msa_sizes` int64 [5]: N, L, the first residue of the crop, R, K.
+    - `crop_residues` int64 [R]: the columns of the crop, ascending.
+    - `msa_sizes` int64 [5]: N, L, the first residue of the crop (-1 if its residues are not neighbours), R, K.
 
     Raises UserError if the cropped MSA has more than 2^31 cells.
     """
     check_config(config)
     (rows, columns), cycle_draws = msa.msa.shape, [draws.at(cycle) for cycle in range(cycles)]
-    if rows * crop.length >= _MOST_CELLS:
-        raise UserError(f"its alignment has {rows} x {crop.length} cells, more than 2^31; filter it, or train on crops")
-    deletions = np.ascontiguousarray(msa.deletions[:, crop.residues]).reshape(-1)
+    if rows * len(crop) >= _MOST_CELLS:
+        raise UserError(f"its alignment has {rows} x {len(crop)} cells, more than 2^31; filter it, or train on crops")
+    deletions = msa.deletions[:, crop.residues].reshape(-1)
     cells = np.flatnonzero(deletions)
     kept = np.stack(
         [kept_rows(rows, deleted_block_starts(d, rows, config), config.block_delete_fraction) for d in cycle_draws]
     )
     return {
-        **fixed_features(aatype, config, 1, crop, config.crop_size or crop.length, templates),
+        **fixed_features(aatype, config, 1, crop, config.crop_size or len(crop), templates),
         "msa_letters": msa.msa.flatten(),  # a copy: the chain is cached
         "msa_profile_bits": msa.profile.flatten().view(np.int32),
         "msa_kept": kept.reshape(-1),
         "msa_kept_counts": kept.sum(1),
         "msa_keys": np.array([[d.at(stream).signed_key() for stream in STREAMS] for d in cycle_draws], np.int64),
-        "msa_sizes": np.array([rows, columns, crop.start, crop.length, len(cells)], np.int64),
+        "msa_sizes": np.array([rows, columns, crop.first, len(crop), len(cells)], np.int64),
+        "crop_residues": crop.residues,
         "deletion_cells": cells.astype(np.int32),
         "deletion_numbers": deletions[cells],
     }

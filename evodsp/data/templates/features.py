@@ -60,15 +60,17 @@ class TemplateFeatures:
         )
 
     def select(
-        self, templates: Int64[np.ndarray, " K"] | slice = slice(None), residues: slice = slice(None)
+        self,
+        templates: Int64[np.ndarray, " K"] | slice = slice(None),
+        residues: Int64[np.ndarray, " r"] | slice = slice(None),
     ) -> TemplateFeatures:
         """The given templates, in the given order, cropped to the given residues of the query."""
         chosen = np.arange(len(self))[templates]
         return TemplateFeatures(
             names=tuple(self.names[number] for number in chosen.tolist()),
-            aatype=self.aatype[chosen, residues],
-            positions=self.positions[chosen, residues],
-            mask=self.mask[chosen, residues],
+            aatype=self.aatype[chosen][:, residues],
+            positions=self.positions[chosen][:, residues],
+            mask=self.mask[chosen][:, residues],
             sum_probs=self.sum_probs[chosen],
         )
 
