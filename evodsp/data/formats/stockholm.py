@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -45,15 +45,15 @@ def parse_stockholm(path: str | Path, data: bytes | None = None) -> Alignment:
         raise FileFormatError(path, "no sequences in the alignment; remove the file or run the search again")
 
     joined = {name: chunks[0] if len(chunks) == 1 else b"".join(chunks) for name, chunks in rows.items()}
-    return columns_of_query(path, joined, list(line_of_row.values()))
+    return columns_of_query(path, list(joined.items()), list(line_of_row.values()))
 
 
-def columns_of_query(path: str | Path, rows: Mapping[bytes, bytes], numbers: Sequence[int]) -> Alignment:
-    """The alignment of aligned rows of one length, by name, reduced to the columns of the first one. `numbers`: their lines.
+def columns_of_query(path: str | Path, rows: Sequence[tuple[bytes, bytes]], numbers: Sequence[int]) -> Alignment:
+    """The alignment of aligned rows (name, row) of one length, reduced to the columns of the first one. `numbers`: their lines.
 
     Raises FileFormatError as `parse_stockholm` does for rows.
     """
-    names, joined = tuple(name.decode() for name in rows), list(rows.values())
+    names, joined = tuple(name.decode() for name, _ in rows), [row for _, row in rows]
     width = len(joined[0])
     if row := next((k for k, chunk in enumerate(joined) if len(chunk) != width), None):
         raise FileFormatError(
