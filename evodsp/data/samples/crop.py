@@ -24,6 +24,11 @@ class Crop:
         """The first residue of a piece of the chain; -1 if the residues are not neighbours."""
         return int(self.residues[0]) if self.residues[-1] - self.residues[0] == len(self) - 1 else -1
 
+    @property
+    def index(self) -> slice | Int64[np.ndarray, " R"]:
+        """The index of these residues; of a piece a slice, which copies nothing."""
+        return self.residues if self.first < 0 else slice(self.first, self.first + len(self))
+
 
 def piece(start: int, length: int) -> Crop:
     """The residues start, start + 1, …, start + length - 1 of a chain."""

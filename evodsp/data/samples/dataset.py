@@ -229,7 +229,7 @@ class ChainDataset(Dataset[Sample]):
 def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
     """The residues of the crop, padded with zeros to `size`. A copy: the cached label must not change with the sample."""
     cropped = label.new_zeros(size, *label.shape[1:])
-    cropped[: len(crop)] = label[torch.from_numpy(crop.residues)]
+    cropped[: len(crop)] = label[crop.index]
     return cropped
 
 

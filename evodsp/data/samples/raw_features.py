@@ -62,7 +62,7 @@ def raw_features(
     (rows, columns), cycle_draws = msa.msa.shape, [draws.at(cycle) for cycle in range(cycles)]
     if rows * len(crop) >= _MOST_CELLS:
         raise UserError(f"its alignment has {rows} x {len(crop)} cells, more than 2^31; filter it, or train on crops")
-    deletions = msa.deletions[:, crop.residues].reshape(-1)
+    deletions = np.ascontiguousarray(msa.deletions[:, crop.index]).reshape(-1)
     cells = np.flatnonzero(deletions)
     kept = np.stack(
         [kept_rows(rows, deleted_block_starts(d, rows, config), config.block_delete_fraction) for d in cycle_draws]
@@ -90,10 +90,10 @@ def target_features(aatype: Int32[np.ndarray, " R"]) -> Float32[np.ndarray, "R 2
 
 def sequence_features(aatype: Int32[np.ndarray, " L"], crop: Crop) -> dict[str, np.ndarray]:
     """The features that do not change between recycling iterations, cropped to R residues."""
-    cropped = aatype[crop.residues]
+    cropped = aatype[crop.index]
     return {
         "aatype": cropped,
-        "residue_index": np.arange(len(aatype), dtype=np.int32)[crop.residues],
+        "residue_index": np.arange(len(aatype), dtype=np.int32)[crop.index],
         "seq_length": np.array(len(cropped), np.int32),
         "seq_mask": np.ones(len(cropped), np.float32),
         "target_feat": target_features(cropped),
@@ -120,7 +120,7 @@ def fixed_features(
     fixed = sequence_features(aatype, crop)
     if config.max_templates:
         found = TemplateFeatures.none(len(aatype)) if templates is None else templates
-        fixed |= found.select(slice(config.max_templates), crop.residues).processed()
+        fixed |= found.select(slice(config.max_templates), crop.index).processed()
     padded = FeatureSizes(length, 0, 0, config.max_templates)
     return {name: _repeated(name, values, padded, cycles) for name, values in fixed.items()}
 
