@@ -173,6 +173,7 @@ class EvoformerStack(Recorded, ShardedModule):
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         super().__init__()
+        self.extra = extra
         self.recomputation = Recomputation(config.checkpoint, config.blocks)
         blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
         self.blocks: Sequence[EvoformerBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
@@ -214,6 +215,8 @@ class EvoformerStack(Recorded, ShardedModule):
             arriving = Ready(m)
             if number + 1 < len(self.blocks) and (axis := self.blocks[number].msa_stack.column_axis) != "seq":
                 arriving = self.exchange.start_switch(m, axis, "seq", whole=msa_mask.shape[2])
+        if not self.blocks and not self.extra:  # the last one would have left m on R
+            m = self.exchange.switch(m, "seq", "res", whole=msa_mask.shape[1])
         return m, z
 
     def _segment(

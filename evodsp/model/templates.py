@@ -116,7 +116,7 @@ class TemplatePairBlock(Budgeted):
         return moved
 
 
-class TemplatePairStack(Recorded):
+class TemplatePairStack(Recorded, ShardedModule):
     """Template pair stack (algorithm 16), without its last layer norm. Templates are independent. It takes t on I and returns
     it on J.
     """
@@ -148,6 +148,8 @@ class TemplatePairStack(Recorded):
             else:
                 with self.recomputation.counting(number, self):
                     t = block(t, pair_mask, own)
+        if not self.blocks:  # the last one would have sent t to J
+            t = self.exchange.switch(t, "i", "j", whole=pair_mask.shape[1])
         return t
 
 

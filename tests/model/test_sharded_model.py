@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evodsp.config import HeadsConfig
+from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -36,9 +36,18 @@ def gathered(x: Tensor, name: str, exchange: Exchange) -> Tensor:
     return exchange.gather(x, SHARDED[name], whole=SMALL[2]) if name in SHARDED else x
 
 
-def run(batch: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Tensor], AlphaFold]:
-    """Outputs, gradients of the floating-point inputs, and the model with its gradients."""
-    model = dense(AlphaFold(config()))
+def without_blocks() -> ModelConfig:
+    """The model without extra-MSA stack and template stack, as configs/family.yaml has it, and without Evoformer."""
+    whole = config()
+    changed = {
+        name: dataclasses.replace(getattr(whole, name), blocks=0) for name in ("extra_msa", "evoformer", "templates")
+    }
+    return dataclasses.replace(whole, **changed)
+
+
+def run(batch: int, exchange: Exchange, blocks: bool = True) -> tuple[dict[str, Tensor], dict[str, Tensor], AlphaFold]:
+    """Outputs, gradients of the floating-point inputs, and the model with its gradients (0 where it has none)."""
+    model = dense(AlphaFold(config() if blocks else without_blocks()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)  # larger parameters would saturate the sigmoids
@@ -53,14 +62,16 @@ def run(batch: int, exchange: Exchange) -> tuple[dict[str, Tensor], dict[str, Te
         weight = torch.randn(value.shape, dtype=torch.float64, generator=generator) / math.sqrt(value.numel())
         terms.append((weight * value).sum())
     torch.stack(terms).sum().backward()
+    for x in (*model.parameters(), *wanted.values()):
+        x.grad = torch.zeros_like(x) if x.grad is None else x.grad
     return outputs, {name: x.grad for name, x in wanted.items()}, model
 
 
-def run_rank(handle: Any, batch: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def run_rank(handle: Any, batch: int, blocks: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     torch.set_default_dtype(torch.float64)
     try:
         exchange = ShardedExchange(Group(handle))
-        outputs, inputs, model = run(batch, exchange)
+        outputs, inputs, model = run(batch, exchange, blocks)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -73,17 +84,23 @@ def run_rank(handle: Any, batch: int) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch"),
-    [(3, 2), pytest.param(4, 2, marks=pytest.mark.verify), pytest.param(4, 1, marks=pytest.mark.verify)],
+    ("ranks", "batch", "blocks"),
+    [
+        (3, 2, True),
+        (3, 1, False),
+        pytest.param(4, 2, True, marks=pytest.mark.verify),
+        pytest.param(4, 1, True, marks=pytest.mark.verify),
+    ],
 )
-def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int, batch: int) -> None:
-    """Catches a module that computes the wrong shard, and gradients lost where a sample is sharded or gathered."""
+def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int, batch: int, blocks: bool) -> None:
+    """Catches a module that computes the wrong shard, gradients lost where a sample is sharded or gathered, and a stack without
+    blocks that leaves its input where it was."""
     torch.set_default_dtype(torch.float64)
     try:
-        outputs, inputs, model = run(batch, LocalExchange())
+        outputs, inputs, model = run(batch, LocalExchange(), blocks)
     finally:
         torch.set_default_dtype(torch.float32)
-    for found_outputs, found_inputs, found_parameters in pool.run(ranks, run_rank, batch):
+    for found_outputs, found_inputs, found_parameters in pool.run(ranks, run_rank, batch, blocks):
         for name, output in outputs.items():
             close(found_outputs[name], output.detach(), name)
         for name, gradient in inputs.items():
