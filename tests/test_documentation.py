@@ -69,7 +69,7 @@ SMALL_PREDICTION = ["--recycles=0", "--msa_clusters=4", "--extra_msa=4", "--devi
 FEW_ROWS = [
     f"--data.{part}.{rows}={n}"
     for part in ("train", "validation")
-    for rows, n in (("msa_clusters", 4), ("extra_msa", 4))
+    for rows, n in (("msa_clusters", 5), ("extra_msa", 4))
 ]
 ONE_OF_EACH = ["--model.structure_module.iterations=1", "--model.evoformer.blocks=1", "--model.extra_msa.blocks=1"]
 SMALL = [
@@ -135,7 +135,8 @@ class Reader:
 
     def fit(self, words: list[str]) -> None:
         """A page starts with no run; a resumed run must have something left to do; DIR is replaced by folders."""
-        output = option(words, "--output") or "runs/quickstart"
+        configs = [after for word, after in itertools.pairwise(words) if word == "--config"]
+        output = option(words, "--output") or yaml.safe_load(Path(configs[-1]).read_text())["output"]
         small = [*SMALL, f"--trainer.max_steps={2 * STEPS if '--ckpt_path' in words else STEPS}"]
         if "DIR" in words:
             for name, folder, chains in (
@@ -313,9 +314,15 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
 
 @pytest.fixture
 def like_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with the repository's data, configs and scripts; a process group may be made in it."""
+    """A working directory with the repository's data, configs and scripts, and with the data as a reader's family; a process
+    group may be made in it."""
     for name in ("data", "configs", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
+    family = tmp_path / "family"
+    family.mkdir()
+    for name in ("alignments", "mmcif_files", "train.txt", "validation.txt"):
+        (family / name).symlink_to(ROOT / "data" / name)
+    (family / "test.txt").symlink_to(ROOT / "data" / "validation.txt")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
