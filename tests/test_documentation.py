@@ -343,7 +343,7 @@ def test_every_command_and_block_runs(
     assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "tensorboard", "config.yaml"} <= files
     assert list(read_curve(Path("runs/quickstart/curve.csv"))) == [STEPS - 1, 2 * STEPS - 1], "the run was not resumed"
     assert {path.name for path in like_the_root.iterdir()} - {"block.yaml"} == {
-        *("data", "configs", "scripts", "runs", "predictions"),
+        *("data", "configs", "family", "scripts", "runs", "predictions"),
     }
 
 
