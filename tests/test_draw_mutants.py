@@ -56,7 +56,9 @@ def test_a_recorded_break_is_found_again(tmp_path: Path) -> None:
     """Catches a row that is tried at another place with the same text, or as if its code were still there, and rows that lose
     a word when they are written anew."""
     file = "evodsp/data/samples/crop.py"
-    first, second = [found for found in breaks_of(file, (ROOT / file).read_bytes()) if found.text == "0"][:2]
+    first, second = [
+        found for found in breaks_of(file, (ROOT / file).read_bytes()) if found.text == "piece(0, length)"
+    ][:2]
     assert first.line < second.line
     rows = [new_row(0, number, replace(found, line=found.line + 1)) for number, found in enumerate([first, second])]
     rows.append({**rows[0], "text": "no such text", "why": 'two\nlines, "quoted"'})
