@@ -269,6 +269,11 @@ def _template_source(config: DataConfig, files: ChainFiles) -> TemplateSource | 
     folder, latest, obsolete = config.template_structure_dir, config.max_template_date, config.obsolete
     if config.template_chains is not None:
         return _template_chains(config, files)
+    if config.template_max_identity != DataConfig.template_max_identity:
+        raise UserError(
+            f"data.template_max_identity is {config.template_max_identity}, but data.template_chains is null; give the "
+            "chains, or leave template_max_identity out"
+        )
     if folder is None:
         for name, value in (("max_template_date", latest), ("obsolete", obsolete)):
             if value is not None:
@@ -317,7 +322,8 @@ def _template_chains(config: DataConfig, files: ChainFiles) -> TemplateSource:
         )
     if len(known) < len(listed):
         tell_first(
-            f"{len(listed) - len(known):,} of {len(listed):,} template chains have no structure and are left out"
+            f"{len(listed) - len(known):,} of {len(listed):,} template chains have no structure, or no sequence that can be "
+            "read, and are left out"
         )
     return TemplateSource(structures, chains=TemplateChains(known, config.template_max_identity))
 

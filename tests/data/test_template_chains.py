@@ -104,3 +104,27 @@ def test_a_structure_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(pickle.dumps(source)) < 2000
     np.testing.assert_array_equal(other.find([], ProteinSequence("new", QUERY)).features.positions, first.positions)
     assert len(read) == 2
+
+
+def test_names_keep_their_letters(tmp_path: Path) -> None:
+    """Catches chains of one's own whose files are not found, because a PDB's entry is lower case, and names of queries that are
+    no chains."""
+    write_chain(tmp_path, "MyProt_A", CHAINS["3abc_A"])
+    source = TemplateSource(
+        KeptStructures(tmp_path / "mmcif_files"), chains=TemplateChains({"MyProt_A": CHAINS["3abc_A"]}, 0.7)
+    )
+    for name in ("new", "_x", "new_", "sp|P1|NEW_HUMAN"):
+        assert len(source.find([], ProteinSequence(name, QUERY)).features) == 1, name
+    assert len(source.find([], ProteinSequence("myprot_B", QUERY)).features) == 0
+
+
+def test_a_broken_structure_is_no_template(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a broken file of one chain that costs all chains that are like it, or that is passed over without a word."""
+    for key in ("3abc_A", "4abc_A"):
+        write_chain(tmp_path, key, CHAINS[key])
+    (tmp_path / "mmcif_files" / "3abc.cif").write_text("data_3abc\nloop_\n_atom_site.id\n")
+    chains = TemplateChains({key: CHAINS[key] for key in ("3abc_A", "4abc_A")}, 0.7)
+    source = TemplateSource(KeptStructures(tmp_path / "mmcif_files"), chains=chains)
+    for name in ("first", "second"):
+        assert source.find([], ProteinSequence(name, QUERY)).features.names == ("4abc_A",)
+    assert caplog.text.count("'3abc_A' is no template of other chains, because it cannot be read (") == 1

@@ -121,9 +121,15 @@ def test_without_a_folder_templates_are_masked(searched: Path) -> None:
             r"data\.template_chains is given, but data\.train\.max_templates and data\.validation\.max_templates are 0",
         ),
         (
-            {"template_chains": ["2abc_B"], "store": "somewhere"},
-            r"data\.template_structure_dir is .*, but data\.store holds",
+            {
+                "template_chains": ["2abc_B"],
+                "template_structure_dir": None,
+                "max_template_date": None,
+                "store": "somewhere",
+            },
+            r"data\.template_chains is .*, but data\.store holds",
         ),
+        ({"template_max_identity": 0.5}, r"data\.template_max_identity is 0\.5, but data\.template_chains is null"),
         ({"template_max_identity": 70.0}, r"data\.template_max_identity is 70\.0, but must be"),
     ],
 )
@@ -149,7 +155,7 @@ def test_template_chains_without_structures(searched: Path, capfd: pytest.Captur
     """Catches chains of the list that have no structure, passed over without a word or ending the run."""
     others = {"template_structure_dir": None, "max_template_date": None}
     chains = find_chains(data_config(searched, **others, template_chains=["9abc_A", "2abc_B"]))
-    assert "1 of 2 template chains have no structure and are left out" in capfd.readouterr().err
+    assert "1 of 2 template chains have no structure, or no sequence" in capfd.readouterr().err
     assert chains.templates is not None
     assert chains.templates.chains is not None
     assert list(chains.templates.chains.sequences) == ["2abc_B"]

@@ -28,11 +28,12 @@ def say_left_out(path: str, names: tuple[str, ...]) -> None:
 class TemplateHit:
     """One aligned chain of a template search; C columns, in which -1 stands for a gap and indices count from 0.
 
-    `pdb_id` is lower case, `chain_id` the author's. `index`: rank in the file, from 1. `aligned_columns`: columns that pair
-    two residues, as the search tool counts them. `sum_probs`: HHsearch's expected number of correctly aligned residues; None
-    for hmmsearch. `query` and `hit_sequence` are upper case with '-' for a gap. For HHsearch both have C columns. For
-    hmmsearch `query` is the whole query (C columns), and `hit_sequence` also has the residues inserted between the columns.
-    In both cases `hit_sequence` without its gaps is a contiguous piece of the chain.
+    `pdb_id` is lower case in search results (of chains that the user names it is as they name it), `chain_id` the
+    author's. `index`: rank in the file, from 1. `aligned_columns`: columns that pair two residues, as the search tool
+    counts them. `sum_probs`: HHsearch's expected number of correctly aligned residues; None for hmmsearch. `query` and
+    `hit_sequence` are upper case with '-' for a gap. For HHsearch both have C columns. For hmmsearch `query` is the whole
+    query (C columns), and `hit_sequence` also has the residues inserted between the columns. In both cases `hit_sequence`
+    without its gaps is a contiguous piece of the chain.
     """
 
     index: int

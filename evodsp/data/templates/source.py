@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 from evodsp.data.formats import parse_obsolete
-from evodsp.data.records import ProteinSequence
+from evodsp.data.records import Chain, ProteinSequence, Structure
 from evodsp.data.sources.chain_folder import read_template_hits
 from evodsp.data.sources.structures import StructureFolder, TemplateStructures
 from evodsp.data.templates.build import MAX_TEMPLATES, template_features
@@ -22,6 +23,9 @@ from evodsp.data.templates.filters import HitLimits, Rejection, select_hits
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection
 from evodsp.data.templates.template_chains import TemplateChains
+from evodsp.errors import UserError
+from evodsp.printing import logger
+from evodsp.reading.quoting import quoted
 
 _MOST_NAMED = 10
 """At most this many hits are named in the log for each reason; the others are counted."""
@@ -120,10 +124,43 @@ class TemplateSource:
             lacks_file = reason is Rejection.UNKNOWN_DATE and not self.structures.has_structure(hit.key)
             shown = TemplateRejection.NO_STRUCTURE if lacks_file else reason
             rejected[shown] = (*rejected.get(shown, ()), hit.key)
-        features, unusable = template_features(query, selection.kept, self.structures, self.limit)
+        # A broken structure among the user's chains must not cost all chains that are like it.
+        structures = self.structures if self.reads_hits else _Readable(self.structures)
+        features, unusable = template_features(query, selection.kept, structures, self.limit)
         for unused, keys in unusable.items():
             rejected[unused] = (*rejected.get(unused, ()), *keys)
         return FoundTemplates(query.name, features, len(hits), rejected)
+
+
+@dataclass(frozen=True)
+class _Readable:
+    """Structures of which those that cannot be read do not exist. A warning names each of them once."""
+
+    inner: TemplateStructures
+
+    def has_structure(self, key: str) -> bool:
+        try:
+            self.inner.chain(key)
+        except (UserError, OSError) as error:
+            _say_unreadable(key, " ".join(str(error).split()))
+            return False
+        return True
+
+    def chain(self, key: str) -> Chain:
+        return self.inner.chain(key)
+
+    def structure(self, pdb_id: str) -> Structure:
+        return self.inner.structure(pdb_id)
+
+    def release_date(self, pdb_id: str) -> date | None:
+        return self.inner.release_date(pdb_id)
+
+
+@cache
+def _say_unreadable(key: str, reason: str) -> None:
+    logger(__name__).warning(
+        f"'{quoted(key, 30)}' is no template of other chains, because it cannot be read ({reason})"
+    )
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,8 @@ class TemplateChains:
 
 
 def _entry(key: str) -> str:
-    return split_key(key)[0].lower()
+    """The entry in a chain key, or in the name of a query, which may be any text."""
+    return (key.rpartition("_")[0] or key).lower()
 
 
 def _hit(rank: int, query: ProteinSequence, letters: str, owner: str, sequence: str) -> TemplateHit | None:
@@ -96,7 +97,7 @@ def _hit(rank: int, query: ProteinSequence, letters: str, owner: str, sequence: 
     return TemplateHit(
         index=rank,
         name=owner,
-        pdb_id=entry.lower(),
+        pdb_id=entry,
         chain_id=chain_id,
         aligned_columns=len(pairs),
         sum_probs=None,
