@@ -138,7 +138,7 @@ def block_progress(model: AlphaFold, what: str, passes: int) -> Iterator[None]:
     """
     blocks = [*model.extra_msa_stack.blocks, *model.evoformer.blocks]
     with progress(f"{what}: blocks of {passes} pass{'es' * (passes > 1)}", total=passes * len(blocks)) as advance:
-        hooks = [block.pair_stack.register_forward_hook(lambda *_: advance(1)) for block in blocks]
+        hooks = [block.parts[-1].register_forward_hook(lambda *_: advance(1)) for block in blocks]
         try:
             yield
         finally:

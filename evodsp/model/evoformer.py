@@ -24,37 +24,33 @@ one rank among N, with Mm = S R c_m and Mz = R R c_z:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import noop_context_fn
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
-from evodsp.model.graphs import Recorded
+from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, draw_blocks
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Budgeted, ShardedModule, Transition
-from evodsp.model.recomputation import Recomputation
+from evodsp.model.primitives import Budgeted, PairBias, Transition
 from evodsp.model.sharded import Sharded
+from evodsp.model.stack import Stack
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
-from evodsp.rng import Draws
 
 MSAMask = Float[Tensor, "B S R"]
 PairMask = Float[Tensor, "B R R"]
 
 
-class MSAStack(Budgeted):
-    """MSA stack and outer product mean of a block (algorithm 6, lines 2 to 5).
+class MSALayers(Budgeted):
+    """The MSA sub-layers of a block and its outer product mean.
 
-    With `extra`, this is a block of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S, because
-    global attention needs only sums over sequences from the other ranks.
+    With `extra`, they are those of a block of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S,
+    because global attention needs only sums over sequences from the other ranks.
     """
-
-    gathers_parameters = True
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         super().__init__()
@@ -75,6 +71,23 @@ class MSAStack(Budgeted):
         """Axis along which m is sharded from column attention on."""
         return self.plan.extra_msa_axis if self.extra else "res"
 
+    def rows(self, msa: Sharded, bias: PairBias, masks: Masks) -> Sharded:
+        """Row attention (line 2). Takes m on S and returns it on its way to `column_axis`."""
+        msa += self.row_dropout(self.row_attention(msa, bias), masks)
+        return msa.switch(self.column_axis)
+
+    def columns(self, msa: Sharded) -> Sharded:
+        """Column attention and the transition (lines 3 and 4). m is on `column_axis`."""
+        msa += self.column_attention(msa)
+        msa += self.transition(msa)
+        return msa
+
+
+class MSAStack(MSALayers):
+    """MSA stack and outer product mean of a block (algorithm 6, lines 2 to 5)."""
+
+    gathers_parameters = True
+
     def forward(
         self,
         m: Float[Tensor, "B s R c_m"],
@@ -85,10 +98,7 @@ class MSAStack(Budgeted):
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
         """Takes m on S and z on J; returns m on `column_axis` and z on J. `masks`: dropout masks of this block."""
         msa, pair = self.sharded(m, "seq", msa_mask), self.sharded(z, "j", pair_mask)
-        msa += self.row_dropout(self.row_attention(msa, pair), masks)
-        msa = msa.switch(self.column_axis)
-        msa += self.column_attention(msa)
-        msa += self.transition(msa)
+        msa = self.columns(self.rows(msa, self.row_attention.bias(pair), masks))
         pair += self.outer_product_mean(msa)
         return msa.x, pair.x
 
@@ -120,14 +130,22 @@ class PairStack(Budgeted):
         self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = NO_MASKS
     ) -> Float[Tensor, "B I j c_z"]:
         """Takes and returns z on J. `masks`: dropout masks of this block."""
-        pair = self.sharded(z, "j", pair_mask).switch(self.plan.outgoing_axis)
+        rows = self.multiplications(self.sharded(z, "j", pair_mask), masks)
+        return self.attentions(rows, masks).x
+
+    def multiplications(self, pair: Sharded, masks: Masks) -> Sharded:
+        """Both triangle multiplications. Takes z on J and returns it on its way to I."""
+        pair = pair.switch(self.plan.outgoing_axis)
         pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
-        pair = self._incoming(pair.switch("j"), masks).switch("i")
+        return self._incoming(pair.switch("j"), masks).switch("i")
+
+    def attentions(self, pair: Sharded, masks: Masks) -> Sharded:
+        """Both triangle attentions and the transition. Takes z on I and returns it on J."""
         pair += self.starting_dropout(self.attention_starting(pair), masks)
         pair = pair.switch("j")
         pair += self.ending_dropout(self.attention_ending(pair), masks)
         pair += self.transition(pair)
-        return pair.x
+        return pair
 
     def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
         """The incoming triangle multiplication, while z is sent to I. It is a method so that z on J is freed before
@@ -150,6 +168,10 @@ class EvoformerBlock(nn.Module):
     def dropouts(self) -> tuple[Dropout, ...]:
         return *self.msa_stack.dropouts, *self.pair_stack.dropouts
 
+    @property
+    def parts(self) -> tuple[Budgeted, ...]:
+        return self.msa_stack, self.pair_stack
+
     def forward(
         self,
         m: Float[Tensor, "B s R c_m"],
@@ -163,7 +185,7 @@ class EvoformerBlock(nn.Module):
         return m, self.pair_stack(z, pair_mask, masks)
 
 
-class EvoformerStack(Recorded, ShardedModule):
+class EvoformerStack(Stack):
     """A sequence of blocks. `config.checkpoint` says how many of them are recomputed in the backward pass.
 
     A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair
@@ -172,20 +194,13 @@ class EvoformerStack(Recorded, ShardedModule):
     """
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
-        super().__init__()
+        super().__init__([EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)], config.checkpoint)
         self.extra = extra
-        self.recomputation = Recomputation(config.checkpoint, config.blocks)
-        blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
-        self.blocks: Sequence[EvoformerBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
 
-    def settings(self) -> Hashable | None:
-        chosen = self.recomputation.settled
-        budgets = [block.msa_stack.memory for block in self.blocks[:1]]
-        return None if chosen is None else (super().settings(), chosen, *budgets)
-
-    def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
-        """The dropout streams of the stack. `draws`: this stack's stream for each sample."""
-        return block_streams(self.blocks, draws)
+    @property
+    def result_axis(self) -> Axis:
+        """Axis along which m is sharded in the result."""
+        return self.plan.extra_msa_axis if self.extra else "res"
 
     def forward(
         self,
@@ -199,19 +214,12 @@ class EvoformerStack(Recorded, ShardedModule):
         `dropout_streams`.
         """
         masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2], kernels=self.kernels)
+        contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
         arriving: Pending = Ready(m)
         for number in range(len(self.blocks) + 1):
             recompute = self.recomputation.covers(number) and torch.is_grad_enabled()
             arguments = (number, arriving, z, msa_mask, pair_mask, masks, recompute)
-            if recompute:
-                contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
-                # Nothing here draws from torch's generators, and a CUDA graph could not save their states.
-                m, z = checkpoint(
-                    self._segment, *arguments, use_reentrant=False, context_fn=contexts, preserve_rng_state=False
-                )
-            else:
-                with self.recomputation.counting(number, self):
-                    m, z = self._segment(*arguments)
+            m, z = self.run(number, recompute, self._segment, *arguments, contexts=contexts)
             arriving = Ready(m)
             if number + 1 < len(self.blocks) and (axis := self.blocks[number].msa_stack.column_axis) != "seq":
                 arriving = self.exchange.start_switch(m, axis, "seq", whole=msa_mask.shape[2])

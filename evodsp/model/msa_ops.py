@@ -40,11 +40,13 @@ class MSARowAttention(ShardedModule):
         self.pair_bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_m, heads, head_width)
 
-    def forward(self, msa: Sharded, pair: Sharded) -> Update:
-        """The update of m."""
-        # Only the bias, H channels, is communicated; z stays where it is.
+    def bias(self, pair: Sharded) -> PairBias:
+        """The bias of attention. Only it, H channels, is communicated; z stays where it is."""
         local = pair.collect(self._bias, pair.x, width=2 * pair.x.shape[-1])
-        bias = PairBias(local, "j", pair, self.plan)
+        return PairBias(local, "j", pair, self.plan)
+
+    def forward(self, msa: Sharded, bias: PairBias) -> Update:
+        """The update of m. `bias`: result of `bias`, perhaps still on its way."""
         width, dim = self.attention.working_width, self.attention.rows
         rows = project_rows(self.kernels, msa, self.norm, self.attention.projection)
         return msa.update(partial(self.attention, pair_bias=bias), rows, msa.own_mask, width=width, dim=dim)

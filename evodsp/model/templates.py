@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from evodsp.config import TemplateConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP, UNKNOWN
 from evodsp.geometry.frames import atom37_to_torsion_angles
 from evodsp.geometry.residues import CA, C, N
 from evodsp.geometry.rigid import Rigid
-from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, block_streams, draw_blocks
+from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
-from evodsp.model.graphs import Recorded
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import mask_bias, wide
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
-from evodsp.model.recomputation import Recomputation
 from evodsp.model.sharded import Made, Sharded, Update
+from evodsp.model.stack import Stack
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
@@ -95,6 +93,10 @@ class TemplatePairBlock(Budgeted):
     def dropouts(self) -> tuple[Dropout, ...]:
         return self.starting_dropout, self.ending_dropout, self.outgoing_dropout, self.incoming_dropout
 
+    @property
+    def parts(self) -> tuple[Budgeted, ...]:
+        return (self,)
+
     def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], masks: Masks = NO_MASKS) -> TemplatePair:
         """Takes and returns t. `masks`: dropout masks of this block."""
         pair = self.sharded(t, "i", pair_mask)
@@ -116,26 +118,15 @@ class TemplatePairBlock(Budgeted):
         return moved
 
 
-class TemplatePairStack(Recorded, ShardedModule):
+class TemplatePairStack(Stack):
     """Template pair stack (algorithm 16), without its last layer norm. Templates are independent. It takes t on I and returns
-    it on J.
+    it on J. The entries of its batch are samples x templates.
     """
 
     def __init__(self, config: TemplateConfig) -> None:
-        super().__init__()
-        self.recomputation = Recomputation(config.checkpoint, config.blocks)
         last = config.blocks - 1
         blocks = [TemplatePairBlock(config, number == last) for number in range(config.blocks)]
-        self.blocks: Sequence[TemplatePairBlock] = nn.ModuleList(blocks)  # type: ignore[assignment]
-
-    def settings(self) -> Hashable | None:
-        chosen = self.recomputation.settled
-        budgets = [block.memory for block in self.blocks[:1]]
-        return None if chosen is None else (super().settings(), chosen, *budgets)
-
-    def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
-        """The dropout streams of the stack. `draws`: this stack's stream for each template."""
-        return block_streams(self.blocks, draws)
+        super().__init__(blocks, config.checkpoint)
 
     def forward(
         self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], keys: DropoutKeys = NO_DROPOUT
@@ -143,11 +134,7 @@ class TemplatePairStack(Recorded, ShardedModule):
         """Takes t on I and returns it on J. `keys`: keys of `dropout_streams`."""
         masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1], kernels=self.kernels)
         for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
-            if self.recomputation.covers(number) and t.requires_grad:
-                t = checkpoint(block, t, pair_mask, own, use_reentrant=False, preserve_rng_state=False)
-            else:
-                with self.recomputation.counting(number, self):
-                    t = block(t, pair_mask, own)
+            t = self.run(number, self.recomputation.covers(number) and t.requires_grad, block, t, pair_mask, own)
         if not self.blocks:  # the last one would have sent t to J
             t = self.exchange.switch(t, "i", "j", whole=pair_mask.shape[1])
         return t

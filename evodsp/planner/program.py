@@ -257,8 +257,8 @@ def _name_places(model: AlphaFold, recorder: ProgramRecorder) -> None:
     for part, module in model.named_children():
         if part in STACKS:
             for number, block in enumerate(module.blocks):  # type: ignore[arg-type]
-                name(block.msa_stack, lambda part=part, number=number: (part, number))  # type: ignore[misc]
-                name(block.pair_stack, lambda part=part, number=number: (part, number + 1))  # type: ignore[misc]
+                for segment, own in enumerate(block.parts, start=number):
+                    name(own, lambda part=part, segment=segment: (part, segment))  # type: ignore[misc]
         elif part == "heads":
             for head in module.values():  # type: ignore[operator]
                 name(head, lambda: ("heads", 0))

@@ -10,7 +10,7 @@ twice its input; the part that a rank keeps for itself is included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +19,11 @@ from torch import Tensor, nn
 
 from evodsp.config import EvoformerConfig
 from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.msa_ops import MSARowAttention
+from evodsp.model.outer_product_first import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
+from evodsp.model.stack import Stack
 from evodsp.parallel.collectives import Collective
 from evodsp.parallel.exchange import KEPT, ShardedExchange
 from evodsp.parallel.group import Place
@@ -34,7 +37,8 @@ class CollectiveCall:
     """One collective of one rank."""
 
     layer: str
-    """The sub-layer that communicates; `switch m`, `switch m back` and `switch z` move a representation between sub-layers."""
+    """The sub-layer that communicates; `switch m` and `switch z` move a representation between sub-layers of a block, and
+    `switch m outside` moves it between blocks or before them."""
     kind: Kind
     elements: int
     """Elements counted in the forward pass."""
@@ -55,20 +59,21 @@ class StackSizes:
     c_z: int
     config: EvoformerConfig
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    stack: type[EvoformerStack | OuterProductFirstStack] = EvoformerStack
 
 
-RETURN = "switch m back"
-"""The switch of the MSA representation back to S between two blocks. It lies outside of the recomputed segments."""
+OUTSIDE = "switch m outside"
+"""A switch of the MSA representation outside of the recomputed segments."""
 
 
 def recomputed(calls: Sequence[CollectiveCall], plan: CommunicationPlan) -> list[CollectiveCall]:
     """The calls among a stack's `calls` that activation checkpointing launches again in the backward pass, once each.
 
-    Results that the plan keeps are not communicated again, and the switch between blocks is not part of a recomputed segment.
+    Results that the plan keeps are not communicated again, and a switch between blocks is not part of a recomputed segment.
     `stream_bias` recomputes its broadcasts a second time, within the recomputation; that is not counted here.
     """
     kept = KEPT if plan.keep_gathered else ()
-    return [call for call in calls if call.layer != RETURN and call.kind not in kept]
+    return [call for call in calls if call.layer != OUTSIDE and call.kind not in kept]
 
 
 class RecordingExchange(ShardedExchange):
@@ -79,17 +84,24 @@ class RecordingExchange(ShardedExchange):
         self.calls: list[CollectiveCall] = []
         self.layer: str | None = None
         """Name of the sub-layer that is running."""
+        self.inside = False
+        """Whether a part of a block is running."""
 
-    def name_layers(self, model: nn.Module) -> None:
+    def name_layers(self, stack: Stack) -> None:
         """Name each recorded call after its sub-layer. Sub-layers are the children of modules called `…_stack`."""
-        for path, module in model.named_modules():
+        for block in stack.blocks:
+            for part in block.parts:
+                self._during(part, "inside", True, False)
+        for path, module in stack.named_modules():
             if path.rpartition(".")[0].endswith("_stack"):
-                self._name(module, path.rpartition(".")[2])
+                self._during(module, "layer", path.rpartition(".")[2], None)
+            if isinstance(module, MSARowAttention):
+                module.bias = self._named(module.bias, "row_attention")  # type: ignore[method-assign]
 
     def start_switch(self, x: Tensor, from_axis: Axis, to_axis: Axis, whole: int) -> Pending:
         if self.layer is not None:
             return super().start_switch(x, from_axis, to_axis, whole)
-        self.layer = {"res": "switch m", "seq": RETURN}.get(to_axis, "switch z")
+        self.layer = "switch z" if to_axis in ("i", "j") else "switch m" if self.inside else OUTSIDE
         pending = super().start_switch(x, from_axis, to_axis, whole)
         self.layer = None
         return pending
@@ -102,15 +114,21 @@ class RecordingExchange(ShardedExchange):
     def _record(self, kind: Kind, elements: int, backward: int) -> None:
         self.calls.append(CollectiveCall(self.layer or "", kind, elements, backward))
 
-    def _name(self, module: nn.Module, name: str) -> None:
-        def enter(*_: Any) -> None:
+    def _named(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """`call`, whose collectives are those of the sub-layer `name`."""
+
+        def named(*arguments: Any) -> Any:
             self.layer = name
-
-        def leave(*_: Any) -> None:
+            result = call(*arguments)
             self.layer = None
+            return result
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        return named
+
+    def _during(self, module: nn.Module, name: str, value: Any, otherwise: Any) -> None:
+        """Let the attribute `name` be `value` while `module` runs, and `otherwise` after it."""
+        module.register_forward_pre_hook(lambda *_: setattr(self, name, value))
+        module.register_forward_hook(lambda *_: setattr(self, name, otherwise))
 
 
 def evoformer_calls(n: StackSizes) -> list[CollectiveCall]:
@@ -124,16 +142,17 @@ def extra_msa_calls(n: StackSizes) -> list[CollectiveCall]:
 
 
 def inner_block(n: StackSizes, extra: bool = False) -> list[CollectiveCall]:
-    """The calls of one block that is not the last of its stack. An Evoformer block has twelve."""
-    two, one = (_calls(replace(n, config=replace(n.config, blocks=blocks)), extra) for blocks in (2, 1))
-    return two[: len(two) - len(one)]
+    """The calls of one block that is neither the first nor the last of its stack. An Evoformer block has twelve."""
+    three, two = (_calls(replace(n, config=replace(n.config, blocks=blocks)), extra) for blocks in (3, 2))
+    before = sum(call.layer == OUTSIDE for call in three[:1])
+    return three[before : before + len(three) - len(two)]
 
 
 @torch.no_grad()
 def _calls(n: StackSizes, extra: bool) -> list[CollectiveCall]:
     exchange = RecordingExchange(n.rank, n.ranks)
     with torch.device("meta"):
-        stack = EvoformerStack(n.c_m, n.c_z, n.config, extra)
+        stack = n.stack(n.c_m, n.c_z, n.config, extra)
         use_exchange(stack, exchange, n.plan)
         exchange.name_layers(stack)
         m = exchange.shard(torch.empty(n.batch, n.sequences, n.residues, n.c_m), "seq")

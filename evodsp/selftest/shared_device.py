@@ -181,7 +181,7 @@ def stack(config: ModelConfig, extra: bool, sizes: RandomSizes, setting: Setting
 
     def compute() -> tuple[Tensor, Results]:
         m, z = module(exchange.shard(leaves["m"], "seq"), exchange.shard(leaves["z"], "j"), *masks, keys)
-        axis = module.blocks[-1].msa_stack.column_axis  # along which m leaves in shards
+        axis = module.result_axis  # along which m leaves in shards
         loss = (m.float() * exchange.shard(weights["m"], axis)).sum()
         loss = loss + (z.float() * exchange.shard(weights["z"], "j")).sum()
         whole = {

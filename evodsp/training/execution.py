@@ -24,14 +24,14 @@ from evodsp.launch.consensus import on_every
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys, block_streams, draw_blocks
-from evodsp.model.evoformer import EvoformerBlock, EvoformerStack, MSAStack, PairStack
+from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.model.recomputation import Recomputation
 from evodsp.model.recorders import CudaRecorder, Recorder
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.model.templates import TemplatePairBlock, TemplatePairStack
+from evodsp.model.stack import Stack
 from evodsp.parallel.config import ParallelConfig
 from evodsp.printing import show
 from evodsp.rng import Draws
@@ -80,7 +80,8 @@ def check_compilation(
 
 def regions(model: nn.Module) -> Iterator[nn.Module]:
     """The parts of a model that are compiled, each as one graph."""
-    return (module for module in model.modules() if isinstance(module, MSAStack | PairStack | TemplatePairBlock))
+    stacks = (module for module in model.modules() if isinstance(module, Stack))
+    return (part for stack in stacks for block in stack.blocks for part in block.parts)
 
 
 class CompiledBlocks(Callback):
@@ -369,7 +370,5 @@ class AutomaticRecomputation(Callback):
     @staticmethod
     def _stacks(module: LightningModule) -> list[Recomputation]:
         """The stacks that are not decided yet; the stack with most blocks comes first."""
-        found = [
-            stack.recomputation for stack in module.modules() if isinstance(stack, EvoformerStack | TemplatePairStack)
-        ]
+        found = [stack.recomputation for stack in module.modules() if isinstance(stack, Stack)]
         return sorted((stack for stack in found if stack.auto), key=lambda stack: -stack.blocks)

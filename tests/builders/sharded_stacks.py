@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig, TemplateConfig
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.outer_product_first import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
@@ -28,8 +29,8 @@ from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 RESIDUES = 7
-Stack = Literal["evoformer", "extra", "extra_deep", "templates"]
-SEQUENCES = {"evoformer": 5, "extra": 6, "extra_deep": 40, "templates": 0}
+Stack = Literal["evoformer", "extra", "extra_deep", "outer_first", "outer_first_extra", "templates"]
+SEQUENCES = {"evoformer": 5, "extra": 6, "extra_deep": 40, "outer_first": 5, "outer_first_extra": 6, "templates": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +73,16 @@ def stack_of(case: Case) -> nn.Module:
                 )
             )
         )  # fmt: skip
-    extra = case.stack != "evoformer"
+    extra = is_extra(case.stack)
     sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, checkpoint=case.recompute)
     channels = config.channels.extra_msa if extra else config.channels.msa
-    return dense(EvoformerStack(channels, config.channels.pair, sizes, extra))
+    kind = OuterProductFirstStack if case.stack.startswith("outer_first") else EvoformerStack
+    return dense(kind(channels, config.channels.pair, sizes, extra))
+
+
+def is_extra(stack: Stack) -> bool:
+    """Whether it is an extra-MSA stack."""
+    return "extra" in stack
 
 
 def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
@@ -96,7 +103,7 @@ def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], 
         inputs, outputs = {"z": pair}, {"z": z}
         weights = {"z": exchange.shard(random(*pair.shape), "j")}
     else:
-        extra = case.stack != "evoformer"
+        extra = is_extra(case.stack)
         msa = random(b, s, r, config.extra_msa if extra else config.msa).requires_grad_()
         msa_mask = (random(b, s, r) > -1).double()
         m, z = stack(exchange.shard(msa, "seq"), exchange.shard(pair, "j"), msa_mask, pair_mask, keys)
@@ -126,7 +133,7 @@ def run_rank(handle: Any, case: Case) -> Found:
     return Found(
         {name: x.detach() for name, x in outputs.items()},
         {name: mean(gradient) for name, gradient in inputs.items()},
-        {name: mean(p.grad) for name, p in stack.named_parameters()},
+        {name: mean(p.grad) for name, p in stack.named_parameters() if p.grad is not None},
     )
 
 
@@ -137,7 +144,7 @@ def check(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None
         outputs, inputs, stack = run(dataclasses.replace(case, recompute=False), LocalExchange(), 1)
     finally:
         torch.set_default_dtype(torch.float32)
-    m_axis = case.plan.extra_msa_axis if case.stack.startswith("extra") else "res"
+    m_axis = case.plan.extra_msa_axis if is_extra(case.stack) else "res"
     axis_of = {"m": DIMENSION[m_axis], "z": 2}
     for ranks in numbers_of_ranks:
         found = pool.run(ranks, run_rank, case)
@@ -150,5 +157,7 @@ def check(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None
         for rank in found:
             for name, gradient in inputs.items():
                 close(rank.inputs[name], gradient, f"gradient of {name}, {ranks} ranks")
-            for name, parameter in stack.named_parameters():
-                close(rank.parameters[name], parameter.grad, f"gradient of {name}, {ranks} ranks")
+            trained = {name: p.grad for name, p in stack.named_parameters() if p.grad is not None}
+            assert trained.keys() == rank.parameters.keys()
+            for name, gradient in trained.items():
+                close(rank.parameters[name], gradient, f"gradient of {name}, {ranks} ranks")

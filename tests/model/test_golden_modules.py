@@ -117,7 +117,10 @@ def test_module_matches_alphafold(case: str, golden: Path) -> None:
 
     tensors = {name: torch.from_numpy(data[f"in/{name}"]).unsqueeze(0) for name in inputs}
     differentiable = [t.requires_grad_() for name, t in tensors.items() if f"grad/{name}" in data]
-    outputs = module(*(tensors.values() if case.endswith("_block") else representations(tensors)))
+    arguments = list(tensors.values()) if case.endswith("_block") else representations(tensors)
+    if isinstance(module, MSARowAttention):
+        arguments[1] = module.bias(arguments[1])
+    outputs = module(*arguments)
     outputs = outputs if isinstance(outputs, tuple) else (outputs.x,)
     keys = ("msa", "pair") if len(outputs) == 2 else ("out",)
     for key, output in zip(keys, outputs, strict=True):
