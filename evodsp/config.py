@@ -25,8 +25,13 @@ def check_matmul(setting: str, value: str) -> None:
         raise SettingError(setting, f"'{value}'", "highest or high")
 
 
+ArrangementName = Literal["monomer", "multimer"]
+"""AlphaFold2's model of one chain, or AlphaFold-Multimer's of several."""
+
 RANGES: dict[str, Range] = {
     "max_relative_position": COUNT,
+    "max_relative_chain": COUNT,
+    "position_scale": POSITIVE,
     "blocks": COUNT,
     "angle_blocks": COUNT,
     "transition_layers": COUNT,
@@ -66,6 +71,15 @@ def check_model_numbers(settings: Any, where: str) -> None:
             last = item.name.replace("min_", "max_")
             if not value < getattr(settings, last):
                 raise SettingError(key, value, f"below {where}.{last}, which is {getattr(settings, last)}")
+
+
+def check_of_one_chain(config: ModelConfig) -> None:
+    """Raise UserError if the model reads complexes, of which there are no samples yet."""
+    if config.arrangement != "monomer":
+        raise UserError(
+            f"model.arrangement is {config.arrangement}, but samples are of single chains; give a monomer model. (A multimer "
+            "model can be converted with `evodsp weights`, and called from Python with features of your own)"
+        )
 
 
 def check_preset(name: str | None) -> None:
@@ -114,6 +128,8 @@ class EmbedderConfig:
 
     max_relative_position: int = 32
     """Relative positions are clipped at plus and minus this many residues."""
+    max_relative_chain: int = 2
+    """Relative numbers of copies of a chain are clipped at plus and minus this many (multimer)."""
     recycle_bins: int = 15
     """Number of distance bins of the recycled CB-CB distogram."""
     recycle_min_distance: float = 3.25
@@ -220,6 +236,10 @@ class StructureModuleConfig:
     """Channels of the side-chain angle network."""
     angle_blocks: int = 2
     """Residual blocks of the side-chain angle network."""
+    position_scale: float = 10.0
+    """Unit of length of the frames inside the module, in Å (published multimer models: 20)."""
+    scalar_bias: bool = True
+    """Biases of the scalar queries, keys and values (published multimer models have none)."""
 
 
 @dataclass(frozen=True)
@@ -250,8 +270,10 @@ class HeadsConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All sizes of an AlphaFold2 monomer model."""
+    """All sizes of a model, and how its parts are arranged."""
 
+    arrangement: ArrangementName = field(default="monomer", metadata={"resume": "refused"})
+    """The parts of the model: those of AlphaFold2 (monomer) or those of AlphaFold-Multimer (multimer)."""
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)
     """Widths of the representations."""
     embedder: EmbedderConfig = field(default_factory=EmbedderConfig)
@@ -268,6 +290,8 @@ class ModelConfig:
     """Output heads."""
 
     def __post_init__(self) -> None:
+        if self.arrangement not in get_args(ArrangementName):
+            raise SettingError("model.arrangement", f"'{self.arrangement}'", " or ".join(get_args(ArrangementName)))
         check_model_numbers(self, "model")
 
     @classmethod
@@ -324,8 +348,22 @@ def _published(number: int, ptm: bool) -> ModelConfig:
     )
 
 
+def as_multimer(config: ModelConfig) -> ModelConfig:
+    """The same sizes arranged as in AlphaFold-Multimer, with its unit of length and its heads."""
+    return dataclasses.replace(
+        config,
+        arrangement="multimer",
+        structure_module=dataclasses.replace(config.structure_module, position_scale=20.0, scalar_bias=False),
+        heads=dataclasses.replace(config.heads, experimentally_resolved=True, predicted_aligned_error=True),
+    )
+
+
+_MULTIMER = as_multimer(_published(1, ptm=True))
+"""Sizes of all published multimer models: they differ in the numbers of MSA rows that they were trained with."""
+
 PRESETS: dict[str, ModelConfig] = {
     **{f"model_{n}{'_ptm' * ptm}": _published(n, ptm) for n in range(1, 6) for ptm in (False, True)},
+    **{f"model_{n}_multimer{version}": _MULTIMER for n in range(1, 6) for version in ("", "_v2", "_v3")},
     # `small` is the model of configs/quickstart.yaml, for a few small proteins on a laptop's CPU.
     "small": ModelConfig(
         channels=ChannelsConfig(msa=64, pair=32, extra_msa=16, single=64),

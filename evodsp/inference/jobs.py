@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from evodsp.config import FeatureConfig
+from evodsp.config import FeatureConfig, check_of_one_chain
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
@@ -166,6 +166,7 @@ def prepare(
     model = None
     if any(job.seeds for job in jobs):
         model = from_first(lambda: load_model(named.path, config.raw, config.preset), group)
+        check_of_one_chain(model.config)
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config.templates, named.path)
         features = with_template_row(features, model.config.templates.enabled)

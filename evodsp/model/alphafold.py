@@ -6,6 +6,7 @@ Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -15,9 +16,9 @@ from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.geometry.frames import pseudo_beta
+from evodsp.model.arrangement import ARRANGEMENTS
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, below
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
-from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.heads import make_heads
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
@@ -25,22 +26,13 @@ from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import Budgeted, Linear
 from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
-from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
 from evodsp.rng import Draws
 
-FEATURES = (
-    "aatype", "residue_index", "seq_mask", "target_feat", "msa_feat", "msa_mask",
-    "extra_msa", "extra_msa_mask", "extra_has_deletion", "extra_deletion_value",
-)  # fmt: skip
 EXTRA_MSA_FEATURES = ("extra_msa", "extra_has_deletion", "extra_deletion_value")
-TEMPLATE_FEATURES = (
-    "template_aatype", "template_all_atom_positions", "template_all_atom_masks",
-    "template_pseudo_beta", "template_pseudo_beta_mask", "template_mask",
-)  # fmt: skip
 
 
 class AlphaFold(Budgeted):
-    """AlphaFold2's monomer model."""
+    """The model of AlphaFold2 or of AlphaFold-Multimer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -51,20 +43,21 @@ class AlphaFold(Budgeted):
         self.config = config
         self.trained_features: FeatureConfig | None = None
         """Feature sizes of the checkpoint from which the model was loaded."""
-        channels = config.channels
-        self.input_embedder = InputEmbedder(channels, config.embedder)
+        channels, parts = config.channels, ARRANGEMENTS[config.arrangement]
+        self.arrangement = parts
+        self.input_embedder = InputEmbedder(channels, config.embedder, parts.target_channels, parts.relative_position)
         self.recycling_embedder = RecyclingEmbedder(channels, config.embedder)
         self.extra_msa_embedder = ExtraMSAEmbedder(channels)
         templates = config.templates
-        self.features = (*FEATURES, *TEMPLATE_FEATURES) if templates.enabled else FEATURES
-        self.template_embedder = TemplateEmbedder(channels.pair, templates) if templates.enabled else None
+        self.features = (*parts.features, *(parts.template_features if templates.enabled else ()))
+        self.template_embedder = parts.template_embedder(channels.pair, templates) if templates.enabled else None
         torsions = templates.enabled and templates.torsions
-        self.template_torsion_embedder = TemplateTorsionEmbedder(channels.msa) if torsions else None
-        self.extra_msa_stack = EvoformerStack(channels.extra_msa, channels.pair, config.extra_msa, extra=True)
-        self.evoformer = EvoformerStack(channels.msa, channels.pair, config.evoformer)
+        self.template_torsion_embedder = parts.template_torsion_embedder(channels.msa) if torsions else None
+        self.extra_msa_stack = parts.stack(channels.extra_msa, channels.pair, config.extra_msa, extra=True)
+        self.evoformer = parts.stack(channels.msa, channels.pair, config.evoformer)
         self.single = Linear(channels.msa, channels.single)
         self.structure_module = StructureModule(channels.single, channels.pair, config.structure_module)
-        self.heads = nn.ModuleDict(make_heads(channels, config.heads))
+        self.heads = nn.ModuleDict(make_heads(channels, config.heads, parts.masked_letters))
 
     def forward(
         self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = (), ensembles: int = 1, stop_tolerance: float = 0.0
@@ -79,8 +72,9 @@ class AlphaFold(Budgeted):
         `ensembles`: number of feature sets per pass. Their representations are averaged (supplement 1.11.2); training uses one
         set. The cycle axis holds passes x ensembles sets, and the sets of a pass are neighbours.
 
-        `stop_tolerance`: tolerance in Å for stopping early, in prediction. No further pass is run once the root mean square
-        change of the CA-CA distances from one pass to the next is at most this in every sample. 0 runs all passes.
+        `stop_tolerance`: tolerance in Å for stopping early, in prediction. No further pass is run (multimer: one more)
+        once the root mean square change of the CA-CA distances from one pass to the next is at most this in every sample. 0
+        runs all passes.
 
         Raises UserError if a feature is missing, ValueError if the cycle axis is not a whole number of passes.
         """
@@ -107,7 +101,9 @@ class AlphaFold(Budgeted):
                 output = self.one_pass(members, recycled, self._dropout_keys(members, draws, cycle))
             if stop_tolerance > 0 and cycle > 0:
                 output = with_ca_change(output, recycled, members[0]["seq_mask"], self.exchange)
-            if cycle == last or settled(output, stop_tolerance):
+            if settled(output, stop_tolerance):
+                last = min(last, cycle + self.arrangement.passes_after_settling)
+            if cycle == last:
                 return output
             recycled, cycle = Recycled.of(output), cycle + 1
             # Logits are as large as the pair representation; free them, and the features, before the next pass.
@@ -137,7 +133,7 @@ class AlphaFold(Budgeted):
     def _dropout_keys(self, members: Sequence[Mapping[str, Tensor]], draws: Sequence[Draws], cycle: int) -> DropoutKeys:
         """The dropout keys of one pass, sent to the device."""
         first = members[0]
-        templates = first["template_mask"].shape[1] if self.template_embedder is not None else 0
+        templates = first["template_aatype"].shape[1] if self.template_embedder is not None else 0
         streams = self.dropout_streams([d.at("cycle", cycle) for d in draws], len(members), templates)
         return DropoutKeys.of(streams, first["aatype"].device)
 
@@ -177,9 +173,9 @@ class AlphaFold(Budgeted):
         """MSA and pair representation of one feature set (algorithm 2, lines 5 to 18). m on R, z on J."""
         seq_mask = features["seq_mask"]
         pair_mask = seq_mask.unsqueeze(2) * seq_mask.unsqueeze(1)
-        templates = Templates.from_features(features) if self.template_embedder is not None else None
+        templates = self.arrangement.templates(features) if self.template_embedder is not None else None
         z = self._initial_pair(features, recycled, pair_mask)
-        if self.template_embedder is not None and features["template_mask"].shape[1]:
+        if self.template_embedder is not None and features["template_aatype"].shape[1]:
             pair = self.sharded(z, "j", pair_mask)
             pair += self.template_embedder(pair, templates, keys.at("templates"))
             z = pair.x
@@ -192,11 +188,10 @@ class AlphaFold(Budgeted):
         self, features: Mapping[str, Tensor], recycled: Recycled, pair_mask: Float[Tensor, "B R R"]
     ) -> Float[Tensor, "B R j c_z"]:
         """Initial pair representation on J. With a budget it overwrites the recycled one."""
-        target_feat, residue_index = features["target_feat"], features["residue_index"]
         beta = pseudo_beta(features["aatype"], recycled.positions, None)
 
         def rows_of(rows: slice) -> Tensor:
-            own = self.input_embedder.pair_representation(target_feat, residue_index, rows)
+            own = self.input_embedder.pair_representation(features, rows)
             return own + self.recycling_embedder.pair_update(recycled.pair[:, rows], beta, rows)
 
         # The intermediates are four sums of embeddings, the norm, and the binned distances.
@@ -206,7 +201,7 @@ class AlphaFold(Budgeted):
         return pieces.collect(rows_of, into=into)
 
     def _initial_msa(
-        self, features: Mapping[str, Tensor], recycled: Recycled, templates: Templates | None
+        self, features: Mapping[str, Tensor], recycled: Recycled, templates: Any
     ) -> tuple[Float[Tensor, "B s R c_m"], Float[Tensor, "B S R"]]:
         """Initial MSA representation on S (clusters, then template rows), and the mask of all its rows."""
         row_update = self.recycling_embedder.msa_norm(recycled.first_row)

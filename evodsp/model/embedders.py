@@ -6,6 +6,8 @@ letter (s e j) is this rank's shard of that axis; on one device it is the whole 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -20,36 +22,60 @@ MSA_CHANNELS = 49
 EXTRA_MSA_CHANNELS = 25
 
 
-class InputEmbedder(ShardedModule):
-    """Initial MSA and pair representations from the sequence and the clustered MSA (algorithms 3 and 4)."""
+class RelativePosition(Linear):
+    """Embedding of the distance along the chain (algorithm 4): the layer of a one-hot vector, without its bias."""
 
-    def __init__(self, channels: ChannelsConfig, config: EmbedderConfig) -> None:
-        super().__init__()
+    computes_in_float32 = True
+    """The gradient of a column of the weight is a sum over thousands of residue pairs."""
+
+    def __init__(self, c_z: int, config: EmbedderConfig) -> None:
         self.max_offset = config.max_relative_position
-        self.left = Linear(TARGET_CHANNELS, channels.pair)
-        self.right = Linear(TARGET_CHANNELS, channels.pair)
-        self.target_to_msa = Linear(TARGET_CHANNELS, channels.msa)
+        super().__init__(2 * self.max_offset + 1, c_z)
+
+    def forward(  # type: ignore[override]
+        self, features: Mapping[str, Tensor], rows: slice, columns: slice
+    ) -> Float[Tensor, "B I j c_z"]:
+        """The embeddings of the given rows and columns."""
+        offset = differences(features["residue_index"], rows, columns)
+        bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
+        # A linear layer applied to a one-hot vector selects a column of its weight, so no [R, R, 65] tensor is needed.
+        return F.embedding(bins, self.weight.t())
+
+
+class InputEmbedder(ShardedModule):
+    """Initial MSA and pair representations from the sequence and the clustered MSA (algorithms 3 and 4).
+
+    `relative_position`: makes the layer that embeds the residues' places in their chains; it reads the features itself.
+    """
+
+    def __init__(
+        self,
+        channels: ChannelsConfig,
+        config: EmbedderConfig,
+        target_channels: int = TARGET_CHANNELS,
+        relative_position: Callable[[int, EmbedderConfig], Linear] = RelativePosition,
+    ) -> None:
+        super().__init__()
+        self.left = Linear(target_channels, channels.pair)
+        self.right = Linear(target_channels, channels.pair)
+        self.target_to_msa = Linear(target_channels, channels.msa)
         self.msa = Linear(MSA_CHANNELS, channels.msa)
-        self.relative_position = Linear(2 * self.max_offset + 1, channels.pair)
-        # The gradient of a column of its weight is a sum over thousands of residue pairs.
-        self.relative_position.computes_in_float32 = True
+        self.relative_position = relative_position(channels.pair, config)
 
     def msa_representation(
-        self, target_feat: Float[Tensor, "B R 22"], msa_feat: Float[Tensor, "B s R 49"]
+        self, target_feat: Float[Tensor, "B R c_t"], msa_feat: Float[Tensor, "B s R 49"]
     ) -> Float[Tensor, "B s R c_m"]:
         """The initial m, sharded along S as `msa_feat` is."""
         return self.msa(msa_feat) + self.target_to_msa(target_feat).unsqueeze(1)
 
     def pair_representation(
-        self, target_feat: Float[Tensor, "B R 22"], residue_index: Int[Tensor, "B R"], rows: slice = slice(None)
+        self, features: Mapping[str, Tensor], rows: slice = slice(None)
     ) -> Float[Tensor, "B I j c_z"]:
         """The given rows of the initial z, on J."""
-        columns = self.exchange.owned(residue_index.shape[1])
+        target_feat = features["target_feat"]
+        columns = self.exchange.owned(target_feat.shape[1])
         left, right = self.left(target_feat[:, rows]).unsqueeze(2), self.right(target_feat[:, columns]).unsqueeze(1)
-        offset = residue_index[:, rows].unsqueeze(2) - residue_index[:, columns].unsqueeze(1)
-        bins = offset.clamp(-self.max_offset, self.max_offset).long() + self.max_offset
-        # A linear layer applied to a one-hot vector selects a column of its weight, so no [R, R, 65] tensor is needed.
-        relative = F.embedding(bins, self.relative_position.weight.t())
+        relative = self.relative_position(features, rows, columns)
         return (relative + left + right + self.relative_position.bias).to(left.dtype)
 
 
@@ -96,6 +122,11 @@ class RecyclingEmbedder(ShardedModule):
     def distogram(self, beta: Float[Tensor, "B R 3"], rows: slice = slice(None)) -> Float[Tensor, "B I j bins"]:
         """Distances from the residues of the given rows to all others as one-hot bins, on J."""
         return distance_one_hot(beta[:, rows], beta[:, self.exchange.owned(beta.shape[1])], self.lower)
+
+
+def differences(of: Int[Tensor, "B R"], rows: slice, columns: slice) -> Int[Tensor, "B I j"]:
+    """The value of each of the rows minus that of each of the columns."""
+    return of[:, rows].unsqueeze(2) - of[:, columns].unsqueeze(1)
 
 
 def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, " bins"]:

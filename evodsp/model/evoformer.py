@@ -31,7 +31,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
-from evodsp.config import EvoformerConfig
+from evodsp.config import EvoformerConfig, TemplateConfig
 from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, draw_blocks
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
@@ -108,7 +108,7 @@ class PairStack(Budgeted):
 
     gathers_parameters = True
 
-    def __init__(self, c_z: int, config: EvoformerConfig) -> None:
+    def __init__(self, c_z: int, config: EvoformerConfig | TemplateConfig) -> None:
         super().__init__()
         channels, heads, width = config.triangle_channels, config.pair_heads, config.pair_head_width
         rate = config.pair_dropout
@@ -125,6 +125,10 @@ class PairStack(Budgeted):
     @property
     def dropouts(self) -> tuple[Dropout, ...]:
         return self.outgoing_dropout, self.incoming_dropout, self.starting_dropout, self.ending_dropout
+
+    @property
+    def parts(self) -> tuple[Budgeted, ...]:
+        return (self,)
 
     def forward(
         self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = NO_MASKS

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
-from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear
 
 ATOMS = 37
@@ -41,15 +40,15 @@ class DistogramHead(Budgeted):
 
 
 class MaskedMSAHead(nn.Module):
-    """Logits of the letters that were masked in the MSA (supplement 1.9.9). m is on R."""
+    """Logits of the letters that were masked in the MSA (supplement 1.9.9). m is on R. `letters`: how many there are."""
 
     reads = "msa"
 
-    def __init__(self, channels: ChannelsConfig) -> None:
+    def __init__(self, channels: ChannelsConfig, letters: int) -> None:
         super().__init__()
-        self.logits = Linear(channels.msa, LETTERS_WITH_MASK, init="final")
+        self.logits = Linear(channels.msa, letters, init="final")
 
-    def forward(self, m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B S r 23"]:
+    def forward(self, m: Float[Tensor, "B S r c_m"]) -> Float[Tensor, "B S r letters"]:
         return self.logits(m)
 
 
@@ -96,11 +95,11 @@ class PredictedAlignedErrorHead(nn.Module):
         return self.logits(z)
 
 
-def make_heads(channels: ChannelsConfig, config: HeadsConfig) -> dict[str, nn.Module]:
-    """The heads of a model by the names of their logits."""
+def make_heads(channels: ChannelsConfig, config: HeadsConfig, letters: int) -> dict[str, nn.Module]:
+    """The heads of a model by the names of their logits. `letters`: of which the masked-MSA head predicts one."""
     heads: dict[str, nn.Module] = {
         "distogram": DistogramHead(channels, config),
-        "masked_msa": MaskedMSAHead(channels),
+        "masked_msa": MaskedMSAHead(channels, letters),
         "plddt": PLDDTHead(channels, config),
     }
     if config.experimentally_resolved:

@@ -28,7 +28,6 @@ from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule
 from evodsp.model.sharded import Pieces
 from evodsp.rng import Draws
 
-NM_TO_ANGSTROM = 10.0
 ANGLES = 7
 PLACES = ("attention", "transition")
 """Layers after which dropout is applied, in every iteration."""
@@ -80,8 +79,8 @@ class InvariantPointAttention(ShardedModule):
         self.config = config
         h, d, e = config.heads, config.scalar_query_width, config.scalar_value_width
         p, v = config.query_points, config.value_points
-        self.query = Linear(c_s, h * d)
-        self.key_value = Linear(c_s, h * (d + e))
+        self.query = Linear(c_s, h * d, bias=config.scalar_bias)
+        self.key_value = Linear(c_s, h * (d + e), bias=config.scalar_bias)
         self.query_points = Linear(c_s, 3 * h * p)
         self.key_value_points = Linear(c_s, 3 * h * (p + v))
         self.pair_bias = Linear(c_z, h)
@@ -112,7 +111,7 @@ class InvariantPointAttention(ShardedModule):
 
         return PointAttentionTerms(
             joined(lambda layer: layer.weight),
-            joined(lambda layer: layer.bias),
+            joined(lambda layer: layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias),
             point_scale,
             z.pieces.collect(logits, dim=2),
             (mask / (mask.sum(1, keepdim=True) + 1e-6)).unsqueeze(-1),
@@ -121,7 +120,7 @@ class InvariantPointAttention(ShardedModule):
     def forward(
         self, s: Float[Tensor, "B R c_s"], z: PairRows, shared: PointAttentionTerms, frames: Rigid
     ) -> Float[Tensor, "B R c_s"]:
-        """The update of s. `frames`: [B, R], in nm."""
+        """The update of s. `frames`: [B, R], in the module's unit of length."""
         c = self.config
         h, d, e, p, v = c.heads, c.scalar_query_width, c.scalar_value_width, c.query_points, c.value_points
         rows = self.exchange.owned(s.shape[1])
@@ -275,11 +274,11 @@ class StructureModule(Budgeted):
             # Earlier rotations get gradients only from their own losses; otherwise training is unstable (supplement 1.8.3).
             frames = frames.stop_rotation_gradient()
         angles, raw_angles = self.angle_network(torch.stack(states), s_initial)
-        backbone = motions[-1].scale_translation(NM_TO_ANGSTROM)
+        backbone = motions[-1].scale_translation(self.config.position_scale)
         groups = torsion_angles_to_frames(backbone, angles[-1], aatype)
         atom14 = frames_to_atom14(groups, aatype)
         return StructureOutput(
-            backbone=Rigid.stack(motions, 0).scale_translation(NM_TO_ANGSTROM),
+            backbone=Rigid.stack(motions, 0).scale_translation(self.config.position_scale),
             angles=angles,
             unnormalized_angles=raw_angles,
             frames=groups,

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -28,7 +29,7 @@ from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import mask_bias, wide
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.sharded import Made, Sharded, Update
-from evodsp.model.stack import Stack
+from evodsp.model.stack import Block, Stack
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
@@ -123,20 +124,25 @@ class TemplatePairStack(Stack):
     it on J. The entries of its batch are samples x templates.
     """
 
-    def __init__(self, config: TemplateConfig) -> None:
+    takes: Axis = "i"
+
+    def __init__(self, config: TemplateConfig, blocks: Sequence[Block] | None = None) -> None:
+        """`blocks`: other blocks than those of algorithm 16."""
         last = config.blocks - 1
-        blocks = [TemplatePairBlock(config, number == last) for number in range(config.blocks)]
-        super().__init__(blocks, config.checkpoint)
+        own = (
+            [TemplatePairBlock(config, number == last) for number in range(config.blocks)] if blocks is None else blocks
+        )
+        super().__init__(own, config.checkpoint)
 
     def forward(
         self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], keys: DropoutKeys = NO_DROPOUT
     ) -> TemplatePair:
-        """Takes t on I and returns it on J. `keys`: keys of `dropout_streams`."""
+        """Takes t on `takes` and returns it on J. `keys`: keys of `dropout_streams`."""
         masks = draw_blocks(self.blocks, keys, residues=pair_mask.shape[1], kernels=self.kernels)
         for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
             t = self.run(number, self.recomputation.covers(number) and t.requires_grad, block, t, pair_mask, own)
-        if not self.blocks:  # the last one would have sent t to J
-            t = self.exchange.switch(t, "i", "j", whole=pair_mask.shape[1])
+        if not self.blocks and self.takes != "j":  # the last one would have sent t to J
+            t = self.exchange.switch(t, self.takes, "j", whole=pair_mask.shape[1])
         return t
 
 
@@ -253,21 +259,17 @@ class TemplateEmbedder(ShardedModule):
         beta, beta_mask = templates.beta[:, :, rows], templates.beta_mask[:, :, rows]
         distances = distance_one_hot(beta, templates.beta, self.lower)
         letters = F.one_hot(templates.aatype.long(), LETTERS_WITH_GAP).to(distances.dtype)
-        n, ca, c = (templates.positions[..., atom, :] for atom in (N, CA, C))
-        has_backbone = torch.stack([templates.atom_mask[..., atom] for atom in (N, CA, C)], -1).prod(-1)
-        both = _outer(has_backbone[:, :, rows], has_backbone)
+        has_backbone = backbone_mask(templates.atom_mask)
+        both = outer(has_backbone[:, :, rows], has_backbone)
         if self.unit_vector:
-            # Here C lies on the POSITIVE x axis, unlike in `from_three_points`; so C is mirrored at CA first.
-            mirrored, origin, plane = (x[:, :, rows] for x in (2.0 * ca - c, ca, n))
-            frames = Rigid.from_three_points(mirrored, origin, plane, eps=1e-20)
-            towards = frames.unsqueeze(-1).apply_inverse(ca.unsqueeze(-3))  # [B, T, i, J, 3]
+            towards = positions_in_frames(templates.positions, rows, slice(None))
             towards = towards * torch.rsqrt(towards.square().sum(-1, keepdim=True) + 1e-6)
         else:
             towards = distances.new_zeros(*distances.shape[:-1], 3)
         shape = (*distances.shape[:-1], LETTERS_WITH_GAP)
         features = [
             distances,
-            _outer(beta_mask, templates.beta_mask),
+            outer(beta_mask, templates.beta_mask),
             letters.unsqueeze(-3).expand(shape),
             letters[:, :, rows].unsqueeze(-2).expand(shape),
             towards,
@@ -277,20 +279,29 @@ class TemplateEmbedder(ShardedModule):
 
 
 class TemplateTorsionEmbedder(nn.Module):
-    """Templates as rows of the MSA (algorithm 2, lines 7 and 8)."""
+    """Templates as rows of the MSA (algorithm 2, lines 7 and 8). A row counts where psi is defined, which depends on the
+    residue's own backbone only.
+    """
+
+    width = TORSION_FEATURES
+    mask = PSI - 7
+    """The feature that is the mask of the rows."""
 
     def __init__(self, c_m: int) -> None:
         super().__init__()
-        self.embedding = Linear(TORSION_FEATURES, c_m, init="relu")
+        self.embedding = Linear(self.width, c_m, init="relu")
         self.projection = Linear(c_m, c_m, init="relu")
 
-    def forward(self, templates: Templates) -> tuple[Float[Tensor, "B T R c_m"], Float[Tensor, "B T R"]]:
-        """Rows to append to the MSA, and their mask: 1 where psi is defined, which depends on the residue's own backbone
-        only.
-        """
-        features = template_torsion_features(templates)
+    def forward(self, templates: Any) -> tuple[Float[Tensor, "B T R c_m"], Float[Tensor, "B T R"]]:
+        """Rows to append to the MSA, and their mask."""
+        features = self.features(templates)
         rows = self.projection(self.embedding(features.to(self.embedding.weight.dtype)).relu())
-        return rows, features[..., PSI - 7]
+        return rows, features[..., self.mask]
+
+    @staticmethod
+    def features(templates: Any) -> Float[Tensor, "B T R width"]:
+        """The features of each residue, which `embedding` reads."""
+        return template_torsion_features(templates)
 
 
 @torch.no_grad()
@@ -322,5 +333,21 @@ def present(templates: Templates, dtype: torch.dtype) -> Float[Tensor, "B 1 1 1"
     return (templates.mask.sum(1) > 0).to(dtype)[:, None, None, None]
 
 
-def _outer(rows: Float[Tensor, "B T i"], columns: Float[Tensor, "B T J"]) -> Float[Tensor, "B T i J"]:
+def backbone_mask(atom_mask: Float[Tensor, "B T R 37"]) -> Float[Tensor, "B T R"]:
+    """1 where a residue has N, CA and C."""
+    return torch.stack([atom_mask[..., atom] for atom in (N, CA, C)], -1).prod(-1)
+
+
+def positions_in_frames(
+    positions: Float[Tensor, "B T R 37 3"], rows: slice, columns: slice
+) -> Float[Tensor, "B T I J 3"]:
+    """Where the CA of each of the columns lies, seen from the backbone frame of each of the rows, in Å."""
+    n, ca, c = (positions[..., atom, :] for atom in (N, CA, C))
+    # Here C lies on the POSITIVE x axis, unlike in `from_three_points`; so C is mirrored at CA first.
+    mirrored, origin, plane = (x[:, :, rows] for x in (2.0 * ca - c, ca, n))
+    frames = Rigid.from_three_points(mirrored, origin, plane, eps=1e-20)
+    return frames.unsqueeze(-1).apply_inverse(ca[:, :, columns].unsqueeze(-3))
+
+
+def outer(rows: Float[Tensor, "B T i"], columns: Float[Tensor, "B T J"]) -> Float[Tensor, "B T i J"]:
     return rows.unsqueeze(-1) * columns.unsqueeze(-2)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
+from evodsp.config import EvoformerConfig, LossConfig, ModelConfig, check_of_one_chain
 from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
@@ -106,7 +106,8 @@ class Program:
 
 
 def program(step: PlannedStep) -> Program:
-    """Run `step` on tensors without numbers."""
+    """Run `step` on tensors without numbers. Raises UserError for a model of complexes."""
+    check_of_one_chain(step.model)
     model_config, repeats = reduced(step.model if step.loss is not None else without_recomputation(step.model))
     # Tensors of the meta device take the paths of a GPU in the model, which asks whether a tensor is on a CPU. For a CPU they
     # must say that they are.

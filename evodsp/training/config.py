@@ -15,6 +15,7 @@ from evodsp.config import (
     ModelConfig,
     Sampling,
     check_matmul,
+    check_of_one_chain,
     check_selection,
 )
 from evodsp.errors import SettingError, UserError
@@ -234,7 +235,8 @@ class DataConfig:
 
 
 def check_templates(model: ModelConfig, data: DataConfig) -> None:
-    """Raise UserError if the model uses templates but its samples have none, or vice versa."""
+    """Raise UserError if the model uses templates but its samples have none, or vice versa; or if it reads complexes."""
+    check_of_one_chain(model)
     for name, features in (("train", data.train), ("validation", data.validation)):
         where = f"model.templates.enabled is {str(model.templates.enabled).lower()}, but data.{name}.max_templates is"
         if model.templates.enabled and features.max_templates == 0:

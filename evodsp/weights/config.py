@@ -12,7 +12,7 @@ from evodsp.config import PRESETS, FeatureConfig, check_preset
 from evodsp.errors import UserError
 from evodsp.ranges import COUNT, POSITIVE, check_numbers
 
-_PUBLISHED = re.compile(r"model_([1-5])(_ptm)?$")
+_PUBLISHED = re.compile(r"model_([1-5])(_ptm|_multimer(?:_v[23])?)?$")
 _OPENFOLD = re.compile(r"(?:initial_training|finetuning(_no_templ)?(_ptm)?_\d+)$")
 
 Format = Literal["deepmind", "openfold", "openfold-legacy"]
@@ -115,7 +115,7 @@ class ExportConfig:
 
 
 def preset_of(path: Path) -> str:
-    """The preset that a file's name stands for: model_1_ptm for params_model_1_ptm.npz.
+    """The preset that a file's name stands for: model_1_ptm for params_model_1_ptm.npz, model_1_multimer_v3 likewise.
 
     OpenFold's published checkpoints are model_1 with templates and model_3 without (_no_templ). Raises UserError if the name
     stands for no preset.
@@ -124,28 +124,32 @@ def preset_of(path: Path) -> str:
         return found[0]
     if found := _OPENFOLD.match(path.stem):
         return f"model_{3 if found[1] else 1}{found[2] or ''}"
-    if "multimer" in path.stem:
-        raise UserError(
-            f"{path}: an AlphaFold-Multimer model by its name, but evodsp has monomer models only; "
-            "give a monomer file, or --preset if the name is wrong"
-        )
     raise UserError(
         f"{path}: the name does not say which model it is; give --preset, one of {', '.join(sorted(PRESETS))}"
     )
 
 
 def published_features(preset: str) -> FeatureConfig:
-    """The feature sizes that DeepMind predicts with (supplement, table 5); the defaults for evodsp's own presets."""
+    """The feature sizes that DeepMind predicts with (supplement, table 5; multimer: its code's configuration); the defaults for
+    evodsp's own presets.
+    """
     found = _PUBLISHED.fullmatch(preset)
     if not found:
         return FeatureConfig()
-    number = int(found[1])
+    number, kind = int(found[1]), found[2] or ""
+    clusters, recycles = 512, 3
+    if kind == "_multimer_v3":
+        extra, recycles = 2048 if number <= 3 else 1152, 20
+    elif kind.startswith("_multimer"):
+        extra, clusters = 1152, 256
+    else:
+        extra = 1024 if number in (2, 5) else 5120
     return FeatureConfig(
         crop_size=None,
-        msa_clusters=512,
-        extra_msa=1024 if number in (2, 5) else 5120,
+        msa_clusters=clusters,
+        extra_msa=extra,
         max_templates=4 if PRESETS[preset].templates.enabled else 0,
-        recycles=3,
+        recycles=recycles,
         uniform_recycling=False,
     )
 

@@ -23,14 +23,14 @@ from evodsp.reading.array_files import read_archive
 from evodsp.reading.quoting import quoted
 from evodsp.weights.names import Name, block_probes, parameter_names
 from evodsp.weights.parameter_file import container
-from evodsp.weights.sizes import check_arrays, multimer_error
+from evodsp.weights.sizes import check_arrangement, check_arrays
 
 FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
 MULTIMER_MARK = "/~_relative_encoding/"  # a scope that monomer models do not have
 
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
-    """All arrays of a parameter file. Raises UserError if it is not an .npz file of floats, or of a multimer model."""
+    """All arrays of a parameter file. Raises UserError if it is not an .npz file of floats."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such parameter file; give DeepMind's params_model_<n>.npz")
@@ -40,8 +40,6 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     for key, array in arrays.items():
         if array.dtype.kind != "f":
             raise UserError(f"{path}: '{quoted(key)}' is not an array of floats; give DeepMind's params_model_<n>.npz")
-    if any(MULTIMER_MARK in key for key in arrays):
-        raise multimer_error(str(path))
     return arrays
 
 
@@ -70,6 +68,7 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: s
 
 def check_fit(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: str) -> list[Name]:
     """The names of the parameters of `model`, which may be on the meta device. Raises UserError as `set_parameters` does."""
+    check_arrangement(model.config, any(MULTIMER_MARK in key for key in arrays), source)
     names = parameter_names(model.config, fused=is_fused(arrays))
     check_arrays(arrays, expected_shapes(model, names), source)
     return names
@@ -99,7 +98,7 @@ def is_fused(arrays: Iterable[str]) -> bool:
 
 def with_blocks_of(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> ModelConfig:
     """`config` with as many blocks in each stack as the arrays have along their leading axis."""
-    for stack, key in block_probes().items():
+    for stack, key in block_probes(config.arrangement).items():
         if key in arrays and arrays[key].ndim:
             sizes = dataclasses.replace(getattr(config, stack), blocks=len(arrays[key]))
             config = dataclasses.replace(config, **{stack: sizes})
@@ -111,8 +110,9 @@ def expected_shapes(module: nn.Module, names: Iterable[Name]) -> dict[str, tuple
     parameters = dict(module.named_parameters())
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
-        shape = name.array_shape(tuple(parameters[name.ours].shape))
-        for key in name.keys:  # names come in order of blocks: the last block's number plus one is the length
+        own = name.array_shapes(tuple(parameters[name.ours].shape))
+        for key, shape in zip(name.keys, own, strict=True):
+            # Names come in order of blocks: the last block's number plus one is the length.
             shapes[key] = shape if name.block is None else (name.block + 1, *shape)
     return shapes
 
@@ -126,18 +126,21 @@ def our_array(name: Name, arrays: Mapping[str, np.ndarray]) -> Tensor:
         array = arrays[key] if name.block is None else arrays[key][name.block]
         if name.layout == "vector":
             parts.append(array.reshape(-1))
+        elif name.layout == "no_input":
+            parts.append(array.reshape(-1, 1))
         elif name.layout == "input_first":
             parts.append(array.reshape(array.shape[0], -1).T)
         else:
             parts.append(array.reshape(-1, array.shape[-1]).T)
-    return torch.from_numpy(np.ascontiguousarray(np.concatenate(parts)))
+    return torch.from_numpy(np.ascontiguousarray(name.in_our_order(np.concatenate(parts))))
 
 
 def their_arrays(name: Name, parameter: Tensor) -> list[np.ndarray]:
     """The inverse of `our_array`: the arrays that make up `parameter`, in the order of `name.keys`, one block of each."""
-    shape = name.array_shape(tuple(parameter.shape))
-    parts = np.split(parameter.detach().float().cpu().numpy(), len(name.keys))
-    return [np.array(part.T, order="C").reshape(shape) for part in parts]
+    shapes = name.array_shapes(tuple(parameter.shape))
+    rows = name.in_their_order(parameter.detach().float().cpu().numpy())
+    parts = np.split(rows, np.cumsum(name.sizes(len(rows)))[:-1])
+    return [np.array(part.T, order="C").reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @torch.no_grad()

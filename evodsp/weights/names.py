@@ -8,7 +8,8 @@ OpenFold's key is a path of modules, with one array per block in our layout: [ou
 to the name that OpenFold's releases before version 2, and its published checkpoints, use for the same array.
 
 One of our matrices may hold several of their arrays side by side (queries, keys, values; left and right operands). They are
-concatenated along the output axis, in the order given.
+concatenated along the output axis, in the order given. Invariant point attention of multimer files has its outputs in another
+order than ours (`Name.order`).
 
 OpenFold's own importer of DeepMind's files (openfold/utils/import_weights.py) defines how the two correspond. It only
 transposes and merges axes: the points of invariant point attention keep DeepMind's order, all x, then all y, then all z. In the
@@ -18,18 +19,19 @@ incoming triangle multiplication OpenFold calls DeepMind's right operand a and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
+from evodsp.config import ArrangementName, EvoformerConfig, ModelConfig, StructureModuleConfig, TemplateConfig
 
-Layout = Literal["input_first", "output_last", "vector"]
+Layout = Literal["input_first", "output_last", "vector", "no_input"]
 Keys = str | tuple[str, ...]
 
 ROOT = "alphafold/alphafold_iteration"
 EXTRA_STACK, STACK = "evoformer/extra_msa_stack", "evoformer/evoformer_iteration"
 TEMPLATES = "evoformer/template_embedding"
+CHAIN_TEMPLATE_STACK = "template_embedding_iteration"
 PAIR_HEADS = TemplateConfig().pair_heads
 
 _BLOCK = r"^((?:evoformer|extra_msa_stack)\.blocks\.\d+\.)"
@@ -55,10 +57,13 @@ def older(key: str) -> str:
 class Name:
     """One parameter of the model and its arrays in other programs' files.
 
-    `layout`: axes of DeepMind's arrays, `input_first` [in, out…] or `output_last` [in…, out]. `block`: index along the leading
+    `layout`: axes of DeepMind's arrays, `input_first` [in, out…] or `output_last` [in…, out]; [out…] with `vector`, and with
+    `no_input`, where our matrix has one input. `block`: index along the leading
     axis of DeepMind's arrays; None without such an axis. `split`: length of the first of two axes (heads, mostly) that
     DeepMind's arrays have instead of one of ours; None if they also have one. `openfold`: OpenFold's full keys.
-    `halves_swapped`: OpenFold's array, which then is the only one, holds the second half of ours first.
+    `halves_swapped`: OpenFold's array, which then is the only one, holds the second half of ours first. `outputs`: length of
+    each of their arrays along the output axis; None if they are equally long. `order`: row k of our parameter is row order[k]
+    of their arrays, concatenated; None: row k.
     """
 
     ours: str
@@ -68,20 +73,39 @@ class Name:
     split: int | None = None
     openfold: tuple[str, ...] = ()
     halves_swapped: bool = False
+    outputs: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Full keys in DeepMind's files."""
         return tuple(f"{ROOT}/{key}" for key in self.deepmind)
 
-    def array_shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
+    def sizes(self, outputs: int) -> tuple[int, ...]:
+        """The length of each of their arrays along the output axis. `outputs`: that of our parameter."""
+        return self.outputs or (outputs // len(self.deepmind),) * len(self.deepmind)
+
+    def array_shapes(self, ours: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The shape of one block of each of DeepMind's arrays, if our parameter has the shape `ours`."""
-        outputs = ours[0] // len(self.deepmind)
-        if self.layout == "vector":
-            return self._axes(outputs)
-        if self.layout == "input_first":
-            return (ours[1], *self._axes(outputs))
-        return (*self._axes(ours[1]), outputs)
+        shapes: list[tuple[int, ...]] = []
+        for outputs in self.sizes(ours[0]):
+            if self.layout in ("vector", "no_input"):
+                shapes.append(self._axes(outputs))
+            elif self.layout == "input_first":
+                shapes.append((ours[1], *self._axes(outputs)))
+            else:
+                shapes.append((*self._axes(ours[1]), outputs))
+        return shapes
+
+    def in_our_order(self, rows: Any) -> Any:
+        """Rows of their arrays, concatenated, as rows of our parameter. Takes arrays and tensors."""
+        return rows if self.order is None else rows[list(self.order)]
+
+    def in_their_order(self, rows: Any) -> Any:
+        """The inverse of `in_our_order`."""
+        if self.order is None:
+            return rows
+        return rows[sorted(range(len(self.order)), key=self.order.__getitem__)]
 
     def _axes(self, size: int) -> tuple[int, ...]:
         return (size,) if self.split is None else (self.split, size // self.split)
@@ -265,12 +289,68 @@ def invariant_point_attention(ours: str, scope: str, openfold: str = "") -> Iter
     yield _name(f"{ours}.point_weight", f"{scope}//trainable_point_weights", f"{openfold}.head_weights", "vector")
 
 
+def point_attention_of_chains(
+    ours: str, scope: str, config: StructureModuleConfig, openfold: str = ""
+) -> Iterator[Name]:
+    """Invariant point attention of multimer files: no scalar biases; keys and values apart; points by heads."""
+    heads, key, value = config.heads, config.scalar_query_width, config.scalar_value_width
+    scalars = {"query": ("q",), "key_value": ("k", "v")}
+    points = {"query_points": ("q",), "key_value_points": ("k", "v")}
+    for part, letters in scalars.items():
+        widths = [value if letter == "v" else key for letter in letters]
+        yield replace(
+            _name(
+                f"{ours}.{part}.weight",
+                tuple(f"{scope}/{letter}_scalar_projection//weights" for letter in letters),
+                tuple(f"{openfold}.linear_{letter}.weight" for letter in letters),
+                "input_first",
+                heads,
+            ),
+            outputs=tuple(heads * width for width in widths),
+            order=_order(heads, 1, widths),
+        )
+    for part, letters in points.items():
+        widths = [config.value_points if letter == "v" else config.query_points for letter in letters]
+        for kind, theirs, layout in (("weight", "weights", "input_first"), ("bias", "bias", "vector")):
+            yield replace(
+                _name(
+                    f"{ours}.{part}.{kind}",
+                    tuple(f"{scope}/{letter}_point_projection/point_projection//{theirs}" for letter in letters),
+                    tuple(f"{openfold}.linear_{letter}_points.linear.{kind}" for letter in letters),
+                    layout,  # type: ignore[arg-type]
+                    heads,
+                ),
+                outputs=tuple(3 * heads * width for width in widths),
+                order=_order(heads, 3, widths),
+            )
+    yield from _linear(f"{ours}.pair_bias", f"{scope}/attention_2d", f"{openfold}.linear_b")
+    yield from _linear(f"{ours}.output", f"{scope}/output_projection", f"{openfold}.linear_out")
+    yield _name(f"{ours}.point_weight", f"{scope}//trainable_point_weights", f"{openfold}.head_weights", "vector")
+
+
+def _order(heads: int, planes: int, widths: Sequence[int]) -> tuple[int, ...]:
+    """`Name.order` of arrays [head, plane, width]. Ours is [plane, head, all widths]."""
+    firsts = [heads * planes * sum(widths[:array]) for array in range(len(widths))]
+    return tuple(
+        first + (head * planes + plane) * width + place
+        for plane in range(planes)
+        for head in range(heads)
+        for first, width in zip(firsts, widths, strict=True)
+        for place in range(width)
+    )
+
+
 def structure_module(ours: str, scope: str, config: ModelConfig, openfold: str = "structure_module") -> Iterator[Name]:
     layer = f"{scope}/fold_iteration"
+    attention = f"{ours}.attention", f"{layer}/invariant_point_attention"
+    chains = config.arrangement == "multimer"
     yield from _norm(f"{ours}.single_norm", f"{scope}/single_layer_norm", f"{openfold}.layer_norm_s")
     yield from _norm(f"{ours}.pair_norm", f"{scope}/pair_layer_norm", f"{openfold}.layer_norm_z")
     yield from _linear(f"{ours}.initial", f"{scope}/initial_projection", f"{openfold}.linear_in")
-    yield from invariant_point_attention(f"{ours}.attention", f"{layer}/invariant_point_attention", f"{openfold}.ipa")
+    if chains:
+        yield from point_attention_of_chains(*attention, config.structure_module, f"{openfold}.ipa")
+    else:
+        yield from invariant_point_attention(*attention, f"{openfold}.ipa")
     yield from _norm(f"{ours}.attention_norm", f"{layer}/attention_layer_norm", f"{openfold}.layer_norm_ipa")
     for n in range(config.structure_module.transition_layers):
         yield from _linear(
@@ -279,7 +359,8 @@ def structure_module(ours: str, scope: str, config: ModelConfig, openfold: str =
             f"{openfold}.transition.layers.0.linear_{n + 1}",
         )
     yield from _norm(f"{ours}.transition_norm", f"{layer}/transition_layer_norm", f"{openfold}.transition.layer_norm")
-    yield from _linear(f"{ours}.backbone_update", f"{layer}/affine_update", f"{openfold}.bb_update.linear")
+    update = "quat_rigid/rigid" if chains else "affine_update"
+    yield from _linear(f"{ours}.backbone_update", f"{layer}/{update}", f"{openfold}.bb_update.linear")
     yield from angle_network(
         f"{ours}.angle_network",
         f"{layer}/rigid_sidechain",
@@ -303,13 +384,19 @@ def _numbered(n: int) -> str:
     return f"_{n}" if n else ""
 
 
-def embedders(scope: str) -> Iterator[Name]:
+RELATIVE_POSITION: dict[ArrangementName, str] = {
+    "monomer": "pair_activiations",
+    "multimer": "~_relative_encoding/position_activations",
+}
+
+
+def embedders(scope: str, arrangement: ArrangementName = "monomer") -> Iterator[Name]:
     for ours, deepmind, openfold in (
         ("input_embedder.left", "left_single", "input_embedder.linear_tf_z_i"),
         ("input_embedder.right", "right_single", "input_embedder.linear_tf_z_j"),
         ("input_embedder.target_to_msa", "preprocess_1d", "input_embedder.linear_tf_m"),
         ("input_embedder.msa", "preprocess_msa", "input_embedder.linear_msa_m"),
-        ("input_embedder.relative_position", "pair_activiations", "input_embedder.linear_relpos"),
+        ("input_embedder.relative_position", RELATIVE_POSITION[arrangement], "input_embedder.linear_relpos"),
         ("recycling_embedder.distance", "prev_pos_linear", "recycling_embedder.linear"),
         ("extra_msa_embedder.linear", "extra_msa_activations", "extra_msa_embedder.linear"),
         ("single", "single_activations", "evoformer.linear"),
@@ -389,6 +476,52 @@ def template_torsion_embedder(
     yield from _linear(f"{ours}.projection", f"{scope}/template_projection", f"{openfold}.linear_2")
 
 
+def chain_template_embedder(
+    ours: str, scope: str, config: TemplateConfig, fused: bool, openfold: str = "template_embedder"
+) -> Iterator[Name]:
+    """Templates of multimer files."""
+    single, pair, theirs = (
+        f"{scope}/single_template_embedding",
+        f"{openfold}.template_pair_embedder",
+        f"{openfold}.template_pair_stack",
+    )
+    for n, (layer, their_layer) in enumerate(
+        (
+            ("distances", "dgram_linear"), ("beta_mask", "pseudo_beta_mask_linear"), ("column_type", "aatype_linear_1"),
+            ("row_type", "aatype_linear_2"), ("direction_x", "x_linear"), ("direction_y", "y_linear"),
+            ("direction_z", "z_linear"), ("backbone_mask", "backbone_mask_linear"), ("query", "query_embedding_linear"),
+        )
+    ):  # fmt: skip
+        without_input = layer in ("beta_mask", "backbone_mask") or layer.startswith("direction")
+        for name in _linear(f"{ours}.{layer}", f"{single}/template_pair_embedding_{n}", f"{pair}.{their_layer}"):
+            is_weight = name.layout == "input_first"
+            yield replace(name, layout="no_input") if without_input and is_weight else name
+    yield from _norm(f"{ours}.query_norm", f"{single}/query_embedding_norm", f"{pair}.query_embedding_layer_norm")
+    for n in range(config.blocks):
+        block, their_block = f"{ours}.stack.blocks.{n}", f"{theirs}.blocks.{n}"
+        for name in pair_stack(block, f"{single}/{CHAIN_TEMPLATE_STACK}", config.pair_heads, fused, their_block):
+            yield replace(name, block=n)
+    yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm", f"{theirs}.layer_norm")
+    yield from _linear(f"{ours}.output", f"{scope}/output_linear", f"{openfold}.linear_t")
+
+
+def chain_templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:
+    if config.enabled:
+        yield from chain_template_embedder("template_embedder", TEMPLATES, config, fused)
+        if config.torsions:
+            openfold = "template_embedder.template_single_embedder"
+            yield from _linear(
+                "template_torsion_embedder.embedding",
+                "evoformer/template_single_embedding",
+                f"{openfold}.template_single_embedder",
+            )
+            yield from _linear(
+                "template_torsion_embedder.projection",
+                "evoformer/template_projection",
+                f"{openfold}.template_projector",
+            )
+
+
 def templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:
     if config.enabled:
         yield from template_embedder("template_embedder", TEMPLATES, config.blocks, config, fused)
@@ -398,19 +531,21 @@ def templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:
 
 def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
     """Every parameter of a model with this configuration, once. `fused`: triangle multiplication's layout in newer files."""
+    of_templates = chain_templates if config.arrangement == "multimer" else templates
     return [
-        *embedders("evoformer"),
+        *embedders("evoformer", config.arrangement),
         *stack("extra_msa_stack", EXTRA_STACK, config.extra_msa, extra=True, fused=fused),
         *stack("evoformer", STACK, config.evoformer, fused=fused),
         *structure_module("structure_module", "structure_module", config),
-        *templates(config.templates, fused),
+        *of_templates(config.templates, fused),
         *heads(config),
     ]
 
 
-def block_probes() -> dict[str, str]:
+def block_probes(arrangement: ArrangementName) -> dict[str, str]:
     """For every stack of the configuration, DeepMind's key of an array whose leading axis counts the stack's blocks."""
     transition_scale = "pair_transition/input_layer_norm//scale"
-    template_stack = f"{TEMPLATES}/single_template_embedding/template_pair_stack/__layer_stack_no_state"
+    own = CHAIN_TEMPLATE_STACK if arrangement == "multimer" else "template_pair_stack/__layer_stack_no_state"
+    template_stack = f"{TEMPLATES}/single_template_embedding/{own}"
     stacks = {"extra_msa": EXTRA_STACK, "evoformer": STACK, "templates": template_stack}
     return {stack: f"{ROOT}/{scope}/{transition_scale}" for stack, scope in stacks.items()}

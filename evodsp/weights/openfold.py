@@ -28,7 +28,7 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.names import Name, older, parameter_names
 from evodsp.weights.parameter_file import container, parameter_file
-from evodsp.weights.sizes import check_arrays, check_bytes, is_array, multimer_error
+from evodsp.weights.sizes import check_arrangement, check_arrays, check_bytes, is_array
 from evodsp.weights.untrusted import load_untrusted
 
 FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array
@@ -47,7 +47,7 @@ def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
     """The arrays of an OpenFold checkpoint, named as in the file, on the CPU, memory-mapped.
 
     `path`: a file, or a DeepSpeed folder. The result is the moving average if the file has one and `raw` is not set, otherwise
-    the weights of the last step. Raises UserError if `path` is not an OpenFold checkpoint of a monomer model.
+    the weights of the last step. Raises UserError if `path` is not an OpenFold checkpoint.
     """
     file = parameter_file(path)
     if not file.is_file():
@@ -60,18 +60,14 @@ def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
 
 
 def openfold_arrays(content: Any, source: str, raw: bool = False) -> dict[str, Tensor]:
-    """The arrays in an OpenFold checkpoint's loaded `content`. Raises UserError if there are none, or of a multimer model."""
+    """The arrays in an OpenFold checkpoint's loaded `content`. Raises UserError if there are none."""
     forms = [form for form in _forms(content) if _is_openfold(form)]
     if not forms:
-        raise UserError(f"{source}: not an OpenFold checkpoint, it lacks '{MARKS[0]}'; give one of a monomer model")
+        raise UserError(f"{source}: not an OpenFold checkpoint, it lacks '{MARKS[0]}'; give one")
     arrays = {_WRAPPERS.sub("", str(key)): value for key, value in forms[-1 if raw else 0].items()}
-    if MULTIMER_MARK in arrays:
-        raise multimer_error(source)
     for key, value in arrays.items():
         if not is_array(value):
-            raise UserError(
-                f"{source}: '{key}' is not an array of floats; give OpenFold's checkpoint of a monomer model"
-            )
+            raise UserError(f"{source}: '{key}' is not an array of floats; give OpenFold's checkpoint")
     return arrays
 
 
@@ -113,6 +109,7 @@ def fitting(model: AlphaFold, arrays: Mapping[str, Tensor], source: str) -> tupl
 
     Raises UserError as `set_parameters` does.
     """
+    check_arrangement(model.config, MULTIMER_MARK in arrays, source)
     names = parameter_names(model.config, fused=is_fused(arrays))
     shapes = expected_shapes(names, {name: tuple(value.shape) for name, value in model.named_parameters()})
     renamed = present_names(arrays, shapes, source)
@@ -139,7 +136,7 @@ def present_names(arrays: Iterable[str], known: Collection[str], source: str) ->
 
 def our_array(name: Name, arrays: Mapping[str, Tensor]) -> Tensor:
     """The value of one of our parameters, float32, from OpenFold's arrays by their present names."""
-    return _in_order(torch.cat([arrays[key].float() for key in name.openfold]), name)
+    return name.in_our_order(_in_order(torch.cat([arrays[key].float() for key in name.openfold]), name))
 
 
 def export_openfold(model: AlphaFold, legacy: bool = False, fused: bool = False) -> dict[str, Tensor]:
@@ -154,11 +151,13 @@ def export_openfold(model: AlphaFold, legacy: bool = False, fused: bool = False)
             f"the model has structure_module.transition_layers {layers}, but OpenFold's models always have "
             f"{TRANSITION_LAYERS}; export with --format deepmind instead"
         )
+    if legacy and model.config.arrangement == "multimer":
+        raise UserError("OpenFold's releases before version 2 have no multimer models; export with --format openfold")
     parameters = dict(model.named_parameters())
     arrays: dict[str, Tensor] = {}
     for name in parameter_names(model.config, fused):
-        value = _in_order(parameters[name.ours].detach().float().cpu(), name)
-        for key, part in zip(name.openfold, value.chunk(len(name.openfold)), strict=True):
+        value = _in_order(name.in_their_order(parameters[name.ours].detach().float().cpu()), name)
+        for key, part in zip(name.openfold, value.split(name.sizes(len(value))), strict=True):
             arrays[older(key) if legacy else key] = part.clone()  # torch.save writes all of a view's storage
     return arrays
 
@@ -183,7 +182,7 @@ def expected_shapes(names: Iterable[Name], parameters: Mapping[str, tuple[int, .
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
         outputs, *inputs = parameters[name.ours]
-        shapes |= {key: (outputs // len(name.openfold), *inputs) for key in name.openfold}
+        shapes |= {key: (size, *inputs) for key, size in zip(name.openfold, name.sizes(outputs), strict=True)}
     return shapes
 
 

@@ -109,12 +109,15 @@ def check_arrays(
         )
 
 
-def multimer_error(source: str) -> UserError:
-    """The error for a file of an AlphaFold-Multimer model."""
-    return UserError(
-        f"{source}: holds an AlphaFold-Multimer model, but evodsp has monomer models only; "
-        "give a monomer file, such as params_model_1_ptm.npz or finetuning_ptm_2.pt"
-    )
+def check_arrangement(config: ModelConfig, chains: bool, source: str) -> None:
+    """Raise UserError unless the model is one of chains where a file's is. `chains`: whether the file's is a multimer's."""
+    found = "multimer" if chains else "monomer"
+    if found != config.arrangement:
+        wanted = "model_1_multimer_v3" if chains else "model_1_ptm"
+        raise UserError(
+            f"{source}: holds a {found} model, but the model's arrangement is {config.arrangement}; give another file, or "
+            f"the preset of a {found} model, such as {wanted}"
+        )
 
 
 def _and_more(keys: list[str]) -> str:

@@ -41,7 +41,8 @@ RECYCLED_EDGES = np.linspace(3.25, 20.75, 15)
 """Å; edges of the bins that distances of the recycled structure are sorted into."""
 TOO_NEAR = 1e-4
 """Å; rounding decides the bin of a recycled distance that is nearer than this to an edge."""
-MODELS = [f"model_{number}{ptm}" for ptm in ("", "_ptm") for number in range(1, 6)]
+KINDS = "", "_ptm", "_multimer", "_multimer_v2", "_multimer_v3"
+MODELS = [f"model_{number}{kind}" for kind in KINDS for number in range(1, 6)]
 SETTINGS = ("model", "fused", "evoformer", "extra_msa", "template", "structure")
 """Options that the other sides need."""
 
@@ -94,7 +95,8 @@ def run(options: argparse.Namespace) -> int:
         results: list[bool | None] = []
         if options.alphafold is not None:
             results.append(against_alphafold(options.alphafold, config, subject, file))
-        results.append(against_openfold(options.openfold or Path(sys.executable), config, subject, file))
+        if config.arrangement == "monomer":
+            results.append(against_openfold(options.openfold or Path(sys.executable), config, subject, file))
     compared = [passed for passed in results if passed is not None]
     if not compared:
         raise UserError("nothing was compared; give --alphafold, or --openfold a python that has OpenFold")
@@ -115,12 +117,16 @@ def heading(options: argparse.Namespace, config: ModelConfig, sizes: Sizes, subj
 
 def against_alphafold(python: Path, config: ModelConfig, subject: Subject, file: Path) -> bool:
     start = time.perf_counter()
-    theirs = other_side(python, "alphafold_side", file)
+    chains = config.arrangement == "multimer"
+    theirs = other_side(python, "alphafold_chains_side" if chains else "alphafold_side", file)
     if theirs is None:
         raise UserError(f"{python}: has no package alphafold; run `make parity`, which installs it in .venv-parity")
     seconds = time.perf_counter() - start
     start = time.perf_counter()
-    ours = evodsp_side.run(config, subject.parameters, subject.features, subject.structure, theirs)
+    if chains:
+        ours = evodsp_side.run_chains(config, subject.parameters, subject.features, theirs)
+    else:
+        ours = evodsp_side.run(config, subject.parameters, subject.features, subject.structure, theirs)
     print(
         f"\nDeepMind's JAX code ({seconds:.0f} s, compilation included) against evodsp ({time.perf_counter() - start:.0f} s)"
     )

@@ -13,6 +13,7 @@ from evodsp.geometry.frames import structure_labels
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.outer_product_first import OuterProductFirstBlock
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.deepmind import is_fused, set_parameters, their_arrays
 from evodsp.weights.names import parameter_names
@@ -51,6 +52,26 @@ def run(
     return results | {f"gradient/{key}": value for key, value in gradients(model, is_fused(parameters)).items()}
 
 
+def run_chains(
+    config: ModelConfig,
+    parameters: dict[str, np.ndarray],
+    features: dict[str, np.ndarray],
+    reference: dict[str, np.ndarray],
+) -> dict[str, np.ndarray]:
+    """Outputs of the last pass of a multimer model, and the gradient of their weighted sum in DeepMind's layout.
+
+    `reference`: the other side's results, which hold the weights.
+    """
+    model = AlphaFold(config)
+    set_parameters(model, parameters)
+    output = model({name: torch.from_numpy(values)[None] for name, values in features.items()})
+    found = tensors_of(output)
+    weighted = [(torch.from_numpy(reference[f"weight/{name}"]) * value).sum() for name, value in found.items()]
+    torch.stack(weighted).sum().backward()
+    results = {name: value.detach().numpy() for name, value in found.items()}
+    return results | {f"gradient/{key}": value for key, value in gradients(model, is_fused(parameters)).items()}
+
+
 def labels_of(aatype: np.ndarray, structure: dict[str, np.ndarray]) -> dict[str, Tensor]:
     """The labels of the losses, from the atoms of a structure; axes [batch, R, …]."""
     positions, mask = (torch.from_numpy(structure[f"all_atom_{name}"]) for name in ("positions", "mask"))
@@ -83,6 +104,11 @@ def losses(
 
 def outputs_of(output: ModelOutput) -> dict[str, np.ndarray]:
     """Representations, logits and positions (Å) of a batch of one, without the batch axis."""
+    return {name: value.detach().numpy() for name, value in tensors_of(output).items()}
+
+
+def tensors_of(output: ModelOutput) -> dict[str, Tensor]:
+    """The same, with their gradients."""
     found = {
         "representations/msa": output.representations["msa"],
         "representations/msa_first_row": output.representations["msa"][:, 0],
@@ -96,16 +122,25 @@ def outputs_of(output: ModelOutput) -> dict[str, np.ndarray]:
         "predicted_aligned_error/logits": output.logits.get("predicted_aligned_error"),
         "structure/positions": output.structure.positions,
     }
-    return {name: value[0].detach().numpy() for name, value in found.items() if value is not None}
+    return {name: value[0] for name, value in found.items() if value is not None}
 
 
 def gradients(model: AlphaFold, fused: bool) -> dict[str, np.ndarray]:
-    """The gradient of every parameter as DeepMind's arrays, blocks stacked."""
+    """The gradient of every parameter as DeepMind's arrays, blocks stacked. It is 0 for parameters that are not used."""
     parameters = dict(model.named_parameters())
+    unused = {
+        f"{path}.msa_stack.{name}"
+        for path, block in model.named_modules()
+        if isinstance(block, OuterProductFirstBlock) and not block.updates_msa
+        for name, _ in block.msa_stack.named_parameters()
+        if not name.startswith("outer_product_mean")
+    }
     blocks: dict[str, list[np.ndarray]] = {}
     stacked = set()
     for name in parameter_names(model.config, fused):
         gradient = parameters[name.ours].grad
+        if name.ours in unused and gradient is None:
+            gradient = torch.zeros_like(parameters[name.ours])
         if gradient is None:
             raise RuntimeError(f"no gradient of {name.ours}")
         for key, array in zip(name.keys, their_arrays(name, gradient), strict=True):

@@ -64,6 +64,8 @@ class Subject:
     @classmethod
     def draw(cls, config: ModelConfig, sizes: Sizes, seed: int, fused: bool) -> Subject:
         features = random_features(sizes, seed)
+        if config.arrangement == "multimer":
+            features = with_chains(features, sizes)
         structure = random_structure(features["aatype"][-1], sizes, seed)
         return cls(random_parameters(config, seed, fused), features, structure)
 
@@ -100,7 +102,7 @@ def random_parameters(config: ModelConfig, seed: int, fused: bool) -> dict[str, 
     for key, shape in sorted(expected_shapes(model, names).items()):
         layout, stacked = layouts[key]
         draws = rng.standard_normal(shape, dtype=np.float32)
-        if layout == "vector":
+        if layout in ("vector", "no_input"):
             arrays[key] = np.float32(_starts_at_one(key)) + np.float32(0.1) * draws
         else:
             one = shape[1:] if stacked else shape
@@ -187,6 +189,19 @@ def random_features(sizes: Sizes, seed: int) -> dict[str, np.ndarray]:
         )
     stacked = {name: np.stack([features[name] for features in per_cycle]) for name in per_cycle[0]}
     return {name: _narrow(values) for name, values in stacked.items()}
+
+
+def with_chains(features: dict[str, np.ndarray], sizes: Sizes) -> dict[str, np.ndarray]:
+    """The features as AlphaFold-Multimer reads them, of three chains: one of its own sequence and two copies of another."""
+    first, copy = sizes.residues // 2, sizes.residues // 4
+    lengths = [first, copy, sizes.residues - first - copy, sizes.padded_residues]
+    numbers = {"asym_id": (1, 2, 3, 0), "entity_id": (1, 2, 2, 0), "sym_id": (1, 1, 2, 0)}
+    chains = {name: np.repeat(np.array(of, np.int32), lengths) for name, of in numbers.items()}
+    index = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    target = np.eye(21, dtype=np.float32)[features["aatype"]]
+    own = {name: np.stack([x] * sizes.cycles) for name, x in {**chains, "residue_index": index}.items()}
+    kept = {name: x for name, x in features.items() if name != "template_mask"}
+    return {**kept, **own, "target_feat": target}
 
 
 def _mask(rng: np.random.Generator, rows: int, sizes: Sizes) -> Float[np.ndarray, "rows R"]:

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.config import ModelConfig, TemplateConfig, as_multimer
 from evodsp.model.outputs import ModelOutput
 
 TEMPLATES, CYCLES = 3, 2
@@ -28,6 +28,26 @@ def config(recompute: bool = True) -> ModelConfig:
         extra_msa=dataclasses.replace(base.extra_msa, checkpoint=recompute),
         heads=dataclasses.replace(base.heads, experimentally_resolved=True, predicted_aligned_error=True),
     )  # fmt: skip
+
+
+def chains(recompute: bool = True) -> ModelConfig:
+    """The same sizes arranged as in AlphaFold-Multimer, with an extra-MSA block whose MSA nobody reads and one before it."""
+    base = config(recompute)
+    return as_multimer(dataclasses.replace(base, extra_msa=dataclasses.replace(base.extra_msa, blocks=2)))
+
+
+def features_of_chains(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tensor]:
+    """Features of a complex: one chain, and two copies of another."""
+    found = features(batch, sizes)
+    r = sizes[2]
+    first = r // 2
+    second = first + (r - first) // 2
+    numbers = {"asym_id": (1, 2, 3), "entity_id": (1, 2, 2), "sym_id": (1, 1, 2)}
+    lengths = torch.tensor([first, second - first, r - second])
+    for name, of in numbers.items():
+        found[name] = torch.tensor(of).repeat_interleave(lengths).int().expand(batch, CYCLES, r)
+    found["target_feat"] = found["target_feat"][..., :21].contiguous()
+    return found
 
 
 def features(batch: int, sizes: tuple[int, int, int] = SMALL) -> dict[str, Tensor]:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
-from evodsp.model.alphafold import FEATURES, AlphaFold
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.arrangement import ARRANGEMENTS, FEATURES
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.recycling import Recycled, ca_change
 from evodsp.rng import Draws
@@ -191,6 +192,22 @@ def test_recycling_ends_at_the_right_pass(model):
         check_same_bits(output, outputs[expected])
         torch.testing.assert_close(output.ca_change, steps[expected - 1], rtol=1e-4, atol=1e-5)
         assert expected <= number
+
+
+def test_multimer_runs_one_more_pass_than_settles(model):
+    """Catches a result of the pass that has settled, where AlphaFold-Multimer's code runs another, and a pass too many."""
+    batch = make_batch(5)
+    outputs, steps = changes(model, batch, 5)
+    largest = [float(step.max()) for step in steps]
+    arrangement, model.arrangement = model.arrangement, ARRANGEMENTS["multimer"]
+    try:
+        for tolerance in largest:
+            settles = next(n for n, value in enumerate(largest, start=1) if value <= 1.001 * tolerance)
+            with torch.no_grad():
+                found = model(batch, stop_tolerance=1.001 * tolerance)
+            check_same_bits(found, outputs[min(settles + 1, 4)])
+    finally:
+        model.arrangement = arrangement
 
 
 def test_without_a_tolerance_nothing_changes(model):

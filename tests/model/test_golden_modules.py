@@ -146,7 +146,7 @@ def test_embedders_match_alphafold(golden: Path) -> None:
     load_arrays(model, names.embedders("evoformer"), load(golden / "params.npz"))
     x = {k.removeprefix("in/"): v.unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
     m_input = model.input_embedder.msa_representation(x["target_feat"], x["msa_feat"])
-    z_input = model.input_embedder.pair_representation(x["target_feat"], x["residue_index"])
+    z_input = model.input_embedder.pair_representation(x)
     previous_row, previous_pair = (x[k].requires_grad_() for k in ("prev_msa_first_row", "prev_pair"))
     from evodsp.geometry.frames import pseudo_beta
 

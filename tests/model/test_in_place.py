@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.config import ModelConfig, TemplateConfig
-from evodsp.model.alphafold import TEMPLATE_FEATURES, AlphaFold
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.arrangement import TEMPLATE_FEATURES
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
 from evodsp.model.pair_ops import TriangleMultiplication
@@ -31,7 +32,7 @@ from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
-from tests.builders.small_model import SMALL, config, features, tensors
+from tests.builders.small_model import SMALL, chains, config, features, features_of_chains, tensors
 from tests.ranks import RankPool
 
 R = 7
@@ -187,11 +188,13 @@ def test_templates_in_half_precision() -> None:
     assert 0 < errors[0] < 1.3 * errors[1] < 0.05 * exact.abs().mean()
 
 
-def run_model(memory: int | None, exchange: Exchange, ensembles: int = 1, draws: bool = False) -> dict[str, Tensor]:
+def run_model(
+    memory: int | None, exchange: Exchange, ensembles: int = 1, draws: bool = False, multimer: bool = False
+) -> dict[str, Tensor]:
     """Outputs of the whole model, two samples, two feature sets."""
     torch.set_default_dtype(torch.float64)
     try:
-        model = dense(AlphaFold(config()))
+        model = dense(AlphaFold(chains() if multimer else config()))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)  # larger parameters would saturate the sigmoids
@@ -199,7 +202,7 @@ def run_model(memory: int | None, exchange: Exchange, ensembles: int = 1, draws:
         use_memory(model, memory)
         streams = [Draws.root(0).at(sample) for sample in range(2)] if draws else []
         with torch.inference_mode():
-            output = model(features(2), streams, ensembles)
+            output = model(features_of_chains(2) if multimer else features(2), streams, ensembles)
             found = {
                 name: exchange.gather(x, SHARDED[name], whole=SMALL[2]) if name in SHARDED else x
                 for name, x in tensors(output).items()
@@ -209,31 +212,37 @@ def run_model(memory: int | None, exchange: Exchange, ensembles: int = 1, draws:
     return {name: x.clone() for name, x in found.items()}
 
 
-def run_model_rank(handle: Any, memory: int) -> dict[str, Tensor]:
-    return run_model(memory, ShardedExchange(Group(handle)))
+def run_model_rank(handle: Any, memory: int, multimer: bool) -> dict[str, Tensor]:
+    return run_model(memory, ShardedExchange(Group(handle)), multimer=multimer)
 
 
 @pytest.mark.parametrize(
-    ("memory", "ensembles", "draws"),
+    ("memory", "ensembles", "draws", "multimer"),
     [
-        (1, 1, True),
-        (1, 2, False),
-        *(pytest.param(*rest, marks=pytest.mark.verify) for rest in ((1, 1, False), (5000, 1, False), (5000, 1, True))),
-        (5000, 2, False),
+        (1, 1, True, False),
+        (1, 2, False, False),
+        (1, 2, False, True),
+        (5000, 1, True, True),
+        *(
+            pytest.param(*rest, False, marks=pytest.mark.verify)
+            for rest in ((1, 1, False), (5000, 1, False), (5000, 1, True))
+        ),
+        (5000, 2, False, False),
     ],
 )
-def test_the_whole_model_in_pieces(memory: int, ensembles: int, draws: bool) -> None:
+def test_the_whole_model_in_pieces(memory: int, ensembles: int, draws: bool, multimer: bool) -> None:
     """Catches a recycled pair representation that is overwritten while it is still needed (by the next feature set of an
     ensemble), templates that are mixed up, and dropout that is lost."""
-    found, expected = (run_model(limit, LocalExchange(), ensembles, draws) for limit in (memory, None))
+    found, expected = (run_model(limit, LocalExchange(), ensembles, draws, multimer) for limit in (memory, None))
     for name, x in expected.items():
         close(found[name], x, name)
 
 
-def test_the_whole_model_in_pieces_over_ranks(pool: RankPool) -> None:
+@pytest.mark.parametrize("multimer", [False, True])
+def test_the_whole_model_in_pieces_over_ranks(pool: RankPool, multimer: bool) -> None:
     """Catches embedders, templates and the extra MSA cut by positions of the whole instead of the shard's."""
-    expected = run_model(None, LocalExchange())
-    for found in pool.run(3, run_model_rank, 1):
+    expected = run_model(None, LocalExchange(), multimer=multimer)
+    for found in pool.run(3, run_model_rank, 1, multimer):
         for name, x in expected.items():
             close(found[name], x, name)
 

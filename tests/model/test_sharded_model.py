@@ -23,7 +23,7 @@ from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
-from tests.builders.small_model import SMALL, config, features, tensors
+from tests.builders.small_model import SMALL, chains, config, features, features_of_chains, tensors
 from tests.ranks import RankPool
 
 SHARDED: dict[str, Axis] = {
@@ -45,14 +45,24 @@ def without_blocks() -> ModelConfig:
     return dataclasses.replace(whole, **changed)
 
 
-def run(batch: int, exchange: Exchange, blocks: bool = True) -> tuple[dict[str, Tensor], dict[str, Tensor], AlphaFold]:
+KINDS = {
+    "monomer": (config, features),
+    "without blocks": (without_blocks, features),
+    "multimer": (chains, features_of_chains),
+}
+
+
+def run(
+    batch: int, exchange: Exchange, kind: str = "monomer"
+) -> tuple[dict[str, Tensor], dict[str, Tensor], AlphaFold]:
     """Outputs, gradients of the floating-point inputs, and the model with its gradients (0 where it has none)."""
-    model = dense(AlphaFold(config() if blocks else without_blocks()))
+    config_of, features_of = KINDS[kind]
+    model = dense(AlphaFold(config_of()))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)  # larger parameters would saturate the sigmoids
     use_exchange(model, exchange)
-    inputs = features(batch)
+    inputs = features_of(batch)
     wanted = {name: inputs[name].requires_grad_() for name in ("target_feat", "msa_feat", "extra_deletion_value")}
     output = model(inputs, [Draws.root(0).at(sample) for sample in range(batch)])
     outputs = {name: gathered(value, name, exchange) for name, value in tensors(output).items()}
@@ -67,11 +77,11 @@ def run(batch: int, exchange: Exchange, blocks: bool = True) -> tuple[dict[str, 
     return outputs, {name: x.grad for name, x in wanted.items()}, model
 
 
-def run_rank(handle: Any, batch: int, blocks: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def run_rank(handle: Any, batch: int, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     torch.set_default_dtype(torch.float64)
     try:
         exchange = ShardedExchange(Group(handle))
-        outputs, inputs, model = run(batch, exchange, blocks)
+        outputs, inputs, model = run(batch, exchange, kind)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -84,23 +94,28 @@ def run_rank(handle: Any, batch: int, blocks: bool) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "batch", "blocks"),
+    ("ranks", "batch", "kind"),
     [
-        (3, 2, True),
-        (3, 1, False),
-        pytest.param(4, 2, True, marks=pytest.mark.verify),
-        pytest.param(4, 1, True, marks=pytest.mark.verify),
+        (3, 2, "monomer"),
+        (3, 1, "without blocks"),
+        (3, 2, "multimer"),
+        *(
+            pytest.param(4, batch, kind, marks=pytest.mark.verify)
+            for batch in (1, 2)
+            for kind in ("monomer", "multimer")
+        ),
+        pytest.param(2, 1, "multimer", marks=pytest.mark.verify),
     ],
 )
-def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int, batch: int, blocks: bool) -> None:
+def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int, batch: int, kind: str) -> None:
     """Catches a module that computes the wrong shard, gradients lost where a sample is sharded or gathered, and a stack without
     blocks that leaves its input where it was."""
     torch.set_default_dtype(torch.float64)
     try:
-        outputs, inputs, model = run(batch, LocalExchange(), blocks)
+        outputs, inputs, model = run(batch, LocalExchange(), kind)
     finally:
         torch.set_default_dtype(torch.float32)
-    for found_outputs, found_inputs, found_parameters in pool.run(ranks, run_rank, batch, blocks):
+    for found_outputs, found_inputs, found_parameters in pool.run(ranks, run_rank, batch, kind):
         for name, output in outputs.items():
             close(found_outputs[name], output.detach(), name)
         for name, gradient in inputs.items():

@@ -95,9 +95,9 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
 
 def test_the_preset_is_read_off_the_name() -> None:
     """Catches model_1 taken for model_1_ptm, and a multimer file taken for a monomer's."""
-    for name in ("model_1", "model_1_ptm", "model_5_ptm"):
+    for name in ("model_1", "model_1_ptm", "model_5_ptm", "model_1_multimer", "model_3_multimer_v3"):
         assert preset_of(Path(f"params/params_{name}.npz")) == name
-    for name in ("params_model_6", "params_model_1_multimer_v3", "params_model_12", "weights"):
+    for name in ("params_model_6", "params_model_1_multimer_v4", "params_model_12", "weights"):
         with pytest.raises(UserError, match="--preset"):
             preset_of(Path(f"{name}.npz"))
 
@@ -108,4 +108,9 @@ def test_feature_sizes_of_the_published_models() -> None:
     assert [f.extra_msa for f in sizes.values()] == [5120, 1024, 5120, 5120, 1024]
     assert [f.max_templates for f in sizes.values()] == [4, 4, 0, 0, 0]
     assert {(f.msa_clusters, f.recycles, f.crop_size) for f in sizes.values()} == {(512, 3, None)}
+    names = "model_1_multimer_v3", "model_4_multimer_v3", "model_1_multimer_v2", "model_5_multimer"
+    multimer = [published_features(name) for name in names]
+    assert [(f.msa_clusters, f.extra_msa, f.recycles) for f in multimer] == [
+        (512, 2048, 20), (512, 1152, 20), (256, 1152, 3), (256, 1152, 3),
+    ]  # fmt: skip
     assert published_features("small") == FeatureConfig()

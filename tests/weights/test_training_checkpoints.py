@@ -16,7 +16,7 @@ import torch
 from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.weights.checkpoint import load_model, save_model
-from evodsp.weights.deepmind import export_deepmind, read_npz, write_npz
+from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, read_openfold
 from evodsp.weights.parameter_file import parameter_file
 from evodsp.weights.published import is_parameter_file
@@ -188,17 +188,12 @@ def test_a_multimer_file_is_called_one(arrays: Arrays, tmp_path: Path, capsys: p
     torch.save({**arrays, "structure_module.ipa.linear_k.weight": torch.ones(2, 2)}, openfold := tmp_path / "m.pt")
     key = "alphafold/alphafold_iteration/evoformer/~_relative_encoding/position_activations//weights"
     write_npz(deepmind := tmp_path / "m.npz", {**export_deepmind(random_model(SMALL, 0)), key: np.ones((73, 8), "f4")})
-    with pytest.raises(UserError, match="holds an AlphaFold-Multimer model"):
-        read_openfold(openfold)
-    with pytest.raises(UserError, match="holds an AlphaFold-Multimer model"):
-        read_npz(deepmind)
-    named = tmp_path / "params_model_1_multimer_v3.npz"
-    deepmind.rename(named)
-    for preset, expected in (
-        ([], "an AlphaFold-Multimer model by its name"),
-        (["--preset", "model_1"], "holds an AlphaFold-"),
-    ):
-        words = ["weights", "import", "--checkpoint", str(named), "--output", str(tmp_path / "x.ckpt"), *preset]
-        assert main(words) == 2
-        assert expected in (error := capsys.readouterr().err)
+    for file in (openfold, deepmind):
+        words = ["weights", "import", "--checkpoint", str(file), "--output", str(tmp_path / "x.ckpt")]
+        assert main([*words, "--preset", "model_1"]) == 2
+        assert "holds a multimer model, but the model's arrangement is monomer" in (error := capsys.readouterr().err)
         assert error.count("\n") == 1
+        torch.save(arrays, monomer := tmp_path / "one.pt")
+    words = ["weights", "import", "--checkpoint", str(monomer), "--output", str(tmp_path / "x.ckpt")]
+    assert main([*words, "--preset", "model_1_multimer_v3"]) == 2
+    assert "holds a monomer model, but the model's arrangement is multimer" in capsys.readouterr().err
