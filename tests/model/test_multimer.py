@@ -121,7 +121,7 @@ def test_rows_of_templates_count_where_chi1_is_defined() -> None:
     assert torch.equal(embedder(templates)[1], ChainTorsionEmbedder.features(templates)[..., -4])
 
 
-FIT = ["fit", "--config", "configs/quickstart.yaml", "--model.arrangement=multimer"]
+FIT = ["fit", "--config", "configs/quickstart.yaml", "--model.arrangement=multimer", "--output={}"]
 PLAN = ["plan", "--preset", "model_1_multimer_v3", "--gpus", "2", "--residues", "64"]
 
 
@@ -131,7 +131,7 @@ def test_a_run_on_single_chains_is_refused(
 ) -> None:
     """Catches an error in the middle of the first step, and a plan of a run that cannot be."""
     monkeypatch.chdir(ROOT)
-    assert main([*words, "--output", str(tmp_path / "run")]) == 2
+    assert main([word.format(tmp_path / "run") for word in words]) == 2
     error = capsys.readouterr().err
     assert "samples are of single chains" in error
     assert error.count("\n") == 1
