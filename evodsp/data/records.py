@@ -122,6 +122,33 @@ class Chain:
 
 
 @dataclass(frozen=True)
+class Assembly:
+    """Protein chains that belong together: those of a biological assembly or of the asymmetric unit, each where it lies.
+
+    A chain that occurs several times is there several times, each with coordinates of its own, and with the author's id of
+    the chain of which it is a copy. `names`: one for each, A for the first copy of chain A, A-2 for the second one, as in the
+    PDB's files of assemblies.
+    """
+
+    pdb_id: str
+    names: tuple[str, ...]
+    chains: tuple[Chain, ...]
+
+    def __post_init__(self) -> None:
+        if not self.chains or len(self.names) != len(self.chains) or len(set(self.names)) != len(self.names):
+            raise UserError(f"assembly {self.pdb_id}: {len(self.chains)} chains have the names {', '.join(self.names)}")
+
+    def __len__(self) -> int:
+        return sum(map(len, self.chains))
+
+    @property
+    def entities(self) -> tuple[int, ...]:
+        """The number of each chain's sequence, from 0 in the order in which they first occur."""
+        numbers: dict[str, int] = {}
+        return tuple(numbers.setdefault(chain.sequence, len(numbers)) for chain in self.chains)
+
+
+@dataclass(frozen=True)
 class Structure:
     """A structure file: its header and its protein chains by author chain id, first model only.
 

@@ -11,7 +11,9 @@ residues have the letter of their parent (MSE: M, SEP: S) by Biopython's table, 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -23,9 +25,10 @@ import numpy as np
 from gemmi import cif
 from jaxtyping import Bool, Float32, Float64, Int64
 
+from evodsp.data.formats.assemblies import IDENTITY, Motion, copies_in, has_assemblies
 from evodsp.data.formats.structure_block import block_without_atoms, is_pdb, read_block, rows_of, unquoted, values_of
 from evodsp.data.formats.unlisted_chains import is_amino_acid
-from evodsp.data.records import Chain, Structure
+from evodsp.data.records import Assembly, Chain, Structure
 from evodsp.data.sources.layout import entry_of
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.monomers import monomer_letter
@@ -58,6 +61,38 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
     """
     entry = _Entry.read(path)
     return entry.chain(entry.name_of(chain_id))
+
+
+def read_assembly(path: str | Path, assembly: str | None = "1") -> Assembly:
+    """The protein chains of a biological assembly, each moved to its place, in the order of the file.
+
+    `assembly`: its name in the file; None: the asymmetric unit, every chain once. A file that lists no assemblies, such as a
+    predicted model or a PDB file, is one: its chains are the asymmetric unit's, too. Raises FileFormatError for an assembly
+    that the file does not list or that has no protein chain, and as `read_structure` does.
+    """
+    entry = _Entry.read(path)
+    if assembly is None or not has_assemblies(entry.block):
+        copies = [(chain_id, IDENTITY) for chain_id in entry.asym_of_chain]
+    else:
+        chain_of_asym = {asym: chain_id for chain_id, asym in entry.asym_of_chain.items()}
+        moved = copies_in(path, entry.block, assembly)
+        copies = [(chain_of_asym[asym], motion) for asym, motion in moved if asym in chain_of_asym]
+    if not copies:
+        raise FileFormatError(path, f"assembly {assembly} has no protein chain with coordinates; take another one")
+    parsed = {chain_id: entry.chain(chain_id) for chain_id in dict.fromkeys(chain_id for chain_id, _ in copies)}
+    counts: Counter[str] = Counter()
+    names, chains = [], []
+    for chain_id, motion in copies:
+        counts[chain_id] += 1
+        names.append(chain_id if counts[chain_id] == 1 else f"{chain_id}-{counts[chain_id]}")
+        chains.append(_moved(parsed[chain_id], motion))
+    return Assembly(entry.pdb_id, tuple(names), tuple(chains))
+
+
+def _moved(chain: Chain, motion: Motion) -> Chain:
+    """The chain in another place. Atoms that are not there stay at zero."""
+    positions = motion.apply(chain.positions) * chain.mask[..., None]
+    return dataclasses.replace(chain, positions=positions.astype(np.float32))
 
 
 def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"]:
