@@ -95,6 +95,8 @@ $(OPENFOLD_READY): scripts/parity/openfold_requirements.txt | $(READY)
 parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_1_ptm
 	$(COMPARE) --model model_5_ptm --fused
+	$(COMPARE) --model model_1_multimer_v2 --extra-msa 2
+	$(COMPARE) --model model_1_multimer_v3 --extra-msa 2 --fused
 	$(if $(OPENFOLD),$(COMPARE_DATA))
 
 parity-data: $(READY) $(OPENFOLD_READY)
