@@ -1,0 +1,156 @@
+"""One MSA of all chains of a complex, as AlphaFold-Multimer's code makes it.
+
+    entity 1      entity 2
+    query         query        block 0: paired rows, at first the queries; the copies of an entity have the same row
+    row           row
+    row           gaps
+    row           gaps         block 1: the other rows of entity 1
+    gaps          row          block 2: the other rows of entity 2
+
+Shapes: N rows, R residues of all chains, L of one chain, P paired rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int8, Int32, Int64
+
+from evodsp.data.complexes.entities import ChainIds, Entity, chain_ids, entities_of
+from evodsp.data.complexes.pairing import ABSENT, MOST_OF_A_KEY, PairingMsa, pair
+from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.msa import MsaFeatures
+from evodsp.data.sources.query_check import check_query
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import GAP, encode
+
+MOST_ROWS = 2048
+MOST_PAIRED = 1024
+
+
+@dataclass(frozen=True)
+class ChainMsas:
+    """A chain of a complex: its MSA, and the MSA whose rows are paired with those of other chains.
+
+    Raises UserError if the first row of one of them is not the chain's sequence; X matches any letter.
+    """
+
+    query: ProteinSequence
+    msa: MsaFeatures
+    pairing: PairingMsa | None = None
+    """None: only the query is paired."""
+
+    def __post_init__(self) -> None:
+        name, sequence = self.query.name, encode(self.query.letters)
+        firsts = {"MSA": self.msa.msa[0]} | ({} if self.pairing is None else {"MSA for pairing": self.pairing.msa[0]})
+        for what, first in firsts.items():
+            where = f"chain '{name}': the first row of its {what}"
+            check_query(where, first, "its sequence", sequence, "search again with this sequence")
+
+    def to_pair(self) -> PairingMsa:
+        """The rows for pairing: the query alone if there are no others."""
+        if self.pairing is not None:
+            return self.pairing
+        return PairingMsa(self.msa.msa[:1], self.msa.deletions[:1], ("",))
+
+
+@dataclass(frozen=True)
+class MergedMsa:
+    """The MSA of a complex; row 0 is the sequence of all chains. Every cell counts: AlphaFold-Multimer's `msa_mask` is 1.
+
+    `block`: 0 for paired rows, else the `entity_id` of the only residues that the row covers. `entities`: the chains in the
+    order of the columns.
+    """
+
+    msa: Int8[np.ndarray, "N R"]
+    deletions: Int32[np.ndarray, "N R"]
+    block: Int32[np.ndarray, " N"]
+    ids: ChainIds
+    entities: tuple[Entity, ...]
+
+    def order(self) -> tuple[int, ...]:
+        """The place of each chain, in the order of the columns, in the list of chains that were merged."""
+        return tuple(member for entity in self.entities for member in entity.members)
+
+    def bert_mask(self) -> Bool[np.ndarray, "N R"]:
+        """The cells that may be masked for the masked-MSA loss: all but the gaps beside a block."""
+        block = self.block[:, None]
+        return (block == 0) | (block == self.ids.entity_id)
+
+    def cluster_bias_mask(self) -> Bool[np.ndarray, " N"]:
+        """The row that is always a cluster centre, the query."""
+        return np.arange(len(self.msa)) == 0
+
+
+def merge(
+    chains: Sequence[ChainMsas],
+    most_rows: int = MOST_ROWS,
+    most_paired: int = MOST_PAIRED,
+    most_of_a_key: int = MOST_OF_A_KEY,
+) -> MergedMsa:
+    """The MSA of a complex. Chains with one sequence stand side by side, and have the MSAs of the first of them.
+
+    Rows are paired (`pair`) unless all chains are identical. Each chain has at most `most_paired` paired rows, and at most
+    `most_rows` with the rows of its block; paired rows of gaps only do not count. A row that is paired does not occur in the
+    chain's block, even if the pairs end before it.
+
+    Raises UserError if there are no chains, two have the same name, or the limits are not 1 <= most_paired <= most_rows.
+    """
+    if not 1 <= most_paired <= most_rows:
+        raise UserError(f"{most_paired} paired rows of {most_rows} rows of a chain: give at least 1, and at most all")
+    entities = entities_of([chain.query for chain in chains])
+    firsts = [chains[entity.members[0]] for entity in entities]
+    copies = [len(entity.members) for entity in entities]
+    if len(entities) > 1:
+        pairs = pair([chain.to_pair() for chain in firsts], copies, most_of_a_key)
+    else:
+        pairs = np.empty((0, 1), np.int64)
+    parts = [_rows_of(chain, pairs[:, k], most_rows, most_paired) for k, chain in enumerate(firsts)]
+
+    paired = min(len(pairs), most_paired)
+    ids = chain_ids(entities)
+    block = np.repeat(np.arange(len(parts) + 1, dtype=np.int32), [paired, *(len(other.msa) for _, other in parts)])
+    msa = np.full((len(block), len(ids.asym_id)), GAP, np.int8)
+    deletions = np.zeros(msa.shape, np.int32)
+    for number, (both, count) in enumerate(zip(parts, copies, strict=True), 1):
+        columns = _span(ids.entity_id, number)
+        for rows, part in zip((slice(paired), _span(block, number)), both, strict=True):
+            msa[rows, columns] = np.tile(part.msa, count)
+            deletions[rows, columns] = np.tile(part.deletions, count)
+    return MergedMsa(msa, deletions, block, ids, entities)
+
+
+def _span(numbers: Int32[np.ndarray, " n"], number: int) -> slice:
+    """Where `number` stands in ascending numbers."""
+    return slice(*np.searchsorted(numbers, (number, number + 1)))
+
+
+class _Rows(NamedTuple):
+    """Rows of an MSA."""
+
+    msa: Int8[np.ndarray, "N L"]
+    deletions: Int32[np.ndarray, "N L"]
+
+
+def _rows_of(chain: ChainMsas, pairs: Int64[np.ndarray, " P"], most_rows: int, most_paired: int) -> tuple[_Rows, _Rows]:
+    """The paired rows of a chain and those of its block, given the row of each pair."""
+    source = chain.to_pair()
+    paired = _taken(source.msa, pairs, GAP)
+    is_paired = {row.tobytes() for row in paired}
+    paired = paired[:most_paired]
+    most_others = most_rows - int((paired != GAP).any(1).sum())
+    others = (row for row, letters in enumerate(chain.msa.msa) if letters.tobytes() not in is_paired)
+    kept = np.array(list(islice(others, most_others)), np.int64)
+    deletions = _taken(source.deletions, pairs[:most_paired], 0)
+    return _Rows(paired, deletions), _Rows(chain.msa.msa[kept], chain.msa.deletions[kept])
+
+
+def _taken(values: np.ndarray, rows: Int64[np.ndarray, " P"], absent: int) -> np.ndarray:
+    """The rows of `values`; `absent` in each cell of an absent row."""
+    taken = values[rows]
+    taken[rows == ABSENT] = absent
+    return taken
