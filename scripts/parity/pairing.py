@@ -1,0 +1,232 @@
+"""Compare the paired and merged MSAs of complexes live with DeepMind's code of AlphaFold-Multimer.
+
+    .venv/bin/python -m scripts.parity.pairing --alphafold .venv-parity/bin/python [--seed 0]
+
+Both sides get the same random MSAs of a few complexes: names of rows, letters, deletions. Species, pairs, order of chains,
+letters, deletions, masks and numbers of residues must be equal. The exit code is 1 if one differs, and 2 if the other side
+could not run. `alphafold_pairing_side.py` lists the changes to DeepMind's code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from evodsp.data.complexes.keys import uniprot_species
+from evodsp.data.complexes.merging import ChainMsas, merge
+from evodsp.data.complexes.pairing import PairingMsa, pair
+from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.msa import MsaFeatures, letter_profile
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import GAP, decode
+
+from .compare import other_side
+from .data import Results, compare
+from .table import text
+
+NAMES = (
+    "sp|P{row:05}|CYC_{species}/3-104",
+    "tr|A0A{row:07}|A0A{row:07}_{species}",
+    "tr|Q{row:05}_1|Q{row:05}_{species}/1-9 a description",
+    "tr|Q{row:05}|Q{row:05}_{species}_12",
+)
+OTHER_NAMES = ("UniRef100_A0A{row:07}/1-50", "tr|A0A1|A0A1_HUMAN", "sp|P12345|NAME_TOOLONG", "MGYP{row}", "")
+
+
+@dataclass(frozen=True)
+class Protein:
+    """How to draw the MSAs of one sequence. `species`: the number of rows of each species in the MSA for pairing."""
+
+    species: dict[str, int]
+    length: int = 12
+    others: int = 5
+    """Rows without species in the MSA for pairing."""
+    unpaired: int = 20
+    changed: float = 0.4
+    """Fraction of changed letters."""
+    query: str = "query"
+    """Name of the query in the MSA for pairing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A complex: `chains` has a letter for each chain, the key of its protein."""
+
+    name: str
+    chains: str
+    proteins: dict[str, Protein]
+    most_rows: int = 2048
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A complex with its MSAs, and the names of the rows for pairing of each chain."""
+
+    case: Case
+    chains: list[ChainMsas] = field(default_factory=list)
+    names: list[list[str]] = field(default_factory=list)
+
+
+def species(count: int, rows: int, prefix: str = "S") -> dict[str, int]:
+    """`count` species with 1 to `rows` rows."""
+    return {f"{prefix}{k}": 1 + k % rows for k in range(count)}
+
+
+CASES = (
+    Case("two chains", "AB", {"A": Protein(species(30, 4)), "B": Protein(species(40, 5), length=9)}),
+    Case("A, B, B", "ABB", {"A": Protein(species(20, 3)), "B": Protein(species(30, 4) | species(9, 2, "B"), length=7)}),
+    Case("A, A", "AA", {"A": Protein(species(20, 3))}),
+    Case("one chain", "A", {"A": Protein(species(20, 3))}),
+    Case("many rows of A, A", "AA", {"A": Protein(species(20, 3), unpaired=70)}, most_rows=32),
+    Case("no shared species", "AB", {"A": Protein(species(9, 3, "A")), "B": Protein(species(9, 3, "B"))}),
+    Case("chains without hits", "AB", {"A": Protein({}, others=0), "B": Protein({}, others=0)}),
+    Case(
+        "600 and 601 rows of a species",
+        "AB",
+        {"A": Protein({"FULL": 600, "OVER": 601, "HUMAN": 2}), "B": Protein({"FULL": 605, "OVER": 2, "HUMAN": 600})},
+    ),
+    Case(
+        "600 rows of a species",
+        "AB",
+        {"A": Protein({"FULL": 600, "HUMAN": 3}), "B": Protein({"FULL": 600, "HUMAN": 2})},
+    ),
+    Case("ties", "AB", {"A": Protein(species(40, 20), length=3), "B": Protein(species(40, 20), length=3)}),
+    Case(
+        "more pairs and rows than fit",
+        "CAB",
+        {k: Protein(species(60, 5) | species(20, 3, k), unpaired=300) for k in "ABC"},
+        most_rows=64,
+    ),
+    Case(
+        "chains regrouped",
+        "BACBA",
+        {k: Protein(species(25, 4) | species(9, 2, k), length=ord(k) % 7 + 5) for k in "ABC"},
+    ),
+    Case("products wrap", "ABABABABABABABABABAB", {k: Protein(species(60, 3)) for k in "AB"}),
+    Case(
+        "queries with a species",
+        "ABC",
+        {k: Protein(species(12, 4), query="sp|P12345|NAME_S3") for k in "AB"} | {"C": Protein(species(12, 4))},
+    ),
+)
+
+
+def draw(case: Case, rng: np.random.Generator) -> Drawn:
+    """Random MSAs. Among the unpaired rows are rows that are paired, twice the same row, and a row of gaps."""
+    drawn, of_protein = Drawn(case), {}
+    for key in dict.fromkeys(case.chains):
+        protein = case.proteins[key]
+        query = rng.integers(0, 20, protein.length).astype(np.int8)
+        of_row = [name for name, count in protein.species.items() for _ in range(count)] + [""] * protein.others
+        of_row = [of_row[k] for k in rng.permutation(len(of_row))]
+        names = [protein.query]
+        for row, name in enumerate(of_row):
+            forms = NAMES if name else OTHER_NAMES
+            names.append(forms[rng.integers(len(forms))].format(row=row, species=name))
+        letters = _rows(query, len(of_row), protein.changed, rng)
+        pairing = PairingMsa(letters, _deletions(letters, rng), tuple(map(uniprot_species, names))) if of_row else None
+        shared = letters[rng.integers(0, len(letters), protein.unpaired // 2)]
+        unpaired = _rows(query, protein.unpaired - len(shared), protein.changed, rng)
+        gaps = np.full((1, protein.length), GAP, np.int8)
+        unpaired = np.concatenate((unpaired, shared, gaps))[rng.permutation(protein.unpaired + 2)]
+        msa = np.concatenate((query[None], unpaired))
+        of_protein[key] = decode(query), MsaFeatures(msa, _deletions(msa, rng), letter_profile(msa)), pairing, names
+    for place, key in enumerate(case.chains):
+        sequence, features, pairing, names = of_protein[key]
+        drawn.chains.append(ChainMsas(ProteinSequence(f"chain{place}", sequence), features, pairing))
+        drawn.names.append(names)
+    return drawn
+
+
+def _rows(query: np.ndarray, count: int, changed: float, rng: np.random.Generator) -> np.ndarray:
+    """The query and `count` rows in which letters were replaced, half of them by gaps."""
+    shape = (count, len(query))
+    letters = np.where(rng.random(shape) < 0.5, GAP, rng.integers(0, GAP, shape))
+    rows = np.where(rng.random(shape) < changed, letters, query)
+    return np.concatenate((query[None], rows)).astype(np.int8)
+
+
+def _deletions(letters: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return (rng.integers(1, 99, letters.shape) * (rng.random(letters.shape) < 0.1)).astype(np.int32)
+
+
+def results_of(drawn: Drawn) -> Results:
+    """What evodsp makes of one complex, under the names of DeepMind's side."""
+    merged = merge(drawn.chains, drawn.case.most_rows, drawn.case.most_rows // 2)
+    keys = [",".join(chain.to_pair().keys) for chain in drawn.chains]
+    results = {
+        "order": np.array(merged.order()),
+        "species": np.array("\n".join(keys)),
+        "msa": merged.msa,
+        "deletion_matrix": merged.deletions,
+        "bert_mask": merged.bert_mask(),
+        "msa_mask": np.ones(merged.msa.shape),
+        "cluster_bias_mask": merged.cluster_bias_mask(),
+        **{name: getattr(merged.ids, name) for name in ("asym_id", "entity_id", "sym_id", "residue_index")},
+    }
+    if len(merged.entities) > 1:
+        copies = [len(entity.members) for entity in merged.entities]
+        rows = pair([drawn.chains[entity.members[0]].to_pair() for entity in merged.entities], copies)
+        results["pairs"] = np.repeat(rows, copies, axis=1)
+    return {f"{name}|{drawn.case.name}": values for name, values in results.items()}
+
+
+def subject_of(complexes: list[Drawn]) -> dict[str, np.ndarray]:
+    """What DeepMind's side gets."""
+    cases, arrays = [], {}
+    for drawn in complexes:
+        named = zip(drawn.chains, drawn.names, strict=True)
+        chains = [{"name": c.query.name, "sequence": c.query.letters, "descriptions": names} for c, names in named]
+        cases.append({"name": drawn.case.name, "most_rows": drawn.case.most_rows, "chains": chains})
+        for place, chain in enumerate(drawn.chains):
+            parts: dict[str, MsaFeatures | PairingMsa] = {"": chain.msa, "all_": chain.to_pair()}
+            for prefix, part in parts.items():
+                arrays[f"{drawn.case.name}|{place}|{prefix}msa"] = part.msa
+                arrays[f"{drawn.case.name}|{place}|{prefix}deletions"] = part.deletions
+    return {"cases": np.array(json.dumps(cases)), **arrays}
+
+
+def run(options: argparse.Namespace) -> int:
+    complexes = [draw(case, np.random.default_rng((options.seed, k))) for k, case in enumerate(CASES)]
+    start = time.perf_counter()
+    ours: Results = {}
+    for drawn in complexes:
+        ours |= results_of(drawn)
+    seconds = time.perf_counter() - start
+    with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
+        subject = Path(folder) / "subject.npz"
+        np.savez(subject, allow_pickle=False, **subject_of(complexes))
+        start = time.perf_counter()
+        theirs = other_side(options.alphafold, "alphafold_pairing_side", subject)
+    if theirs is None:
+        raise UserError(
+            f"{options.alphafold}: has no package alphafold; run `make parity`, which installs it in .venv-parity"
+        )
+    released = json.loads(str(theirs.pop("released")))
+    print(f"DeepMind's data pipeline ({time.perf_counter() - start:.1f} s) against evodsp ({seconds:.1f} s)")
+    rows = compare(ours, theirs)
+    print(text(rows))
+    print(f"as released, ties come in another order in: {'; '.join(released) or 'none'}")
+    return 0 if all(row.passed for row in rows) else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare paired and merged MSAs with DeepMind's code.")
+    parser.add_argument("--alphafold", type=Path, required=True, help="python with alphafold-colabfold")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the MSAs")
+    try:
+        return run(parser.parse_args(arguments))
+    except UserError as error:
+        print(f"parity: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
