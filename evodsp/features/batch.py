@@ -7,7 +7,7 @@ the crop, K cells with deletions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,19 @@ from jaxtyping import Bool, Float32, Int8, Int32, Int64
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, FeatureSizes, max_clusters
+from evodsp.data.samples.feature_axes import (
+    CHAIN_AXES,
+    FEATURE_AXES,
+    SAMPLED,
+    TEMPLATE_AXES,
+    FeatureSizes,
+    max_clusters,
+)
 from evodsp.data.samples.raw_features import HOST, RAGGED
 from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters, write_one_hot
 from evodsp.features.draws import Drawn, draw
 from evodsp.features.masking import mask_letters
+from evodsp.features.shared_clusters import shared_deletions, shared_profiles, shares_of
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 
 _DTYPES = {"float32": torch.float32, "int32": torch.int32}
@@ -39,6 +47,16 @@ class TakenRows:
 
 
 @dataclass(frozen=True)
+class Complex:
+    """The rows and columns of the MSA of a complex."""
+
+    block: Int32[Tensor, " N"]
+    """0 for rows that may have letters everywhere, else the sequence (`entity`) that the row covers."""
+    entity: Int32[Tensor, " R"]
+    """The number of each residue's sequence, from 1."""
+
+
+@dataclass(frozen=True)
 class RawMsa:
     """The MSA of one sample, as the loader hands it over; see `evodsp.data.samples.raw_features.raw_features`."""
 
@@ -54,6 +72,8 @@ class RawMsa:
     """Residues of the crop, R."""
     rows: list[TakenRows]
     """The rows of each iteration."""
+    chains: Complex | None = None
+    """The rows and columns of the chains, if there are several."""
 
 
 def with_features(batch: Mapping[str, Tensor], config: FeatureConfig) -> dict[str, Tensor]:
@@ -78,7 +98,7 @@ def with_features(batch: Mapping[str, Tensor], config: FeatureConfig) -> dict[st
         drawn = draw(msa.keys, msa.kept, clusters, msa.letters.shape[1])
         write_features({name: values[sample] for name, values in made.items()}, msa, drawn, config)
     left = {name: values for name, values in batch.items() if name not in {*RAGGED, *HOST, "msa_keys"}}
-    for name in left.keys() & {*FEATURE_AXES, *TEMPLATE_AXES}:
+    for name in left.keys() & {*FEATURE_AXES, *TEMPLATE_AXES, *CHAIN_AXES}:
         left[name] = left[name].expand(-1, cycles, *left[name].shape[2:])
     return {**left, **made}
 
@@ -108,23 +128,26 @@ def _raw_msas(batch: Mapping[str, Tensor], config: FeatureConfig) -> Iterator[Ra
         "crop_residues": [length for *_, length, _ in sizes],
         "deletion_cells": [cells for *_, cells in sizes],
         "deletion_numbers": [cells for *_, cells in sizes],
+        "msa_blocks": [rows for rows, *_ in sizes],
     }
-    ragged = zip(*(batch[name].split(parts[name]) for name in RAGGED), strict=True)
+    names = [name for name in RAGGED if name in batch]
+    ragged = zip(*(batch[name].split(parts[name]) for name in names), strict=True)
     counts = batch["msa_kept_counts"].tolist()
-    for (letters, bits, kept, residues, cells, numbers), size, kept_counts, keys in zip(
-        ragged, sizes, counts, batch["msa_keys"], strict=True
-    ):
+    for sample, (own, size, kept_counts) in enumerate(zip(ragged, sizes, counts, strict=True)):
         rows, columns, start, length, _ = size
+        part = dict(zip(names, own, strict=True))
+        several = "msa_blocks" in part
         yield RawMsa(
-            letters.view(rows, columns),
-            bits.view(torch.float32).view(columns, LETTERS_WITH_GAP),
-            kept.view(cycles, rows),
-            keys,
-            cells.long(),
-            numbers,
-            residues if start < 0 else slice(start, start + length),
+            part["msa_letters"].view(rows, columns),
+            part["msa_profile_bits"].view(torch.float32).view(columns, LETTERS_WITH_GAP),
+            part["msa_kept"].view(cycles, rows),
+            batch["msa_keys"][sample],
+            part["deletion_cells"].long(),
+            part["deletion_numbers"],
+            part["crop_residues"] if start < 0 else slice(start, start + length),
             length,
             [rows_of(count, config) for count in kept_counts],
+            Complex(part["msa_blocks"], batch["entity_id"][sample, 0, :length]) if several else None,
         )
 
 
@@ -165,32 +188,28 @@ def write_features(into: dict[str, Tensor], msa: RawMsa, drawn: Drawn, config: F
         order[: rows.kept].split([rows.clusters, rows.kept - rows.clusters])
         for order, rows in zip(drawn.order, msa.rows, strict=True)
     ]
-    nearest = nearest_clusters(
-        masked, msa.letters, [others for _, others in taken], [len(centres) for centres, _ in taken]
-    )
+    summary = _nearest(msa, masked, taken) if msa.chains is None else _shared(msa, masked, taken)
     letters = msa.letters[:, crop]
     deletion_values = torch.zeros(total * length, device=letters.device)
     deletion_values = deletion_values.scatter_(0, msa.cells, deletion_value(msa.numbers)).view(total, length)
-    cell_row, cell_column = msa.cells // length, msa.cells % length
-    for cycle, ((centres, others), assigned) in enumerate(zip(taken, nearest, strict=True)):
+    for cycle, (centres, others) in enumerate(taken):
         size = len(centres)
-        cluster = torch.zeros(total, dtype=torch.int64, device=letters.device)
-        cluster.index_copy_(0, centres, torch.arange(size, device=letters.device)).index_copy_(0, others, assigned)
-        means = mean_deletions(
-            cluster[cell_row], cell_column, msa.numbers, msa.kept[cycle][cell_row], members(assigned, size), length
-        )
         corner = {name: values[cycle] for name, values in into.items()}
         features, own = corner["msa_feat"][:size, :length], masked[cycle, :size, crop]
         values = deletion_values.index_select(0, centres)
         write_one_hot(features[..., :23], own)
         features[..., 23] = values > 0
         features[..., 24] = values
-        cluster_profiles(own, letters.index_select(0, others), assigned, out=features[..., 25:48])
+        means = summary(cycle, own, letters.index_select(0, others), features[..., 25:48])
         features[..., 48] = deletion_value(means)
         corner["msa_mask"][:size, :length] = 1
         corner["msa_row_mask"][:size] = 1
         corner["true_msa"][:size, :length] = true[cycle, :size, crop]
-        corner["bert_mask"][:size, :length] = replaced[cycle, :size, crop]
+        counted = replaced[cycle, :size, crop]
+        if msa.chains is not None:  # the gaps beside a block are masked, too, but there is nothing to learn from them
+            block = msa.chains.block[centres][:, None]
+            counted = counted & ((block == 0) | (block == msa.chains.entity))
+        corner["bert_mask"][:size, :length] = counted
 
         # The rows are in random order, so the first ones are a random sample.
         shown = others[: msa.rows[cycle].extra]
@@ -200,6 +219,53 @@ def write_features(into: dict[str, Tensor], msa: RawMsa, drawn: Drawn, config: F
         corner["extra_msa_row_mask"][: len(shown)] = 1
         corner["extra_has_deletion"][: len(shown), :length] = values > 0
         corner["extra_deletion_value"][: len(shown), :length] = values
+
+
+Taken = Sequence[Sequence[Tensor]]
+"""In each iteration, the rows of the cluster centres [S] and of the extra sequences [E]."""
+
+Summary = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""From an iteration and the letters of its centres [S, R] and of its extra sequences [E, R]: writes the profiles of the
+clusters into zeros [S, R, 23] and returns their mean deletions [S, R]."""
+
+
+def _nearest(msa: RawMsa, masked: Int8[Tensor, "C S L"], taken: Taken) -> Summary:
+    """Clusters of the sequences nearest to each centre (supplement 1.2.7)."""
+    nearest = nearest_clusters(
+        masked, msa.letters, [others for _, others in taken], [len(centres) for centres, _ in taken]
+    )
+    cell_row, cell_column = msa.cells // msa.length, msa.cells % msa.length
+
+    def summary(cycle: int, own: Tensor, extra: Tensor, profiles: Tensor) -> Tensor:
+        (centres, others), assigned, size = taken[cycle], nearest[cycle], len(own)
+        cluster = torch.zeros(len(msa.letters), dtype=torch.int64, device=own.device)
+        cluster.index_copy_(0, centres, torch.arange(size, device=own.device)).index_copy_(0, others, assigned)
+        means = mean_deletions(
+            cluster[cell_row], cell_column, msa.numbers, msa.kept[cycle][cell_row], members(assigned, size), msa.length
+        )
+        cluster_profiles(own, extra, assigned, out=profiles)
+        return means
+
+    return summary
+
+
+def _shared(msa: RawMsa, masked: Int8[Tensor, "C S L"], taken: Taken) -> Summary:
+    """Clusters as AlphaFold-Multimer makes them (`evodsp.features.shared_clusters`), of the cropped columns."""
+    cell_row, cell_column = msa.cells // msa.length, msa.cells % msa.length
+
+    def summary(cycle: int, own: Tensor, extra: Tensor, profiles: Tensor) -> Tensor:
+        centres, others = taken[cycle]
+        shares = shares_of(own, extra)
+        profiles.copy_(shared_profiles(own, extra, shares, msa.length))
+        numbers = torch.zeros(len(msa.letters), msa.length, device=own.device)
+        numbers[cell_row, cell_column] = msa.numbers.float()
+        place = torch.full((len(msa.letters),), -1, dtype=torch.int64, device=own.device)
+        place[others] = torch.arange(len(others), device=own.device)
+        row = place[cell_row]
+        row, column, number = (x[row >= 0] for x in (row, cell_column, msa.numbers))
+        return shared_deletions(numbers[centres], row, column, number, shares, len(others), msa.length)
+
+    return summary
 
 
 def deletion_value(deletions: Int32[Tensor, "*s"] | Float32[Tensor, "*s"]) -> Float32[Tensor, "*s"]:

@@ -34,6 +34,13 @@ FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
 """All features except the templates', with their axes after the recycling axis. Named axes can be padded (with zeros); None
 marks an axis of fixed size."""
 
+CHAIN_AXES: dict[str, tuple[str | None, ...]] = {
+    "asym_id": ("residues",),
+    "entity_id": ("residues",),
+    "sym_id": ("residues",),
+}
+"""The features that only samples of complexes have, likewise."""
+
 TEMPLATE_AXES: dict[str, tuple[str | None, ...]] = {
     "template_aatype": ("templates", "residues"),
     "template_all_atom_positions": ("templates", "residues", None, None),

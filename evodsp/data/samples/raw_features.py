@@ -21,8 +21,11 @@ from evodsp.geometry import residues
 from evodsp.geometry.alphabet import LETTERS_WITH_MASK, LETTERS_WITH_X
 from evodsp.rng import Draws
 
-RAGGED = ("msa_letters", "msa_profile_bits", "msa_kept", "crop_residues", "deletion_cells", "deletion_numbers")
-"""Entries whose sizes differ between samples. Each has one axis; a batch joins those of its samples."""
+RAGGED = (
+    "msa_letters", "msa_profile_bits", "msa_kept", "crop_residues", "deletion_cells", "deletion_numbers", "msa_blocks",
+)  # fmt: skip
+"""Entries whose sizes differ between samples. Each has one axis; a batch joins those of its samples. Only samples of complexes
+have `msa_blocks`."""
 
 HOST = ("msa_sizes", "msa_kept_counts")
 """Entries that the host reads, which stay there: they say how large the features are."""
