@@ -114,15 +114,21 @@ def superpose(mobile: Float[Tensor, "*m N 3"], target: Float[Tensor, "*t N 3"], 
     mobile_centre, target_centre = (weight * mobile).sum(-2), (weight * target).sum(-2)
     weighted = weight * (mobile - mobile_centre.unsqueeze(-2))
     covariance = weighted.transpose(-1, -2) @ (target - target_centre.unsqueeze(-2))
+    rotation = best_rotation(covariance)
+    translation = target_centre - (rotation @ mobile_centre.unsqueeze(-1)).squeeze(-1)
+    return Rigid(rotation.to(dtype), translation.to(dtype))
+
+
+@torch.no_grad()
+def best_rotation(covariance: Float[Tensor, "*b 3 3"]) -> Float[Tensor, "*b 3 3"]:
+    """The proper rotation R with the largest tr(R C) for C = sum of x yᵀ: it turns points x nearest to y (Kabsch 1976)."""
     # Values that are not finite would stop the decomposition. The centres then are not finite either, and neither is the
     # motion.
     u, _, vh = torch.linalg.svd(covariance.where(covariance.isfinite(), 0))
     # If the best orthogonal map is a reflection, flip the axis of the smallest singular value, which is the last.
     keep_hand = torch.ones_like(covariance[..., 0])
     keep_hand[..., 2] = torch.linalg.det(u @ vh).sign()
-    rotation = ((u * keep_hand.unsqueeze(-2)) @ vh).transpose(-1, -2)
-    translation = target_centre - (rotation @ mobile_centre.unsqueeze(-1)).squeeze(-1)
-    return Rigid(rotation.to(dtype), translation.to(dtype))
+    return ((u * keep_hand.unsqueeze(-2)) @ vh).transpose(-1, -2)
 
 
 @torch.no_grad()
