@@ -1,0 +1,195 @@
+"""Which true chain each predicted chain is compared with (AlphaFold-Multimer, supplement 7.3).
+
+Copies of a chain have the same sequence, so a model cannot know which of them is called the first. Before the losses compare
+anything, the true copies are therefore exchanged so that they fit the prediction. Positions are in Å. Shapes: R residues of
+the crop (all chains, and padding), C chains of the complex, L residues of its longest chain, K alignments that are tried.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float64, Int64, Num, Shaped
+from torch import Tensor
+
+from evodsp.metrics import best_rotation
+from evodsp.rng import Draws
+
+FEWEST_ATOMS = 3
+"""CA atoms that two chains must share to be superposed; fewer do not determine the motion."""
+
+# All in Å. Costs are rounded, so that ranks whose last digits differ find the same cost equal. The rounding is far above the
+# error of the sums and far below an error that matters.
+_DECIMALS = 4
+_OTHER_CHAIN = 1e-5  # less than the rounding: among equal costs a chain keeps its own truth
+_NOTHING_IN_COMMON = 1e6
+
+
+@dataclass(frozen=True)
+class TrueChains:
+    """The CA atoms of all chains of a complex, before it is cropped. Row k is the chain whose `asym_id` is k + 1."""
+
+    positions: Float[Tensor, "C L 3"]
+    mask: Float[Tensor, "C L"]
+    """1 for CA atoms that are resolved."""
+    entity_id: Sequence[int]
+    """By chain: equal numbers for equal sequences. They are on the host, so that a complex without copies waits for nothing."""
+
+
+@torch.no_grad()
+def align_chains(
+    predicted: Float[Tensor, "R 3"],
+    asym_id: Num[Tensor, " R"],
+    residue_index: Num[Tensor, " R"],
+    truth: TrueChains,
+    draws: Draws,
+) -> Int64[Tensor, " C"]:
+    """For each predicted chain the row of `truth` to compare it with: a permutation of 0 … C - 1, on the host.
+
+    `predicted`: CA positions. `asym_id`: chain numbers from 1, and 0 for padding. `residue_index`: numbers in the chain from
+    0. `draws`: the sample's random stream, which decides between equally good anchors.
+
+    One predicted chain, the anchor (`choose_anchor`), is compared with each true chain of its sequence in turn: the truth is
+    moved so that this chain lies on the anchor, and the other chains are assigned by their RMSD, the best pair of chains
+    first. Of these assignments the one that has the smallest RMSD after a superposition of everything is the result. Only
+    resolved residues of the crop count. Among equal assignments, and where nothing can be compared (without an anchor, or
+    if the prediction is not finite), chains keep their own truth.
+
+    The assignment is greedy. It is the best of all permutations if the anchor's superposition puts the other chains nearest to
+    their own places. Where the anchor is small or badly predicted, the others are turned about it, and it may not be.
+
+    Everything is computed on the host in float64 from one copy of the arguments, for which the host waits once; not at all if
+    no two chains have the same sequence. The result is not differentiated.
+    """
+    entity = torch.tensor(truth.entity_id)
+    chains = len(entity)
+    own = torch.arange(chains)
+    if len(set(truth.entity_id)) == chains:
+        return own
+    predicted, asym_id, residue_index, positions, mask = _on_host(
+        predicted, asym_id, residue_index, truth.positions, truth.mask
+    )
+    real = asym_id > 0
+    predicted, chain, residue = predicted[real], asym_id[real].long() - 1, residue_index[real].long()
+    # Near the origin the sums of squares keep their digits.
+    predicted, positions = predicted - predicted.mean(0), positions - _mean(positions, mask)
+    products = torch.zeros(chains, chains, 7, 7, dtype=torch.float64)  # of [predicted chain, true chain]
+    for number in range(chains):
+        here = (chain == number).nonzero()[:, 0]
+        copies = (entity == entity[number]).nonzero()[:, 0]
+        there = copies[:, None], residue[here]
+        products[number, copies] = _products(predicted[here], positions[there], mask[there])
+    common = products[..., 3, 3]  # resolved residues
+
+    anchor = choose_anchor(truth.entity_id, common.diagonal().long().tolist(), draws)
+    if anchor is None:
+        return own
+    tried = ((entity == entity[anchor]) & (common[anchor] >= FEWEST_ATOMS)).nonzero()[:, 0]
+    motion = _superposition(products[anchor, tried])
+    cost = _rmsd(motion[:, None, None], products) + _OTHER_CHAIN * (own[:, None] != own)
+    assigned = _assign(cost.masked_fill(entity[:, None] != entity, torch.inf), anchor, tried)
+
+    together = products[own, assigned].sum(1)  # [K, 7, 7]
+    total = _rmsd(_superposition(together), together) + _OTHER_CHAIN * (tried != anchor)
+    return assigned[total.argmin()]
+
+
+def choose_anchor(entity_id: Sequence[int], resolved: Sequence[int], draws: Draws) -> int | None:
+    """The chain on which the truth is superposed: the least ambiguous one of those that the crop shows.
+
+    `entity_id`: of all chains of the complex. `resolved`: the number of resolved CA atoms that each has in the crop. Chains
+    with fewer than three cannot be the anchor. Among the others, those with the fewest copies in the complex come first,
+    then those with the most resolved atoms; `draws` decides between equals. None: no chain can be it.
+    """
+    copies = Counter(entity_id)
+    ranks = {
+        number: (copies[entity], -atoms)
+        for number, (entity, atoms) in enumerate(zip(entity_id, resolved, strict=True))
+        if atoms >= FEWEST_ATOMS
+    }
+    if not ranks:
+        return None
+    first = min(ranks.values())
+    equal = [number for number, rank in ranks.items() if rank == first]
+    return equal[draws.at("anchor").integer(0, len(equal))]
+
+
+def labels_of_crop(
+    labels: Mapping[str, Shaped[Tensor, "C L ..."]],
+    permutation: Int64[Tensor, " C"],
+    asym_id: Num[Tensor, " R"],
+    residue_index: Num[Tensor, " R"],
+) -> dict[str, Shaped[Tensor, "R ..."]]:
+    """The labels of the crop's residues, each from the true chain that `permutation` gives its chain.
+
+    `labels`: of all chains of the complex, before the crop, row k of chain k + 1. `asym_id`, `residue_index`: as in
+    `align_chains`. Padding has zeros. The host does not wait.
+    """
+    if asym_id.device.type == "cuda":
+        permutation = permutation.pin_memory()
+    permutation = permutation.to(asym_id.device, non_blocking=True)
+    real, residue = asym_id > 0, residue_index.long()
+    rows = permutation[(asym_id.long() - 1).clamp(min=0)]
+    return {
+        name: label[rows, residue].where(real.view(-1, *(1,) * (label.ndim - 2)), 0) for name, label in labels.items()
+    }
+
+
+def _on_host(*tensors: Num[Tensor, "..."]) -> list[Float64[Tensor, "..."]]:
+    """The tensors on the host, by one copy. Integers below 2^53 are exact in float64."""
+    flat = torch.cat([x.double().flatten() for x in tensors]).cpu()
+    return [x.view(y.shape) for x, y in zip(flat.split([y.numel() for y in tensors]), tensors, strict=True)]
+
+
+def _mean(positions: Float64[Tensor, "C L 3"], mask: Float64[Tensor, "C L"]) -> Float64[Tensor, " 3"]:
+    return (positions * mask.unsqueeze(-1)).sum((0, 1)) / mask.sum().clamp(min=1)
+
+
+def _products(
+    predicted: Float64[Tensor, "n 3"], true: Float64[Tensor, "c n 3"], mask: Float64[Tensor, "c n"]
+) -> Float64[Tensor, "c 7 7"]:
+    """Sums of q qᵀ over the resolved residues, with q = (true, 1, predicted).
+
+    They hold all that the best superposition and the distances after any motion need, for every set of chains, whose sums
+    are added.
+    """
+    q = torch.cat([true, torch.ones_like(true[..., :1]), predicted.expand_as(true)], -1)
+    return (q * mask.unsqueeze(-1)).mT @ q
+
+
+def _superposition(products: Float64[Tensor, "K 7 7"]) -> Float64[Tensor, "K 3 7"]:
+    """The motion M = (R, t, -1) of the truth that makes the sum of |M q|² = |R true + t - predicted|² smallest."""
+    count = products[:, 3, 3, None]
+    true, predicted = products[:, :3, 3] / count, products[:, 4:, 3] / count  # centres
+    rotation = best_rotation(products[:, :3, 4:] - products[:, :3, 3, None] * predicted[:, None])
+    translation = predicted.unsqueeze(-1) - rotation @ true.unsqueeze(-1)
+    return torch.cat([rotation, translation, -torch.eye(3, dtype=torch.float64).expand_as(rotation)], -1)
+
+
+def _rmsd(motion: Float64[Tensor, "*#b 3 7"], products: Float64[Tensor, "*#b 7 7"]) -> Float64[Tensor, "*b"]:
+    """Root of the mean of |M q|² over resolved residues, in Å, rounded; very large where there are none."""
+    square = ((motion @ products) * motion).sum((-1, -2)).clamp(min=0)
+    distance = (square / products[..., 3, 3]).sqrt()
+    return distance.nan_to_num(nan=_NOTHING_IN_COMMON, posinf=_NOTHING_IN_COMMON).round(decimals=_DECIMALS)
+
+
+def _assign(cost: Float64[Tensor, "K C C"], anchor: int, true_anchors: Int64[Tensor, " K"]) -> Int64[Tensor, "K C"]:
+    """The true chain of each predicted chain: always the cheapest pair of two chains that are free, after the anchor's pair.
+
+    `cost` is infinite for pairs [predicted, true] of different sequences. As those never mix, the order is the same as
+    sequence by sequence. Chains that the crop does not show get the true chains that are left.
+    """
+    tries, chains = cost.shape[:2]
+    attempt = torch.arange(tries)
+    assigned = torch.empty(tries, chains, dtype=torch.int64)
+    predicted, true = torch.full_like(true_anchors, anchor), true_anchors
+    for _ in range(chains):
+        assigned[attempt, predicted] = true
+        cost[attempt, predicted] = torch.inf
+        cost[attempt, :, true] = torch.inf
+        cheapest = cost.flatten(1).argmin(1)
+        predicted, true = cheapest // chains, cheapest % chains
+    return assigned
