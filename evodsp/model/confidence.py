@@ -1,16 +1,18 @@
-"""Confidence measures computed from the heads' logits: pLDDT, predicted aligned error (PAE) and predicted TM-score (pTM).
+"""Confidence measures computed from the heads' logits: pLDDT, predicted aligned error (PAE) and predicted TM-score (pTM), and
+of a complex the pTM of its interfaces (ipTM) and of its parts.
 
 Each head predicts a distribution over bins; the confidence is an expected value over the bins' centres. The losses that train
 the heads are in `evodsp.losses.confidence`. Shapes: *b batch axes, R residues; i this rank's shard of the rows of the pair
-representation, which on one device is all R of them.
+representation, which on one device is all R of them; C chains, whose numbers are 1 to C (`asym_id`; 0 in padding).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from evodsp.parallel.exchange import Exchange, LocalExchange
@@ -43,9 +45,18 @@ def compute_contacts(
     0.31 Å wide. Any subset of the rows may be given. `min_distance`, `max_distance`: the first and the last edge between
     bins, Å (supplement 1.9.8).
     """
-    edges = torch.linspace(min_distance, max_distance, logits.shape[-1] - 1, dtype=torch.float64, device="cpu")
-    near = int((edges <= CONTACT_DISTANCE).sum())
-    return _by_rows(logits, lambda probabilities: probabilities[..., :near].sum(-1))
+    return _nearest(logits, int((_edges(logits, min_distance, max_distance) <= CONTACT_DISTANCE).sum()))
+
+
+def compute_contact_weights(
+    logits: Float[Tensor, "*b i R bins"], min_distance: float, max_distance: float
+) -> Float[Tensor, "*b i R"]:
+    """The weights of pairs in actifpTM (`compute_complex_confidence`), 0 to 1, with the arguments of `compute_contacts`.
+
+    They are contact probabilities, too, but ColabFold, whose scores these are, also counts the bin that `CONTACT_DISTANCE` lies
+    in: up to 8.25 Å in AlphaFold2.
+    """
+    return _nearest(logits, int((_edges(logits, min_distance, max_distance) < CONTACT_DISTANCE).sum()) + 1)
 
 
 def compute_pae(logits: Float[Tensor, "*b i R bins"], max_error: float = MAX_ALIGNED_ERROR) -> Float[Tensor, "*b i R"]:
@@ -73,24 +84,135 @@ def compute_ptm(
     the whole chain's; every rank gets the same score. It is not differentiated.
     """
     rows = exchange.owned(mask.shape[-1])
-    centres = _centres(logits, max_error)
-    mask = mask.to(centres.dtype)
-    d0 = 1.24 * (mask.sum(-1).clamp(min=_SHORTEST_CHAIN) - 15) ** (1 / 3) - 1.8  # [*b], Å
-    score = 1 / (1 + (centres / d0[..., None]).square())  # [*b, bins]
-    score = score[..., None, None, :]
-    expected = _by_rows(logits, lambda probabilities: (probabilities * score).sum(-1))  # [*b, i, R]
-    per_frame = (expected * mask[..., None, :]).sum(-1) / (1e-8 + mask.sum(-1, keepdim=True))  # [*b, i]
-    return exchange.max((per_frame * mask[..., rows]).amax(-1))
+    mask = mask.to(_wide(logits))
+    expected = _expected_terms(logits, mask.sum(-1, keepdim=True), max_error)
+    return exchange.max(_best_frames(expected, mask[..., None, :], mask[..., None, rows])).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class ComplexConfidence:
+    """Predicted TM-scores of a complex and of its parts, 0 to 1. All of one chain's are 0 but `ptm` and `chain_ptm`."""
+
+    ptm: Float[Tensor, "*b"]
+    """Of the whole complex (`compute_ptm`)."""
+    iptm: Float[Tensor, "*b"]
+    """Of the interfaces: like pTM, over pairs of residues of different chains (Evans et al. 2021, AlphaFold-Multimer)."""
+    actifptm: Float[Tensor, "*b"]
+    """ipTM in which a pair weighs as much as its contact is probable, so that flexible tails do not count (actifpTM: Varga et
+    al. 2025, Bioinformatics 41, btaf107)."""
+    chain_ptm: Float[Tensor, "*b C"]
+    """pTM of each chain as if it were alone: its own pairs, and d0 of its own length."""
+    pair_iptm: Float[Tensor, "*b C C"]
+    """ipTM of each two chains, symmetric; 0 on the diagonal. As in ColabFold, d0 is the whole complex's."""
+    pair_actifptm: Float[Tensor, "*b C C"]
+    """actifpTM of each two chains, symmetric; 0 on the diagonal."""
+
+    @property
+    def ranking_confidence(self) -> Float[Tensor, "*b"]:
+        """What AlphaFold-Multimer ranks predictions by, 0 to 1: 0.8 ipTM + 0.2 pTM."""
+        return 0.8 * self.iptm + 0.2 * self.ptm
+
+
+@torch.no_grad()
+def compute_complex_confidence(
+    logits: Float[Tensor, "*b i R bins"],
+    contacts: Float[Tensor, "*b i R"],
+    mask: Float[Tensor, "*b R"],
+    chains: Int[Tensor, "*b R"],
+    number: int,
+    max_error: float = MAX_ALIGNED_ERROR,
+    exchange: Exchange = LocalExchange(),
+) -> ComplexConfidence:
+    """The predicted TM-scores of a complex, of its chains and of their pairs, from the aligned error's logits.
+
+    `contacts`: of `compute_contact_weights`. `mask`: 1 for the residues that count and 0 for padding. `chains`: each residue's
+    chain, of `number` chains. Logits and contacts are this rank's rows, all else is the whole complex's; every rank gets the
+    same scores. They are not differentiated.
+
+    Each score is the highest, over some frames, of a weighted mean over residues of the expected TM-score's terms. A score is 0
+    where all weights are, as for a chain that is not there.
+    """
+    rows = exchange.owned(mask.shape[-1])
+    mask = mask.to(_wide(logits))
+    numbers = torch.arange(1, number + 1, device=chains.device)
+    members = mask[..., None, :] * (chains[..., None, :] == numbers[:, None])  # [*b, C, R]
+    everywhere, of_chain = mask[..., None, rows], members[..., rows]  # frames: [*b, 1, i], [*b, C, i]
+    same = chains[..., rows, None] == chains[..., None, :]  # [*b, i, R]
+    within, between = mask[..., None, :] * same, mask[..., None, :] * ~same
+    touching = contacts.to(mask.dtype) * between
+
+    lengths = (members * members.sum(-1, keepdim=True)).sum(-2)[..., rows]  # of each row's chain: [*b, i]
+    alone = _best_frames(_expected_terms(logits, lengths, max_error), within, of_chain)
+    expected = _expected_terms(logits, mask.sum(-1, keepdim=True), max_error)
+
+    def whole(weight: Float[Tensor, "*b #i R"]) -> Float[Tensor, "*b"]:
+        return exchange.max(_best_frames(expected, weight, everywhere)).squeeze(-1)
+
+    def pairs(weight: Float[Tensor, "*b i R"]) -> Float[Tensor, "*b C C"]:
+        best = [_best_frames(expected, weight * chain[..., None, :], of_chain) for chain in members.unbind(-2)]
+        directed = exchange.max(torch.stack(best, -1))  # the first chain's frames, the second chain's residues
+        return torch.maximum(directed, directed.mT)
+
+    return ComplexConfidence(
+        ptm=whole(mask[..., None, :]),
+        iptm=whole(between),
+        actifptm=whole(touching),
+        chain_ptm=exchange.max(alone),
+        pair_iptm=pairs(between),
+        pair_actifptm=pairs(touching),
+    )
+
+
+def _expected_terms(
+    logits: Float[Tensor, "*b i R bins"], residues: Float[Tensor, "*b #i"], max_error: float
+) -> Float[Tensor, "*b i R"]:
+    """Expected term of each residue (last axis) in the TM-score seen from each row's frame: 1 / (1 + (error / d0)²).
+
+    `residues`: the number of residues that d0 is of, for each row or for all.
+    """
+    d0 = 1.24 * (residues.clamp(min=_SHORTEST_CHAIN) - 15) ** (1 / 3) - 1.8  # [*b, #i], Å
+    terms = 1 / (1 + (_centres(logits, max_error) / d0[..., None]).square())  # [*b, #i, bins]
+    terms = terms[..., None, :].expand(*logits.shape[:-2], 1, logits.shape[-1])
+    return _by_rows(logits, lambda probabilities, of_rows: (probabilities * of_rows).sum(-1), terms)
+
+
+def _best_frames(
+    expected: Float[Tensor, "*b i R"], weight: Float[Tensor, "*b #i R"], frames: Float[Tensor, "*b f i"]
+) -> Float[Tensor, "*b f"]:
+    """The highest weighted mean over residues among this rank's rows, for each of f sets of rows (1 where a row belongs to it).
+
+    It is 0 for a set without rows, and of rows that weigh nothing.
+    """
+    per_frame = (expected * weight).sum(-1) / (1e-8 + weight.sum(-1))  # [*b, i]
+    return (per_frame[..., None, :] * frames).amax(-1)
+
+
+def _nearest(logits: Float[Tensor, "*b i R bins"], near: int) -> Float[Tensor, "*b i R"]:
+    """Total probability of the first `near` bins."""
+    return _by_rows(logits, lambda probabilities: probabilities[..., :near].sum(-1))
+
+
+def _edges(logits: Float[Tensor, "*b i R bins"], min_distance: float, max_distance: float) -> Float[Tensor, " bins-1"]:
+    """The edges between the bins of a distogram, Å."""
+    return torch.linspace(min_distance, max_distance, logits.shape[-1] - 1, dtype=torch.float64, device="cpu")
 
 
 def _by_rows(
-    logits: Float[Tensor, "*b i R bins"], of: Callable[[Tensor], Float[Tensor, "*b n R"]]
+    logits: Float[Tensor, "*b i R bins"],
+    of: Callable[..., Float[Tensor, "*b n R"]],
+    *beside: Float[Tensor, "*b i 1 bins"],
 ) -> Float[Tensor, "*b i R"]:
-    """`of` applied to the probabilities of the bins, in float32 or wider. A few rows are computed at a time: the
-    probabilities of all pairs would be as large as the logits, and twice as large for logits in half precision.
+    """`of` applied to the probabilities of the bins, in float32 or wider, and to the same rows of `beside`. A few rows are
+    computed at a time: the probabilities of all pairs would be as large as the logits, and twice as large for logits in half
+    precision.
     """
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    return torch.cat([of(rows.to(wide).softmax(-1)) for rows in logits.split(_ROWS, -3)], -2)
+    wide = _wide(logits)
+    pieces = zip(*(x.split(_ROWS, -3) for x in (logits, *beside)), strict=True)
+    return torch.cat([of(rows.to(wide).softmax(-1), *others) for rows, *others in pieces], -2)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.promote_types(logits.dtype, torch.float32)
 
 
 def _centres(logits: Float[Tensor, "*b i R bins"], max_error: float) -> Float[Tensor, " bins"]:
@@ -99,5 +221,5 @@ def _centres(logits: Float[Tensor, "*b i R bins"], max_error: float) -> Float[Te
     `bins` - 1 edges divide 0 to `max_error` equally. The first bin lies below 0, so its centre is half a bin above; the last
     one is open.
     """
-    bins, dtype = logits.shape[-1], torch.promote_types(logits.dtype, torch.float32)
+    bins, dtype = logits.shape[-1], _wide(logits)
     return (torch.arange(bins, dtype=dtype, device=logits.device) + 0.5) * (max_error / (bins - 2))
