@@ -1,0 +1,138 @@
+"""Scores of the interfaces of a predicted complex, from its aligned errors, CB atoms and pLDDT: ipSAE, pDockQ, pDockQ2 and LIS.
+
+They are computed on the host, from what a prediction's files hold. Scores that need the distributions that the heads predict,
+such as ipTM, are in `evodsp.model.confidence`. Contacts and constants are those of the authors' programs and of ColabFold:
+
+- ipSAE: Dunbrack 2025, doi 10.1101/2025.02.10.637595, and version 4 of its program, whose smallest d0 is 1 Å.
+- pDockQ: Bryant, Pozzati, Elofsson 2022, Nature Communications 13, 1265.
+- pDockQ2: Zhu, Shenoy, Kundrotas, Elofsson 2023, Bioinformatics 39, btad424. Contacts and pLDDT are taken as for pDockQ, as by
+  ipSAE's program and ColabFold.
+- LIS: Kim et al. 2024, doi 10.1101/2024.02.19.580970.
+
+Shapes: R residues of the complex, A and P residues of a chain and of its partner. Distances and errors are in Å.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+from jaxtyping import Bool, Float, Float64, Integer, Shaped
+
+from evodsp.model.confidence import CONTACT_DISTANCE
+
+PAE_CUTOFF = 15.0
+"""Aligned errors below this count in ipSAE: its author's value for AlphaFold2's models, and ColabFold's. For AlphaFold3's
+models it is 10."""
+_LIS_CUTOFF = 12.0
+_PDOCKQ2_D0 = 10.0
+_SMALLEST_D0 = 1.0
+_FEWEST_RESIDUES = 26
+"""Below this d0 would be less than `_SMALLEST_D0`, and below 15 it is not defined."""
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The scores of one chain's interface with another. Higher is better; a score is 0 where no pair of residues counts.
+
+    Each pair of chains has two: errors are seen from the frames of `chain`. The higher one is usually quoted.
+    """
+
+    chain: int
+    partner: int
+    contacts: int
+    """Number of pairs of residues whose CB atoms (CA of glycine) are at most `CONTACT_DISTANCE` apart."""
+    ipsae: float
+    """0 to 1: the TM-score that a residue of `chain` expects of those residues of `partner` that it places well (errors below
+    the cutoff), for the best residue. d0 is of the number of residues that it places well."""
+    ipsae_d0chn: float
+    """The same with d0 of the number of residues of both chains."""
+    ipsae_d0dom: float
+    """The same with d0 of the number of residues that place well, or are placed well, in this direction."""
+    pdockq: float
+    """0 to 0.742: from the number of contacts and the mean pLDDT of the residues in contact. The same in both directions."""
+    pdockq2: float
+    """0 to 1.315: from the mean pLDDT of the residues in contact and the errors of the contacts."""
+    lis: float
+    """0 to 1: how far errors below 12 Å are below it, on average (local interaction score)."""
+
+
+def interfaces_of(
+    pae: Float[np.ndarray, "R R"],
+    chains: Integer[np.ndarray, " R"],
+    beta: Float[np.ndarray, "R 3"],
+    beta_mask: Shaped[np.ndarray, " R"],
+    plddt: Float[np.ndarray, " R"],
+    pae_cutoff: float = PAE_CUTOFF,
+) -> tuple[Interface, ...]:
+    """The interfaces of every ordered pair of chains, by the chains' numbers. None for one chain.
+
+    `pae`: expected errors of the second axis' residues, seen from the frames of the first's. `chains`: the number of each
+    residue's chain, from 1; 0 for residues that do not count. `beta`, `beta_mask`: positions of CB, or CA of glycine, and 1
+    where they are known (`evodsp.geometry.frames.pseudo_beta`). `plddt`: 0 to 100.
+    """
+    members = {int(number): np.flatnonzero(chains == number) for number in np.unique(chains[chains > 0])}
+    found = []
+    for (chain, own), (partner, others) in permutations(members.items(), 2):
+        errors = pae[np.ix_(own, others)].astype(np.float64)
+        touching = _within(beta[own], beta[others]) & np.outer(beta_mask[own] > 0, beta_mask[others] > 0)
+        confidence = _mean(np.concatenate([plddt[own[touching.any(1)]], plddt[others[touching.any(0)]]]))
+        close = errors < pae_cutoff
+        placed = int(close.any(1).sum() + close.any(0).sum())
+        found.append(
+            Interface(
+                chain=chain,
+                partner=partner,
+                contacts=int(touching.sum()),
+                ipsae=_ipsae(errors, close, close.sum(1)),
+                ipsae_d0chn=_ipsae(errors, close, np.full(len(own), len(own) + len(others))),
+                ipsae_d0dom=_ipsae(errors, close, np.full(len(own), placed)),
+                pdockq=_pdockq(confidence, touching),
+                pdockq2=_pdockq2(confidence, errors[touching]),
+                lis=_mean(1 - errors[errors < _LIS_CUTOFF] / _LIS_CUTOFF),
+            )
+        )
+    return tuple(found)
+
+
+def _within(first: Float[np.ndarray, "A 3"], second: Float[np.ndarray, "P 3"]) -> Bool[np.ndarray, "A P"]:
+    """Whether two positions are in contact."""
+    first, second = first.astype(np.float64), second.astype(np.float64)
+    squares = sum((first[:, None, axis] - second[:, axis]) ** 2 for axis in range(3))
+    return np.asarray(squares <= CONTACT_DISTANCE**2)
+
+
+def _ipsae(
+    errors: Float64[np.ndarray, "A P"], close: Bool[np.ndarray, "A P"], residues: Integer[np.ndarray, " A"]
+) -> float:
+    """The best residue's mean over its `close` residues of the TM-score's terms. A residue without any has 0.
+
+    `residues`: the number of residues that d0 is of, for each row.
+    """
+    d0 = np.maximum(_SMALLEST_D0, 1.24 * (np.maximum(residues, _FEWEST_RESIDUES) - 15.0) ** (1 / 3) - 1.8)  # [A], Å
+    terms = 1 / (1 + (errors / d0[:, None]) ** 2)
+    return float(((terms * close).sum(1) / np.maximum(close.sum(1), 1)).max())
+
+
+def _mean(values: Float[np.ndarray, " n"]) -> float:
+    """0 without values."""
+    return float(values.mean(dtype=np.float64)) if len(values) else 0.0
+
+
+def _pdockq(confidence: float, touching: Bool[np.ndarray, "A P"]) -> float:
+    """`confidence`: mean pLDDT of the residues in contact."""
+    contacts = touching.sum()
+    return _sigmoid(confidence * np.log10(contacts), 0.724, 152.611, 0.052, 0.018) if contacts else 0.0
+
+
+def _pdockq2(confidence: float, errors: Float64[np.ndarray, " n"]) -> float:
+    """`confidence`: mean pLDDT of the residues in contact; `errors`: of the n contacts."""
+    if not len(errors):
+        return 0.0
+    return _sigmoid(confidence * _mean(1 / (1 + (errors / _PDOCKQ2_D0) ** 2)), 1.31, 84.733, 0.075, 0.005)
+
+
+def _sigmoid(x: float, height: float, middle: float, slope: float, base: float) -> float:
+    """The form of the curves that both pDockQ were fitted with."""
+    return float(height / (1 + np.exp(-slope * (x - middle))) + base)
