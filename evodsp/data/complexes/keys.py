@@ -15,6 +15,11 @@ _UNIPROT = re.compile(
 )
 
 
+def entry_of_row(name: str) -> str:
+    """The entry of a row with the name of a chain: 1ao7 of `1ao7_A`; '' of other names."""
+    return (name.split(maxsplit=1) or [""])[0].rpartition("_")[0]
+
+
 def uniprot_species(name: str) -> str:
     """The species of a UniProt name, such as BOVIN of `sp|P61823|RNAS1_BOVIN/1-150`; '' if the name is none of UniProt's.
 

@@ -34,13 +34,19 @@ SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} 
 """The names of template searches, for messages."""
 _LARGEST_EMPTY = 4096
 """Most bytes that a file without text may have: blank lines, the header of a gzip archive."""
-_NOT_FOR_THE_MSA = ("uniprot_hits", *_HMMSEARCH)  # for pairing chains of a complex; for templates
+_PAIRED = "uniprot_hits"
+_NOT_FOR_THE_MSA = (_PAIRED, *_HMMSEARCH)  # for pairing chains of a complex; for templates
 
 
 def is_alignment(name: str) -> bool:
     """Whether a file of that name is an alignment for the chain's MSA: one of `ALIGNMENTS`, but not hmmsearch's."""
     known = _format(name) in (*PARSERS, _ARCHIVE)
     return name == BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
+
+
+def is_for_pairing(name: str) -> bool:
+    """Whether a file of that name holds the rows that are paired with those of other chains: uniprot_hits.sto or .a3m."""
+    return name.startswith(_PAIRED) and _format(name) in PARSERS
 
 
 def is_search_result(name: str) -> bool:
@@ -75,6 +81,12 @@ def file_of_chain(directory: str | Path, name: str) -> Path:
 def alignment_files(directory: str | Path) -> list[Path]:
     """The alignments of a chain's folder, sorted by file name."""
     return [path for path in _files(Path(directory)) if is_alignment(path.name)]
+
+
+def pairing_files(directory: str | Path, reads: Callable[[str], bool] = is_for_pairing) -> list[Path]:
+    """The alignments of a chain's folder whose rows are paired with those of other chains, sorted by file name. `reads`:
+    whether those of a file of that name are."""
+    return [path for path in _files(Path(directory)) if reads(path.name)]
 
 
 def search_result_files(directory: str | Path) -> list[Path]:

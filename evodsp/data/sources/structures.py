@@ -7,8 +7,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from evodsp.data.formats.mmcif import read_chain, read_release_date, read_structure
-from evodsp.data.records import Chain, Structure
+from evodsp.data.formats.mmcif import read_assembly, read_chain, read_release_date, read_structure
+from evodsp.data.records import Assembly, Chain, Structure
 from evodsp.data.sources.layout import entry_of, names_of, nested_structure, split_key, structure_file
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.reading.text_files import read_json
@@ -71,6 +71,11 @@ class StructureFolder:
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
         return read_structure(self._existing(pdb_id, pdb_id))
+
+    def assembly(self, pdb_id: str, assembly: str | None) -> Assembly:
+        """The chains of a biological assembly, or of the asymmetric unit (None). Raises UserError, with the nearest name, if
+        the entry's file is missing."""
+        return read_assembly(self._existing(pdb_id, pdb_id), assembly)
 
     def release_date(self, pdb_id: str) -> date | None:
         """The release date of the entry: from the caches (`CACHE_NAMES`) if they list it, else from its file; None if neither

@@ -1,0 +1,120 @@
+"""Complexes from files: the chains of an assembly, their MSAs, and the MSAs whose rows are paired.
+
+A complex is an entry, such as `1ao7`: `<structure_dir>/1ao7.cif`. The alignments of its chains lie where those of single chains
+do, in `<alignment_dir>/1ao7_A/`; chains with one sequence need them once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from evodsp.data.complexes.keys import RowKey, entry_of_row, uniprot_species
+from evodsp.data.complexes.merging import ChainMsas
+from evodsp.data.complexes.pairing import PairingMsa
+from evodsp.data.records import Alignment, Assembly, ProteinSequence
+from evodsp.data.sources.chain_folder import (
+    has_files,
+    is_alignment,
+    is_for_pairing,
+    pairing_files,
+    parse_alignments,
+    read_alignment_dir,
+)
+from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.structures import StructureFolder
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
+
+
+@dataclass(frozen=True)
+class PairingRule:
+    """Which rows of different chains belong together."""
+
+    key: RowKey
+    """The key of a row; rows with equal keys are paired."""
+    reads: Callable[[str], bool]
+    """Whether the rows of a file of that name are paired."""
+
+
+BY_SPECIES = PairingRule(uniprot_species, is_for_pairing)
+"""AlphaFold-Multimer's: rows of `uniprot_hits`, by the species of their UniProt names."""
+BY_ENTRY = PairingRule(entry_of_row, is_alignment)
+"""Rows of all alignments, by the entry that their names begin with: `1ao7_A` is paired with `1ao7_B`. For families whose
+complexes are known and whose rows have the names of chains."""
+
+
+@dataclass(frozen=True)
+class ParsedComplex:
+    """An assembly and the MSAs of its chains, in the same order."""
+
+    assembly: Assembly
+    chains: tuple[ChainMsas, ...]
+
+
+class ComplexFiles:
+    """Complexes of a folder of alignments and a folder of structures. Construction reads no file.
+
+    `assembly`: the biological assembly that is taken; None: the asymmetric unit. Raises UserError if a folder does not exist.
+    """
+
+    def __init__(
+        self,
+        alignment_dir: str | Path,
+        structure_dir: str | Path,
+        assembly: str | None = "1",
+        rule: PairingRule = BY_SPECIES,
+    ) -> None:
+        self.alignment_dir, self.assembly, self.rule = Path(alignment_dir), assembly, rule
+        if not self.alignment_dir.is_dir():
+            raise UserError(f"{self.alignment_dir}: no such alignment directory; check the path")
+        self._structures = StructureFolder(structure_dir)
+
+    def parsed(self, entry: str) -> ParsedComplex:
+        """The complex. Raises UserError if its file is missing, if a sequence has no alignments, or if an alignment's first row
+        is another sequence; FileFormatError for a broken file.
+        """
+        assembly = self._structures.assembly(entry, self.assembly)
+        of_sequence: dict[str, list[ProteinSequence]] = {}
+        queries = []
+        for name, chain in zip(assembly.names, assembly.chains, strict=True):
+            query = ProteinSequence(chain.key, chain.sequence, alternatives=chain.alternatives)
+            of_sequence.setdefault(chain.sequence, []).append(query)
+            queries.append(ProteinSequence(name, chain.sequence))
+        msas = {letters: self._msas(chains) for letters, chains in of_sequence.items()}
+        return ParsedComplex(assembly, tuple(ChainMsas(query, *msas[query.letters]) for query in queries))
+
+    def _msas(self, chains: Sequence[ProteinSequence]) -> tuple[MsaFeatures, PairingMsa | None]:
+        """The MSA of chains with one sequence, and the one for pairing, from the first folder that there is."""
+        query = next((chain for chain in chains if has_files(self.alignment_dir / chain.name)), None)
+        if query is None:
+            names = ", ".join(dict.fromkeys(chain.name for chain in chains))
+            raise UserError(
+                f"{self.alignment_dir}: no alignments of {names}; run the search for one of these chains, or leave the "
+                "complex out"
+            )
+        folder = self.alignment_dir / query.name
+        alignments = read_alignment_dir(folder, query)
+        msa = merge_alignments(alignments) if alignments else query_only(encode(query.letters))
+        files = pairing_files(folder, self.rule.reads)
+        paired = matched_alignments(parse_alignments((path, None) for path in files), query)
+        if not paired:
+            return msa, None
+        pairing = PairingMsa.of(joined(paired), self.rule.key)
+        # Queries are paired in any case; with keys of their own they would be paired twice.
+        return msa, dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
+
+
+def joined(alignments: Sequence[Alignment]) -> Alignment:
+    """One alignment with the rows of several that have the same query."""
+    return Alignment(
+        alignments[0].source,
+        tuple(name for alignment in alignments for name in alignment.names),
+        np.concatenate([alignment.residues for alignment in alignments]),
+        np.concatenate([alignment.deletions for alignment in alignments]),
+    )
