@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -45,18 +45,66 @@ SCALAR_LABELS = ("resolution", "use_clamped_fape")
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """How a sample is made of a record: its random stream, its recycling iterations, and whether it is for training."""
+
+    config: FeatureConfig
+    draws: Draws
+    cycles: int
+    training: bool
+
+
+@runtime_checkable
+class Record(Protocol):
+    """Parsed data that is cached between samples."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arrays in bytes."""
+
+    def sample(self, drawing: Drawing) -> Sample:
+        """A sample. Everything random about it depends on `drawing.draws` alone."""
+
+
+@dataclass(frozen=True)
 class ChainRecord:
-    """The parsed data of a chain that is cached between samples: features before sampling, labels of the whole chain."""
+    """The parsed data of a chain: features before sampling, labels of the whole chain.
+
+    `max_rows`: at most this many rows of the MSA are used, a new random sample of them each time; None: all.
+    """
 
     aatype: Int32[np.ndarray, " L"]
     msa: MsaFeatures
     labels: dict[str, Tensor]
     templates: FoundTemplates | None = None
+    max_rows: int | None = None
 
     @property
     def nbytes(self) -> int:
         templates = 0 if self.templates is None else self.templates.features.nbytes
         return self.msa.nbytes + sum(label.nbytes for label in self.labels.values()) + templates
+
+    def sample(self, drawing: Drawing) -> Sample:
+        """A random crop of the chain with random templates in training; otherwise its middle, and the best templates."""
+        config, draws, msa = drawing.config, drawing.draws, self.msa
+        if self.max_rows is not None:
+            msa = sampled_rows(msa, self.max_rows, draws.at("distillation_rows"))
+        length, crop_size = len(self.aatype), config.crop_size
+        # Not clamped in validation: a clamped error hides how far a prediction is off.
+        clamped, crop = False, centre_crop(length, crop_size)
+        if drawing.training:
+            clamped = bool(draws.at("clamp").uniform(1)[0] < config.clamp_fape_fraction)
+            crop = training_crop(length, crop_size, clamped, draws)
+        templates = None if self.templates is None else self.templates.features
+        if templates is not None and drawing.training:
+            templates = draw_templates(templates, config.max_templates, draws)
+        features = raw_features(self.aatype, msa, config, draws, drawing.cycles, crop, templates)
+        sample = {name: torch.from_numpy(values) for name, values in features.items()}
+        size = crop_size or len(crop)
+        for name, label in self.labels.items():
+            sample[name] = label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
+        sample["use_clamped_fape"] = torch.tensor(float(clamped))
+        return sample
 
 
 def chain_labels(
@@ -79,12 +127,16 @@ def _narrow(values: Tensor) -> Tensor:
 
 
 def load_record(
-    source: ChainSource, key: str, templates: TemplateSource | None = None, assumed_resolution: float | None = None
+    source: ChainSource,
+    key: str,
+    templates: TemplateSource | None = None,
+    assumed_resolution: float | None = None,
+    max_rows: int | None = None,
 ) -> ChainRecord:
     """The chain `key`, and its templates if their source is given. No template is of its own entry or released after it.
 
     `assumed_resolution`: the resolution in Å that a structure without one is given; None gives 0, which the losses of the
-    confidence heads do not count.
+    confidence heads do not count. `max_rows`: see `ChainRecord`.
     Raises UserError if its structure, its alignments and its template searches have different sequences.
     """
     parsed = source.parsed(key, with_hits=templates is not None and templates.reads_hits)
@@ -94,7 +146,7 @@ def load_record(
         found = templates.find(list(parsed.hits), query, chain.release_date, chain.pdb_id)
         logger(__name__).info("templates of %s", found.log_line)
     aatype = encode_sequence(chain.sequence)
-    return ChainRecord(aatype, parsed.msa, chain_labels(chain, aatype, assumed_resolution), found)
+    return ChainRecord(aatype, parsed.msa, chain_labels(chain, aatype, assumed_resolution), found, max_rows)
 
 
 def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> TemplateFeatures:
@@ -148,7 +200,7 @@ class ChainDataset(Dataset[Sample]):
         self.templates = templates if config.max_templates else None
         self.distillation, self.assumed_resolution = distillation, assumed_resolution
         self._draws = Draws.root(seed).at("data")
-        self._cache: OrderedDict[str, ChainRecord] = OrderedDict()
+        self._cache: OrderedDict[str, Record] = OrderedDict()
         self._cached_bytes = 0
         self._choice: ChainChoice = ChainDraws(self._draws, self.keys) if choice is None else choice
 
@@ -186,39 +238,24 @@ class ChainDataset(Dataset[Sample]):
 
     def make(self, index: int, key: str) -> Sample:
         """Sample `index`, made of the chain `key`. Everything random about it depends on the index alone."""
-        record = self._record(key)
-        draws, msa = self._draws.at("sample", index), record.msa
-        if self.distillation is not None and key.startswith(DISTILLED):
-            msa = sampled_rows(msa, self.distillation.max_rows, draws.at("distillation_rows"))
-        length, crop_size = len(record.aatype), self.config.crop_size
-        # Not clamped in validation: a clamped error hides how far a prediction is off.
-        clamped, crop = False, centre_crop(length, crop_size)
-        if self.training:
-            clamped = bool(draws.at("clamp").uniform(1)[0] < self.config.clamp_fape_fraction)
-            crop = training_crop(length, crop_size, clamped, draws)
-        templates = None if record.templates is None else record.templates.features
-        if templates is not None and self.training:
-            templates = draw_templates(templates, self.config.max_templates, draws)
-        cycles = self.cycles_of(index)
-        features = raw_features(record.aatype, msa, self.config, draws, cycles, crop, templates)
-        sample = {name: torch.from_numpy(values) for name, values in features.items()}
-        size = crop_size or len(crop)
-        for name, label in record.labels.items():
-            sample[name] = label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
-        sample["use_clamped_fape"] = torch.tensor(float(clamped))
-        return sample
+        draws = self._draws.at("sample", index)
+        return self._record(key).sample(Drawing(self.config, draws, self.cycles_of(index), self.training))
 
-    def _record(self, key: str) -> ChainRecord:
+    def _load(self, key: str) -> Record:
+        """The parsed chain."""
+        if self.distillation is None or not key.startswith(DISTILLED):
+            return load_record(self.source, key, self.templates, self.assumed_resolution)
+        others = self.distillation
+        templates = others.templates if self.config.max_templates else None
+        key = key.removeprefix(DISTILLED)
+        return load_record(others.source, key, templates, others.assumed_resolution, others.max_rows)
+
+    def _record(self, key: str) -> Record:
         """The parsed chain, cached. The least recently used chains are dropped when the cache is full."""
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
-        if self.distillation is not None and key.startswith(DISTILLED):
-            others = self.distillation
-            templates = others.templates if self.config.max_templates else None
-            record = load_record(others.source, key.removeprefix(DISTILLED), templates, others.assumed_resolution)
-        else:
-            record = load_record(self.source, key, self.templates, self.assumed_resolution)
+        record = self._load(key)
         self._cache[key] = record
         self._cached_bytes += record.nbytes
         while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:
