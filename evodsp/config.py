@@ -393,7 +393,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Weights of the loss terms (supplement 1.9, equation 7). A term of weight zero is not computed."""
+    """Weights of the loss terms (supplement 1.9, equation 7), and their bounds. A term of weight zero is not computed."""
 
     RESUME: ClassVar[str] = "applied"
 
@@ -417,6 +417,13 @@ class LossConfig:
     """Bond lengths, bond angles and clashes of the prediction (AF2: 1 in fine-tuning)."""
     pae: float = 0.0
     """Cross-entropy of the binned aligned error (AF2: 0.1 for ptm models; needs heads.predicted_aligned_error)."""
+    interface_fape: float = 0.0
+    """Backbone frame-aligned point error across the chains of complexes (AlphaFold-Multimer: 0.5), where backbone_fape is
+    that within chains."""
+    interface_clamp: float = 30.0
+    """Errors in interface_fape count at most as this many Å (OpenFold and Uni-Fold: 30; AlphaFold-Multimer's config: 1000)."""
+    chain_centre: float = 0.0
+    """Chains of complexes whose centres are more than 4 Å nearer to each other than they should be (Uni-Fold: 1)."""
     confidence_min_resolution: float = 0.1
     """The pLDDT, PAE and resolved losses count only structures whose resolution is at least this, in Å. Structures without one
     (NMR, predictions) are not counted, unless data.assumed_resolution gives them one."""
@@ -432,7 +439,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         weights = [name for name in field_names(self) if name != "scale_by_length"]
-        check_numbers(self, dict.fromkeys(weights, COUNT), "model.loss.")
+        check_numbers(self, {**dict.fromkeys(weights, COUNT), "interface_clamp": POSITIVE}, "model.loss.")
         if self.confidence_min_resolution > self.confidence_max_resolution:
             raise SettingError(
                 "model.loss.confidence_min_resolution",

@@ -3,21 +3,24 @@
 FAPE compares every point as seen from every frame, F x A distances. They are computed, summed and differentiated for a few
 frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache.
 Frames and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions
-are in Å.
+are in Å. In complexes the backbone's pairs within chains and those across chains have a mean each, both from one pass.
 
 Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evodsp.geometry.rigid import Rigid
+from evodsp.losses.chains import count_pairs
 from evodsp.losses.pairs import rows_at_once, take
 from evodsp.model.precision import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
@@ -26,6 +29,22 @@ CLAMP_DISTANCE = 10.0
 """Largest error in Å; larger errors are clamped to this (supplement 1.9.2)."""
 LENGTH_SCALE = 10.0
 """Error in Å that gives a loss of 1."""
+INTERFACE_CLAMP = 30.0
+"""Largest error across chains in Å, so wide that chains in wrong places are still pulled."""
+INTERFACE_SCALE = 20.0
+"""Error across chains in Å that gives a loss of 1."""
+
+_EPS = 1e-4
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Pairs of frames and points with a mean of their own."""
+
+    clamp: float | None
+    """The largest error in Å; None: no bound."""
+    scale: float
+    """The error in Å that gives a loss of 1."""
 
 
 class _ErrorSum(torch.autograd.Function):
@@ -33,6 +52,8 @@ class _ErrorSum(torch.autograd.Function):
 
     `M_f` [3, 7] maps q_a = (predicted point, true point, 1) to the difference of the two points, each seen from its own frame.
     The forward pass also computes the gradients, which are as small as the inputs, while a chunk's distances are in memory.
+    With `chains`, the numbers of the frames' and of the points' chains, there are two sums: pairs within chains, and across.
+    Each has its entry in `clamps`. |x| is sqrt(x^2 + eps), or, if `floored`, max(|x|, eps).
     """
 
     @staticmethod
@@ -43,44 +64,81 @@ class _ErrorSum(torch.autograd.Function):
         frame_mask: Float[Tensor, "b F"],
         point_mask: Float[Tensor, "b A"],
         clamped_fraction: Float[Tensor, " b"],
-        clamp: float,
+        clamps: tuple[float, ...],
         eps: float,
-    ) -> Float[Tensor, " b"]:
+        floored: bool,
+        chains: tuple[Int[Tensor, "b F"], Int[Tensor, "b A"]] | None,
+    ) -> tuple[Float[Tensor, " b"], ...]:
         (samples, frames), count = frame_mask.shape, point_mask.shape[1]
         rows = rows_at_once(samples * count, points.device)
         differentiate = any(ctx.needs_input_grad[:2])
-        total = points.new_zeros(samples)
-        grad_transforms, grad_points = torch.empty_like(transforms), torch.zeros_like(points)
+        totals = [points.new_zeros(samples) for _ in clamps]
+        grads = [(torch.empty_like(transforms), torch.zeros_like(points)) for _ in clamps]
         fraction, coordinates = clamped_fraction[:, None, None], points[:, None, None]  # [b, 1, 1, 7, A]
         # Masks multiply the small factors of each product, never an array of F x A.
         counted, masked_points = point_mask[:, :, None], (points * point_mask[:, None]).mT
         for start in range(0, frames, rows):
             here = slice(start, start + rows)
             transform, mask = transforms[:, here], frame_mask[:, here, None, None]
+            same = None if chains is None else chains[0][:, here, None] == chains[1][:, None]
             # Seven scaled additions: a matrix product may round to TF32 or bf16, an error of 0.05 Å at 50 Å.
             difference = transform[..., 6:].expand(*transform.shape[:3], count).clone()
             for k in range(6):
                 difference.addcmul_(transform[..., k : k + 1], coordinates[..., k, :])
             x, y, z = difference.unbind(2)
-            distance = x.square().addcmul_(y, y).addcmul_(z, z).add_(eps).sqrt_()
-            excess = (distance - clamp).clamp_(min=0)
+            squared = x.square().addcmul_(y, y).addcmul_(z, z)
+            distance = squared.sqrt_().clamp_(min=eps) if floored else squared.add_(eps).sqrt_()
+            excess = (distance - _clamp_of_pairs(clamps, same, distance)).clamp_(min=0)
             error = torch.addcmul(distance, excess, fraction, value=-1)
-            total += (mask[:, :, 0] * (error @ counted)).sum((1, 2))
+            for total, part in zip(totals, _by_kind(error, same), strict=True):
+                total += (mask[:, :, 0] * (part @ counted)).sum((1, 2))
             if differentiate:
                 slope = excess.sign_().mul_(-fraction).add_(1).div_(distance)  # e'(d) / d
-                flat = difference.mul_(slope[:, :, None]).flatten(1, 2)  # [b, rows * 3, A]
-                grad_transforms[:, here] = (flat @ masked_points).unflatten(1, (-1, 3)) * mask
-                grad_points += (transform * mask).flatten(1, 2).mT @ flat
-        grad_points *= point_mask[:, None]
-        ctx.save_for_backward(grad_transforms, grad_points)
-        return total
+                if floored:
+                    slope.masked_fill_(distance <= eps, 0)
+                pull = difference.mul_(slope[:, :, None])
+                of_axes = None if same is None else same[:, :, None]
+                for (grad_transforms, grad_points), part in zip(grads, _by_kind(pull, of_axes), strict=True):
+                    flat = part.flatten(1, 2)  # [b, rows * 3, A]
+                    grad_transforms[:, here] = (flat @ masked_points).unflatten(1, (-1, 3)) * mask
+                    grad_points += (transform * mask).flatten(1, 2).mT @ flat
+        for _, grad_points in grads:
+            grad_points *= point_mask[:, None]
+        ctx.save_for_backward(*(x for pair in grads for x in pair))
+        return tuple(totals)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Float[Tensor, " b"]) -> tuple[Tensor | None, ...]:
-        grad_transforms, grad_points = ctx.saved_tensors
-        grad = grad[:, None, None]
-        return grad[..., None] * grad_transforms, grad * grad_points, None, None, None, None, None
+    def backward(ctx: Any, *grads: Float[Tensor, " b"]) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        of_transforms, of_points = _weighted(grads, saved[::2]), _weighted(grads, saved[1::2])
+        return of_transforms, of_points, None, None, None, None, None, None, None
+
+
+def _clamp_of_pairs(
+    clamps: tuple[float, ...], same: Bool[Tensor, "b f A"] | None, like: Float[Tensor, "b f A"]
+) -> Float[Tensor, "b f A"] | float:
+    """The largest error of each pair."""
+    return clamps[0] if same is None else torch.full_like(like, clamps[1]).masked_fill_(same, clamps[0])
+
+
+def _by_kind(values: Float[Tensor, "*f A"], same: Bool[Tensor, "*#f A"] | None) -> Iterator[Float[Tensor, "*f A"]]:
+    """The values of all pairs; or, given which pairs are of one chain, those within chains and those across, 0 elsewhere."""
+    if same is None:
+        yield values
+    else:
+        yield values * same
+        yield values * ~same
+
+
+def _weighted(
+    weights: Sequence[Float[Tensor, "#b"]], values: Sequence[Float[Tensor, "#b *c"]]
+) -> Float[Tensor, "#b *c"]:
+    """The weighted sum of the values."""
+    first, *others = (w.view(-1, *[1] * (x.ndim - 1)) * x for w, x in zip(weights, values, strict=True))
+    for other in others:
+        first += other
+    return first
 
 
 def frame_aligned_point_error(
@@ -93,8 +151,9 @@ def frame_aligned_point_error(
     clamp_distance: float | None = CLAMP_DISTANCE,
     clamped_fraction: Float[Tensor, "*#b"] | None = None,
     length_scale: float = LENGTH_SCALE,
-    eps: float = 1e-4,
+    eps: float = _EPS,
     exchange: Exchange = LocalExchange(),
+    floored: bool = False,
 ) -> Float[Tensor, "*b"]:
     """Mean distance between points and true points, each seen from every frame and true frame (algorithm 28).
 
@@ -102,7 +161,33 @@ def frame_aligned_point_error(
     bound). `clamped_fraction` mixes the bounded error (1) with the unbounded one (0) per sample; the default is 1. The
     result is in units of `length_scale` Å. It is differentiable (once) in `frames` and `points`. The computation is in
     float32 or wider, regardless of autocast. On several ranks, each rank sums over its share of the frames and multiplies
-    by the number of ranks.
+    by the number of ranks. A distance is sqrt(d^2 + eps), or, if `floored`, max(d, eps) as in AlphaFold-Multimer's code.
+    """
+    (error,) = _mean_errors(
+        frames, true_frames, frame_mask, points, true_points, point_mask, (_Kind(clamp_distance, length_scale),),
+        None, clamped_fraction, eps, exchange, floored,
+    )  # fmt: skip
+    return error
+
+
+def _mean_errors(
+    frames: Rigid,
+    true_frames: Rigid,
+    frame_mask: Float[Tensor, "*#b F"],
+    points: Float[Tensor, "*#b A 3"],
+    true_points: Float[Tensor, "*#b A 3"],
+    point_mask: Float[Tensor, "*#b A"],
+    kinds: Sequence[_Kind],
+    chain: Int[Tensor, "*#b F"] | None,
+    clamped_fraction: Float[Tensor, "*#b"] | None,
+    eps: float,
+    exchange: Exchange,
+    floored: bool,
+) -> list[Float[Tensor, "*b"]]:
+    """The mean error of each kind of pairs.
+
+    With `chain`, the number of each residue's chain, there are two kinds, within and across chains; frames and points are then
+    those of residues, under one mask. Other arguments: see `frame_aligned_point_error`.
     """
     batch = torch.broadcast_shapes(
         frames.shape[:-1], true_frames.shape[:-1], frame_mask.shape[:-1],
@@ -115,8 +200,12 @@ def frame_aligned_point_error(
         return x.to(dtype).expand((*batch, *shape)).reshape((batch.numel(), *shape))
 
     frame_mask, point_mask = flat(frame_mask, 1), flat(point_mask, 1)
-    pairs = frame_mask.sum(-1) * point_mask.sum(-1)
     here = exchange.owned(frame_mask.shape[1])
+    if chain is None:
+        pairs, chains = [frame_mask.sum(-1) * point_mask.sum(-1)], None
+    else:
+        of_chain = chain.expand((*batch, *chain.shape[-1:])).reshape(frame_mask.shape)
+        pairs, chains = list(count_pairs(point_mask, of_chain)), (of_chain[:, here], of_chain)
     rotation, translation, true_rotation, true_translation, frame_mask = (
         x[:, here]
         for x in (
@@ -133,11 +222,14 @@ def frame_aligned_point_error(
     offset = _rotate(true_rotation.mT, true_translation) - _rotate(rotation.mT, translation)
     transforms = torch.cat([rotation.mT, -true_rotation.mT, offset[..., None]], dim=-1)
     stacked = torch.cat([points, true_points, torch.ones_like(points[..., :1])], dim=-1).mT.contiguous()
-    clamp = float("inf") if clamp_distance is None else clamp_distance
+    clamps = tuple(float("inf") if kind.clamp is None else kind.clamp for kind in kinds)
     fraction = points.new_ones(len(points)) if clamped_fraction is None else flat(clamped_fraction, 0)
     with without_autocast(points.device):
-        total = exchange.ranks * _ErrorSum.apply(transforms, stacked, frame_mask, point_mask, fraction, clamp, eps)
-    return (total / (length_scale * (eps + pairs))).reshape(batch)
+        totals = _ErrorSum.apply(transforms, stacked, frame_mask, point_mask, fraction, clamps, eps, floored, chains)
+    return [
+        (exchange.ranks * total / (kind.scale * (eps + count))).reshape(batch)
+        for total, count, kind in zip(totals, pairs, kinds, strict=True)
+    ]
 
 
 def backbone_fape(
@@ -159,6 +251,30 @@ def backbone_fape(
     return error.mean(dim=0)
 
 
+def backbone_fape_by_chain(
+    backbone: Rigid,
+    true_backbone: Rigid,
+    mask: Float[Tensor, "B R"],
+    chain: Int[Tensor, "B R"],
+    use_clamped_fape: Float[Tensor, " B"] | None = None,
+    interface_clamp: float = INTERFACE_CLAMP,
+    exchange: Exchange = LocalExchange(),
+    floored: bool = False,
+) -> list[Float[Tensor, " B"]]:
+    """The FAPE of `backbone_fape` within chains and across chains, each the mean over its own pairs, from one pass.
+
+    `chain`: the number of each residue's chain. Errors within chains are clamped at 10 Å and in units of 10 Å, those across
+    chains are clamped at `interface_clamp` Å and in units of 20 Å (AlphaFold-Multimer). `use_clamped_fape` holds for both, as
+    in Uni-Fold. The second is 0 if there is one chain. `floored`: see `frame_aligned_point_error`.
+    """
+    kinds = _Kind(CLAMP_DISTANCE, LENGTH_SCALE), _Kind(interface_clamp, INTERFACE_SCALE)
+    errors = _mean_errors(
+        backbone, true_backbone, mask, backbone.translation, true_backbone.translation, mask, kinds,
+        chain, use_clamped_fape, _EPS, exchange, floored,
+    )  # fmt: skip
+    return [error.mean(dim=0) for error in errors]
+
+
 def sidechain_fape(
     frames: Rigid,
     true_frames: Rigid,
@@ -169,17 +285,20 @@ def sidechain_fape(
     exchange: Exchange = LocalExchange(),
     observed_frames: Int[Tensor, "B F"] | None = None,
     observed_atoms: Int[Tensor, "B A"] | None = None,
+    floored: bool = False,
 ) -> Float[Tensor, " B"]:
-    """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å.
+    """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å, in complexes across chains too.
 
     `frames` and `true_frames` are [B, R, 8]. The true structure has been renamed by `evodsp.losses.renaming`.
     `observed_frames` (of R x 8) and `observed_atoms` (of R x 14) list what the masks may mark. Without a list, frames and
-    atoms that residues lack are computed and masked: three quarters of all pairs.
+    atoms that residues lack are computed and masked: three quarters of all pairs. `floored`: see `frame_aligned_point_error`.
     """
     frames, true_frames = (_listed(x, observed_frames) for x in (frames, true_frames))
     atom14, true_atom14 = (take(x.flatten(1, 2), observed_atoms) for x in (atom14, true_atom14))
     masks = take(frame_mask.flatten(1), observed_frames), take(atom_mask.flatten(1), observed_atoms)
-    return frame_aligned_point_error(frames, true_frames, masks[0], atom14, true_atom14, masks[1], exchange=exchange)
+    return frame_aligned_point_error(
+        frames, true_frames, masks[0], atom14, true_atom14, masks[1], exchange=exchange, floored=floored
+    )
 
 
 def _centre(points: Float[Tensor, "b A 3"], mask: Float[Tensor, "b A"]) -> Float[Tensor, "b 1 3"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -14,8 +15,9 @@ from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.auxiliary import distogram_loss, masked_msa_loss
+from evodsp.losses.chains import chain_centre_loss, unique_residue_numbers
 from evodsp.losses.confidence import pae_loss, plddt_loss
-from evodsp.losses.fape import backbone_fape, sidechain_fape
+from evodsp.losses.fape import backbone_fape, backbone_fape_by_chain, sidechain_fape
 from evodsp.losses.renaming import compute_renamed_ground_truth
 from evodsp.losses.resolved import experimentally_resolved_loss
 from evodsp.losses.torsion import angle_norm_loss, torsion_loss
@@ -39,11 +41,29 @@ class _Inputs:
         """The logits of a head. `_require` has checked that they exist."""
         return self.output.logits[head]
 
+    @property
+    def chain(self) -> Tensor | None:
+        """The number of each residue's chain, of complexes."""
+        return self.batch.get(CHAIN)
+
+    @cached_property
+    def backbone_fapes(self) -> list[Tensor]:
+        """Backbone FAPE; of complexes, that within chains and that across chains, which two terms share."""
+        backbone = self.output.structure.backbone
+        truth = Rigid.from_flat12(self.batch["rigidgroups_gt_frames"][:, :, 0])
+        mask, clamped = self.batch["backbone_affine_mask"], self.batch.get("use_clamped_fape")
+        if self.chain is None:
+            return [backbone_fape(backbone, truth, mask, clamped, self.exchange)]
+        widest = self.config.interface_clamp
+        return backbone_fape_by_chain(backbone, truth, mask, self.chain, clamped, widest, self.exchange)
+
 
 def _backbone_fape(x: _Inputs) -> Float[Tensor, " B"]:
-    truth = Rigid.from_flat12(x.batch["rigidgroups_gt_frames"][:, :, 0])
-    mask, clamped = x.batch["backbone_affine_mask"], x.batch.get("use_clamped_fape")
-    return backbone_fape(x.output.structure.backbone, truth, mask, clamped, x.exchange)
+    return x.backbone_fapes[0]
+
+
+def _interface_fape(x: _Inputs) -> Float[Tensor, " B"]:
+    return x.backbone_fapes[1]
 
 
 def _sidechain_fape(x: _Inputs) -> Float[Tensor, " B"]:
@@ -91,6 +111,8 @@ def _experimentally_resolved(x: _Inputs) -> Float[Tensor, " B"]:
 def _violation(x: _Inputs) -> Float[Tensor, " B"]:
     mask = x.batch["atom14_atom_exists"]
     index, aatype, existing = x.batch["residue_index"], x.batch["aatype"], x.batch.get("existing_atoms")
+    if x.chain is not None:
+        index = unique_residue_numbers(index, x.chain)
     found = find_violations(x.output.structure.atom14, mask, index, aatype, x.exchange, existing)
     return violation_loss(found, mask)
 
@@ -101,6 +123,11 @@ def _pae(x: _Inputs) -> Float[Tensor, " B"]:
     mask, bounds = x.batch["backbone_affine_mask"], _resolution_bounds(x)
     backbone = x.output.structure.backbone[-1]
     return pae_loss(logits, backbone, truth, mask, x.batch["resolution"], *bounds, x.heads.pae_max_error, x.exchange)
+
+
+def _chain_centre(x: _Inputs) -> Float[Tensor, " B"]:
+    predicted, truth = x.output.structure.positions[:, :, CA], x.batch["all_atom_positions"][:, :, CA]
+    return chain_centre_loss(predicted, truth, x.batch["all_atom_mask"][:, :, CA], x.batch[CHAIN], x.exchange)
 
 
 def _resolution_bounds(x: _Inputs) -> tuple[float, float]:
@@ -121,8 +148,11 @@ class _Term:
     """Name of the output head that the term reads."""
 
 
+CHAIN = "asym_id"
+"""The feature of complexes, which single chains have not: the number of each residue's chain, from 1 on, 0 in padding."""
+_BACKBONE = ("rigidgroups_gt_frames", "backbone_affine_mask")
 TERMS = {
-    "backbone_fape": _Term(_backbone_fape, labels=("rigidgroups_gt_frames", "backbone_affine_mask")),
+    "backbone_fape": _Term(_backbone_fape, labels=_BACKBONE),
     "sidechain_fape": _Term(
         _sidechain_fape,
         labels=(
@@ -142,9 +172,9 @@ TERMS = {
         head="experimentally_resolved",
     ),
     "violation": _Term(_violation, features=("atom14_atom_exists", "residue_index", "aatype")),
-    "pae": _Term(
-        _pae, labels=("rigidgroups_gt_frames", "backbone_affine_mask", "resolution"), head="predicted_aligned_error"
-    ),
+    "pae": _Term(_pae, labels=(*_BACKBONE, "resolution"), head="predicted_aligned_error"),
+    "interface_fape": _Term(_interface_fape, features=(CHAIN,), labels=_BACKBONE),
+    "chain_centre": _Term(_chain_centre, features=(CHAIN,), labels=("all_atom_positions", "all_atom_mask")),
 }  # fmt: skip
 """The terms, by the names of their weights in LossConfig; logs have columns of these names."""
 
@@ -159,17 +189,20 @@ def total_loss(
     """The loss, which is the weighted sum of its terms, mean over the batch; and each term by itself.
 
     `batch` holds features [B, cycle, ...], of which the last iteration is used, and labels [B, ...]. The backbone FAPE is
-    clamped unless `use_clamped_fape` says otherwise. The breakdown holds every term whose weight is not zero, unweighted
-    and not scaled by length, as a mean over the batch, and the loss itself as `total`; all are detached. Raises UserError
-    if the batch lacks labels that a term needs. The lists of `evodsp.data.samples.dataset.collate` save work on entries that
-    do not exist; they do not change the result.
+    clamped unless `use_clamped_fape` says otherwise. In batches of complexes, which have the feature `asym_id`, it counts
+    the pairs within chains, and violations know the chains; the terms that single chains have too count all residues alike
+    (pLDDT and PAE also judge distances between chains, as in AlphaFold-Multimer's code). The breakdown holds every term whose
+    weight is not zero, unweighted and not scaled by length, as a mean over the batch, and the loss itself as `total`; all are
+    detached. Raises UserError if the batch lacks labels that a term needs. The lists of `evodsp.data.samples.dataset.collate`
+    save work on entries that do not exist; they do not change the result.
 
     On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
     is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
     """
     terms = {name: term for name, term in TERMS.items() if getattr(config, name) != 0}
     _require(terms, batch, output)
-    features = {name: batch[name][:, -1] for term in terms.values() for name in term.features}
+    names = [CHAIN, *(name for term in terms.values() for name in term.features)]
+    features = {name: batch[name][:, -1] for name in names if name in batch}
     inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
     pair = output.representations["pair"]
     # Losses sum many small numbers, so they need at least float32, whatever precision the layers use.
@@ -208,5 +241,5 @@ def _require(terms: dict[str, _Term], batch: dict[str, Tensor], output: ModelOut
         needing = ", ".join(name for name, keys in lacking.items() if keys)
         raise UserError(
             f"the batch has no {', '.join(missing)}, which the loss terms {needing} need: "
-            "give chains with known structures, or set those terms' weights to 0"
+            f"give {'complexes' if CHAIN in missing else 'chains'} with known structures, or set those terms' weights to 0"
         )

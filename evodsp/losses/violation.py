@@ -64,8 +64,11 @@ def find_violations(
     """All violations of a predicted structure.
 
     `mask` marks the atoms that the residues have (`atom14_atom_exists`, zero in padding), observed or not: the loss depends
-    on the prediction alone. Residues are neighbours if their `residue_index` differs by one. `existing` lists the atoms (of
-    R x 14) that `mask` marks, so that no others are compared; None compares all. The computation is in float32 or wider.
+    on the prediction alone. Residues are neighbours if their `residue_index` differs by one, and the same if it is equal. In
+    complexes it must be unique (`evodsp.losses.chains.unique_residue_numbers`): chains are then not bonded, and their atoms
+    can clash. (In AlphaFold-Multimer's code those of residues with equal numbers in their chains never clash.) `existing`
+    lists the atoms (of R x 14) that `mask` marks, so that no others are compared; None compares all. The computation is in
+    float32 or wider.
     """
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     atom14, mask = atom14.to(dtype), mask.to(dtype)

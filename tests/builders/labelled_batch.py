@@ -9,12 +9,15 @@ from evodsp.config import LossConfig
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import structure_labels
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
-from evodsp.losses.total import TERMS
+from evodsp.losses.total import CHAIN, TERMS
 from tests.builders.small_model import CYCLES, features
 
 RESIDUES, CLUSTERS = 7, 5
-WEIGHTS = LossConfig(**{name: 0.9 - 0.07 * number for number, name in enumerate(TERMS)})
-"""Every term is on, each with a weight of its own."""
+_EVERY = {name: 0.9 - 0.07 * number for number, name in enumerate(TERMS)}
+WEIGHTS = LossConfig(**{name: weight for name, weight in _EVERY.items() if CHAIN not in TERMS[name].features})
+"""Every term of single chains is on, each with a weight of its own."""
+CHAIN_WEIGHTS = LossConfig(**_EVERY, interface_clamp=11.0)
+"""Every term is on, those of complexes too."""
 
 
 class Source:
@@ -34,8 +37,11 @@ class Source:
         return (torch.rand(shape, generator=self._generator) > 0.2).double()
 
 
-def batch_of(samples: int, residues: int = RESIDUES) -> dict[str, Tensor]:
-    """Features [B, cycle, ...] and labels [B, ...]; the first sample ends in two residues of padding."""
+def batch_of(samples: int, residues: int = RESIDUES, chains: bool = False) -> dict[str, Tensor]:
+    """Features [B, cycle, ...] and labels [B, ...]; the first sample ends in two residues of padding.
+
+    `chains`: of complexes of three chains, which lie apart. Of seven residues, the last chain of the first sample is padding.
+    """
     source = Source(samples)
     # Half of the residues have ambiguous atom names. Cysteines may form a disulfide bridge; proline has its own bond length.
     letters = torch.tensor([RESTYPE_ORDER[x] for x in ("DEFYCCPWKRGH" * residues)[:residues]])
@@ -45,9 +51,13 @@ def batch_of(samples: int, residues: int = RESIDUES) -> dict[str, Tensor]:
     exists = torch.from_numpy(RESTYPE_ATOM37_MASK).double()[aatype] * seq_mask[..., None]
     observed = exists * source.mask(samples, residues, 37)
     observed[:, ::2, :5] = exists[:, ::2, :5]
-    positions = source.normal(samples, residues, 37, 3, scale=4) * observed[..., None]
+    chain = 1 + (torch.arange(residues) > 2).long() + (torch.arange(residues) > 4) if chains else torch.ones(residues)
+    positions = source.normal(samples, residues, 37, 3, scale=4) + 15 * (chain - 1)[:, None, None]
+    positions = positions * observed[..., None]
     labels = [structure_labels(*(x[b] for x in (aatype, positions, observed))) for b in range(samples)]
     index = torch.arange(residues).repeat(samples, 1) + (torch.arange(residues) > 3) * 2  # a chain break
+    if chains:
+        index = (torch.arange(residues) - torch.searchsorted(chain, chain)).repeat(samples, 1)
     features = {
         "aatype": aatype,
         "residue_index": index * seq_mask.long(),
@@ -57,6 +67,8 @@ def batch_of(samples: int, residues: int = RESIDUES) -> dict[str, Tensor]:
         "true_msa": source.integers(22, samples, CLUSTERS, residues),
         "bert_mask": source.mask(samples, CLUSTERS, residues) * seq_mask[:, None],
     }
+    if chains:
+        features[CHAIN] = chain * seq_mask.long()
     return {
         # Zeros in the first cycle: losses must read only the last cycle's features.
         **{key: torch.stack([torch.zeros_like(x), x], dim=1) for key, x in features.items()},

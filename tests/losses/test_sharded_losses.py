@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.data.samples.dataset import existing_entries
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses import pairs
 from evodsp.losses.fape import sidechain_fape
-from evodsp.losses.total import TERMS, total_loss
+from evodsp.losses.total import CHAIN, TERMS, total_loss
 from evodsp.losses.violation import find_violations
 from evodsp.metrics import lddt_ca
 from evodsp.model.confidence import compute_pae, compute_ptm
@@ -30,7 +31,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from tests.builders.comparison import TOLERANCE, close
 from tests.builders.host_waits import HostWaits
-from tests.builders.labelled_batch import CLUSTERS, RESIDUES, WEIGHTS, Source, batch_of
+from tests.builders.labelled_batch import CHAIN_WEIGHTS, CLUSTERS, RESIDUES, WEIGHTS, Source, batch_of
 from tests.ranks import RankPool
 
 ITERATIONS = 3
@@ -101,32 +102,39 @@ def shards(leaves: Tensors, exchange: Exchange) -> Tensors:
     return {name: x.clone().requires_grad_() for name, x in {**leaves, **local}.items()}
 
 
-def compute(samples: int, exchange: Exchange, listed: bool = False) -> Result:
-    """Loss, breakdown and gradients on one rank. `listed`: with the lists of existing entries that `collate` adds."""
-    leaves, batch = shards(leaves_of(samples), exchange), batch_of(samples)
+def compute(samples: int, exchange: Exchange, listed: bool = False, chains: bool = False) -> Result:
+    """Loss, breakdown and gradients on one rank. `listed`: with the lists of existing entries that `collate` adds. `chains`:
+    of complexes, with their terms and letters."""
+    whole, batch = leaves_of(samples), batch_of(samples, chains=chains)
+    if chains:
+        whole["masked_msa_logits"] = whole["masked_msa_logits"][..., :LETTERS_WITH_GAP]
     if listed:
         batch |= existing_entries(batch)
-    loss, breakdown = total_loss(output_of(leaves, exchange), batch, WEIGHTS, HEADS, exchange)
+    leaves, weights = shards(whole, exchange), CHAIN_WEIGHTS if chains else WEIGHTS
+    loss, breakdown = total_loss(output_of(leaves, exchange), batch, weights, HEADS, exchange)
     loss.backward()
     gradients = {name: x.new_zeros(x.shape) if x.grad is None else x.grad for name, x in leaves.items()}
     return Result(loss.detach(), breakdown, gradients)
 
 
-def loss_on_rank(group: Group, samples: int) -> Result:
-    return compute(samples, ShardedExchange(Group(group)), listed=samples > 1)
+def loss_on_rank(group: Group, samples: int, chains: bool) -> Result:
+    return compute(samples, ShardedExchange(Group(group)), listed=samples > 1, chains=chains)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("samples", [1, 2])
-def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: int) -> None:
+@pytest.mark.parametrize("chains", [False, True])
+def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: int, chains: bool) -> None:
     """Catches a rank-local denominator, a replicated term counted N times, a sharded term counted once, and lost pairs.
 
     Two samples have lists of existing entries on the ranks, not on one device: an entry that a list lacks would show.
     """
-    serial, parts = compute(samples, LocalExchange()), pool.run(ranks, loss_on_rank, samples)
+    serial = compute(samples, LocalExchange(), chains=chains)
+    parts = pool.run(ranks, loss_on_rank, samples, chains)
 
     close(torch.stack([part.loss for part in parts]).mean(), serial.loss, "loss")
-    assert list(serial.breakdown) == [*TERMS, "total"]
+    terms = [name for name in TERMS if chains or CHAIN not in TERMS[name].features]
+    assert list(serial.breakdown) == [*terms, "total"]
     for name, value in serial.breakdown.items():
         assert value > 0, name
         close(torch.stack([part.breakdown[name] for part in parts]).mean(), value, name)
@@ -177,7 +185,8 @@ class Largest(TorchDispatchMode):
 
 def largest(exchange: Exchange, term: str, residues: int) -> int:
     """Elements of the largest tensor created by one loss term, forward and backward, if all rows are computed at once."""
-    leaves, batch = shards(leaves_of(1, residues), exchange), batch_of(1, residues)
+    chains = CHAIN in TERMS[term].features
+    leaves, batch = shards(leaves_of(1, residues), exchange), batch_of(1, residues, chains)
     output = output_of(leaves, exchange)
     weights = dict.fromkeys(TERMS, 0.0)
     all_at_once = mock.patch.object(pairs, "CPU_PAIRS", 1 << 40)
@@ -194,7 +203,7 @@ def largest_on_rank(group: Group, term: str, residues: int) -> int:
     ("term", "residues"),
     [
         ("distogram", 64), ("pae", 64), ("masked_msa", 64), ("backbone_fape", 64), ("sidechain_fape", 64),
-        ("violation", 64), ("plddt", 256),
+        ("violation", 64), ("plddt", 256), ("interface_fape", 64),
     ],
 )  # fmt: skip
 def test_no_rank_holds_anything_of_all_pairs(pool: RankPool, term: str, residues: int) -> None:
@@ -203,6 +212,17 @@ def test_no_rank_holds_anything_of_all_pairs(pool: RankPool, term: str, residues
     # One device does hold all pairs (or all letters); otherwise the bound below would prove nothing.
     assert full >= (residues**2 if term != "masked_msa" else CLUSTERS * residues * 23)
     assert max(pool.run(4, largest_on_rank, term, residues)) <= 0.27 * full  # shards differ by one
+
+
+def test_fape_by_chain_holds_no_array_of_all_pairs() -> None:
+    """Catches a mask, or a count, that has an entry for each pair of residues."""
+    leaves, batch = leaves_of(1, 64), batch_of(1, 64, chains=True)
+    output, weights = output_of(leaves, LocalExchange()), dict.fromkeys(TERMS, 0.0) | {"interface_fape": 1.0}
+    output.structure.backbone.translation.requires_grad_()
+    few = mock.patch.object(pairs, "CPU_PAIRS", 1)
+    with few, Largest([*leaves.values(), *batch.values()]) as seen:
+        total_loss(output, batch, LossConfig(**weights), HEADS)[0].backward()
+    assert seen.elements < 64**2 + 64 * 7 * 3 * ITERATIONS
 
 
 def clashes_of(exchange: Exchange) -> Tensor:
@@ -273,14 +293,15 @@ def test_lddt_of_some_residues_is_a_part_of_all() -> None:
     torch.testing.assert_close(torch.cat(parts, -1), full, rtol=0, atol=0)
 
 
-def test_no_term_waits_forward_or_backward() -> None:
+@pytest.mark.parametrize(("chains", "weights"), [(False, WEIGHTS), (True, CHAIN_WEIGHTS)])
+def test_no_term_waits_forward_or_backward(chains: bool, weights: LossConfig) -> None:
     """Catches a search for pairs or entries on the device (`nonzero`, a mask as index, a count that is read), and constants
     that are copied to it in each step."""
     exchange = LocalExchange()
     leaves = {name: leaf.to("meta").requires_grad_() for name, leaf in leaves_of(2).items()}
-    batch = {name: value.to("meta") for name, value in batch_of(2).items()}
-    total_loss(output_of(leaves, exchange), batch, WEIGHTS, HEADS)  # constants are copied once
+    batch = {name: value.to("meta") for name, value in batch_of(2, chains=chains).items()}
+    total_loss(output_of(leaves, exchange), batch, weights, HEADS)  # constants are copied once
     with HostWaits() as seen:
-        loss, _ = total_loss(output_of(leaves, exchange), batch, WEIGHTS, HEADS)
+        loss, _ = total_loss(output_of(leaves, exchange), batch, weights, HEADS)
         loss.backward()
     assert seen.waits == []
