@@ -70,9 +70,9 @@ def remove_barriers() -> None:
     jax.lax.optimization_barrier = lambda operand: operand
 
 
-def correct_angle_deviation() -> None:
-    """Make the CA-C-N angle violation use the angle's own standard deviation."""
-    released = all_atom.between_residue_bond_loss
+def correct_angle_deviation(functions: Any = all_atom) -> None:
+    """Make the CA-C-N angle violation of a module use the angle's own standard deviation."""
+    released = functions.between_residue_bond_loss
 
     def corrected(**arguments: Any) -> dict[str, Any]:
         result = released(**arguments)
@@ -84,7 +84,7 @@ def correct_angle_deviation() -> None:
             residue_constants.between_res_bond_length_stddev_c_n = of_bond
         return result
 
-    all_atom.between_residue_bond_loss = corrected
+    functions.between_residue_bond_loss = corrected
 
 
 def settle_bin_edges() -> None:

@@ -16,7 +16,7 @@ from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.deepmind import set_parameters
 from evodsp.weights.openfold import export_openfold
-from scripts.parity import compare, table
+from scripts.parity import chain_losses, compare, table
 from scripts.parity import openfold_side as side
 from scripts.parity.subject import Sizes, Subject, shallow
 
@@ -240,6 +240,22 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str, capsys: pytes
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_loss_of_complexes_that_differs_is_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a term that is not compared, an exit code that hides a difference, and a missing package as a traceback."""
+    assert chain_losses.main(["--alphafold", sys.executable]) == 2
+    assert "has no package alphafold" in capsys.readouterr().err
+    theirs = chain_losses.evodsp_side(chain_losses.draw(seed=1))
+    assert all(np.abs(values).max() > 0 for values in theirs.values())
+    monkeypatch.setattr(chain_losses, "other_side", lambda *_: theirs)
+    assert chain_losses.main(["--alphafold", "python", "--seed", "1"]) == 0
+    for name in theirs:
+        changed = {**theirs, name: theirs[name] + 1e-4 * np.abs(theirs[name]).max()}
+        monkeypatch.setattr(chain_losses, "other_side", lambda *_, changed=changed: changed)
+        assert chain_losses.main(["--alphafold", "python", "--seed", "1"]) == 1
 
 
 def test_openfold_sees_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
