@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evodsp.config import HeadsConfig, LossConfig
+from evodsp.config import LossConfig
 from evodsp.data.samples.dataset import existing_entries
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 from evodsp.geometry.rigid import Rigid
@@ -25,21 +25,17 @@ from evodsp.losses.total import CHAIN, TERMS, total_loss
 from evodsp.losses.violation import find_violations
 from evodsp.metrics import lddt_ca
 from evodsp.model.confidence import compute_pae, compute_ptm
-from evodsp.model.outputs import ModelOutput, StructureOutput
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from tests.builders.comparison import TOLERANCE, close
 from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import CHAIN_WEIGHTS, CLUSTERS, RESIDUES, WEIGHTS, Source, batch_of
+from tests.builders.random_outputs import HEADS, ITERATIONS, Tensors, leaves_of, output_of
 from tests.ranks import RankPool
 
-ITERATIONS = 3
 SHARDED = {"distogram_logits": 1, "predicted_aligned_error_logits": 1, "masked_msa_logits": 2}
 """Sharded outputs and the axis they are sharded along."""
-# Few bins: `Largest` must find tensors of positions, so logits must not be larger.
-HEADS = HeadsConfig(distogram_max_distance=12.0, distogram_bins=6, pae_bins=5)
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,52 +43,6 @@ class Result:
     loss: Tensor
     breakdown: Tensors
     gradients: Tensors
-
-
-def leaves_of(samples: int, residues: int = RESIDUES) -> Tensors:
-    """Random model outputs in full, as leaves of the graph."""
-    source, b, r, t = Source(10 + samples), samples, residues, ITERATIONS
-    return {
-        "backbone_rotation": torch.linalg.qr(source.normal(t, b, r, 3, 3)).Q,
-        "backbone_translation": source.normal(t, b, r, 3, scale=5),
-        "angles": torch.nn.functional.normalize(source.normal(t, b, r, 7, 2), dim=-1),
-        "unnormalized_angles": source.normal(t, b, r, 7, 2),
-        "frame_rotation": torch.linalg.qr(source.normal(b, r, 8, 3, 3)).Q,
-        "frame_translation": source.normal(b, r, 8, 3, scale=5),
-        "atom14": source.normal(b, r, 14, 3, scale=3),  # many clashes
-        "positions": source.normal(b, r, 37, 3, scale=4),
-        "plddt_logits": source.normal(b, r, HEADS.plddt_bins),
-        "experimentally_resolved_logits": source.normal(b, r, 37),
-        "distogram_logits": source.normal(b, r, r, HEADS.distogram_bins),
-        "predicted_aligned_error_logits": source.normal(b, r, r, HEADS.pae_bins),
-        "masked_msa_logits": source.normal(b, CLUSTERS, r, 23),
-    }
-
-
-def output_of(leaves: Tensors, exchange: Exchange) -> ModelOutput:
-    """The model's output on this rank, made from `leaves`."""
-    b, r = leaves["atom14"].shape[:2]
-    here = exchange.owned(r)
-    unread = leaves["atom14"].new_zeros
-    structure = StructureOutput(
-        backbone=Rigid(leaves["backbone_rotation"], leaves["backbone_translation"]),
-        angles=leaves["angles"],
-        unnormalized_angles=leaves["unnormalized_angles"],
-        frames=Rigid(leaves["frame_rotation"], leaves["frame_translation"]),
-        atom14=leaves["atom14"],
-        positions=leaves["positions"],
-        mask=unread(b, r, 37),
-        single=unread(b, r, 4),
-    )
-    width = here.stop - here.start
-    return ModelOutput(
-        {
-            "msa": unread(b, CLUSTERS, width, 2), "first_row": unread(b, r, 2), "pair": unread(b, r, width, 3),
-            "single": unread(b, r, 4),
-        },
-        structure,
-        {name.removesuffix("_logits"): leaf for name, leaf in leaves.items() if name.endswith("_logits")},
-    )  # fmt: skip
 
 
 def shards(leaves: Tensors, exchange: Exchange) -> Tensors:
