@@ -64,6 +64,7 @@ FREE = {
 NOT_FREE = {
     "reading.array_files": ("numpy",),
     "reading.recorded_pickle": ("numpy",),
+    "data.samples.complex_dataset": ("torch",),
     "data.samples.dataset": ("torch",),
     "data.samples.sample_pool": ("torch",),
     "data.doctor.command": ("rich",),

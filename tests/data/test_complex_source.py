@@ -4,49 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gemmi
 import numpy as np
 import pytest
 
 from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles, PairingRule
-from evodsp.data.formats.mmcif import read_structure
 from evodsp.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
-STRUCTURES = ROOT / "data" / "mmcif_files"
+from tests.builders.complex_files import write_complex
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """An entry of chains A, B, C of which A and B have one sequence, and alignments of A and C."""
-    whole = gemmi.Structure()
-    whole.name = "1abc"
-    whole.add_model(gemmi.Model(1))
-    for name, source in (("A", "s001"), ("B", "s001"), ("C", "s006")):
-        chain = gemmi.read_structure(str(STRUCTURES / f"{source}.cif"))[0][0]
-        chain.name = name
-        for residue in chain:
-            residue.subchain = name
-            for atom in residue:
-                atom.pos += gemmi.Position(40.0 * "ABC".index(name), 0, 0)
-        whole[0].add_chain(chain)
-    whole.setup_entities()
-    whole.assign_label_seq_id()
-    structures, alignments = tmp_path / "mmcif_files", tmp_path / "alignments"
-    structures.mkdir()
-    whole.make_mmcif_document().write_file(str(structures / "1abc.cif"))
-    chains = read_structure(structures / "1abc.cif").chains
-    for name, rows in (("A", "sp|P12345|RNAS1_BOVIN"), ("C", "sp|P54321|XYZ_BOVIN")):
-        folder = alignments / f"1abc_{name}"
-        folder.mkdir(parents=True)
-        letters = chains[name].sequence
-        changed = "W" + letters[1:]
-        (folder / "family.a3m").write_text(
-            f">1abc_{name}\n{letters}\n>2xyz_{name}\n{changed}\n>alone{name}\n{letters[:-1]}-\n"
-        )
-        (folder / "uniprot_hits.a3m").write_text(f">1abc_{name}\n{letters}\n>{rows}\n{letters[:-1]}W\n")
-    return alignments, structures
+    return write_complex(tmp_path)
 
 
 def source(folders: tuple[Path, Path], rule: PairingRule = BY_SPECIES) -> ComplexFiles:

@@ -52,8 +52,8 @@ class ComplexRecord:
         if size is None or total <= size:
             crop = piece(0, total)
         elif drawing.training:
-            atoms = (self.labels[f"all_atom_{name}"][:, CA].numpy() for name in ("positions", "mask"))
-            crop = complex_crop(self.lengths, *atoms, size, draws)
+            positions, mask = (self.labels[f"all_atom_{name}"][:, CA].numpy() for name in ("positions", "mask"))
+            crop = complex_crop(self.lengths, positions, mask, size, draws)
         else:
             crop = contiguous_crop(self.lengths, size, draws)
         if drawing.training:

@@ -9,11 +9,12 @@ Everything random about sample i is a function of (seed, i), whatever the worker
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -100,9 +101,7 @@ class ChainRecord:
             templates = draw_templates(templates, config.max_templates, draws)
         features = raw_features(self.aatype, msa, config, draws, drawing.cycles, crop, templates)
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
-        size = crop_size or len(crop)
-        for name, label in self.labels.items():
-            sample[name] = label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
+        sample |= cropped(self.labels, crop, crop_size or len(crop))
         sample["use_clamped_fape"] = torch.tensor(float(clamped))
         return sample
 
@@ -158,61 +157,52 @@ def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> Temp
     return templates.select(draws.at("template_order").permutation(len(templates))[:number])
 
 
-class ChainDataset(Dataset[Sample]):
-    """Samples of protein chains, addressed by GLOBAL sample index.
+class RecordDataset(Dataset[Sample], ABC):
+    """Samples of records, addressed by GLOBAL sample index.
 
-    Training: sample i is a random crop of chain `key_of(i)`, which `choice` decides; by default each epoch of `len(self)`
+    Training: sample i is a random crop of record `key_of(i)`, which `choice` decides; by default each epoch of `len(self)`
     samples is a permutation of the keys. Indices continue into further epochs without limit. The number of recycling
     iterations is drawn once per `batch_group` consecutive indices, so that all samples of a batch have the same number.
     Validation (`training` False): sample i is the i-th key, always with `recycles` + 1 iterations and, if
-    `crop_size` is set, the middle of the chain. The masked-MSA noise stays on, as in AF2; `masked_msa_fraction` 0 turns it
+    `crop_size` is set, the same crop in every epoch. The masked-MSA noise stays on, as in AF2; `masked_msa_fraction` 0 turns it
     off.
 
-    If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
-    the best. `templates` finds them; without it they are all masked. `assumed_resolution`: see `load_record`.
-
     A sample holds its MSA as it is before sampling (`raw_features`); `evodsp.features` makes the features of a batch. Its other
-    entries are padded with zeros to `crop_size` residues; without one they have the sizes of the data. Parsed chains are
-    cached up to `cache_bytes`.
+    entries are padded with zeros to `crop_size` residues; without one they have the sizes of the data. Records are cached up to
+    `cache_bytes`.
     """
 
     def __init__(
         self,
-        source: ChainSource,
         keys: Sequence[str],
         config: FeatureConfig,
         seed: int,
         training: bool,
         batch_group: int = 1,
         cache_bytes: int = 1 << 30,
-        templates: TemplateSource | None = None,
         choice: ChainChoice | None = None,
-        distillation: DistillationSet | None = None,
-        assumed_resolution: float | None = None,
     ) -> None:
         check_config(config)
         if not keys:
             raise UserError("no chains to make samples from; check the folders and the list of chains")
         if batch_group < 1:
             raise ValueError(f"batch_group must be at least 1, not {batch_group}")
-        self.source, self.keys, self.config = source, tuple(keys), config
+        self.keys, self.config = tuple(keys), config
         self.training, self.batch_group, self.cache_bytes = training, batch_group, cache_bytes
-        self.templates = templates if config.max_templates else None
-        self.distillation, self.assumed_resolution = distillation, assumed_resolution
         self._draws = Draws.root(seed).at("data")
         self._cache: OrderedDict[str, Record] = OrderedDict()
         self._cached_bytes = 0
         self._choice: ChainChoice = ChainDraws(self._draws, self.keys) if choice is None else choice
 
     def __getstate__(self) -> dict[str, Any]:
-        """Workers start with an empty cache: sending the parsed chains costs more than reading the ones they need."""
+        """Workers start with an empty cache: sending records costs more than reading the ones they need."""
         return {**self.__dict__, "_cache": OrderedDict(), "_cached_bytes": 0}
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def key_of(self, index: int, left_out: Container[str] = frozenset()) -> str:
-        """The chain of sample `index`, in training none of `left_out`.
+        """The key of sample `index`, in training none of `left_out`.
 
         Raises IndexError for a negative index and, unless training, for one beyond the end.
         """
@@ -230,28 +220,23 @@ class ChainDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         return self.make(index, self.key_of(index))
 
-    def without_keys(self) -> ChainDataset:
-        """A copy for worker processes, which makes samples of given chains and does not carry a million names."""
+    def without_keys(self) -> Self:
+        """A copy for worker processes, which makes samples of given keys and does not carry a million names."""
         other = copy(self)
         other.keys, other._choice = (), ChainDraws(self._draws, ())
         return other
 
     def make(self, index: int, key: str) -> Sample:
-        """Sample `index`, made of the chain `key`. Everything random about it depends on the index alone."""
+        """Sample `index`, made of the record `key`. Everything random about it depends on the index alone."""
         draws = self._draws.at("sample", index)
         return self._record(key).sample(Drawing(self.config, draws, self.cycles_of(index), self.training))
 
+    @abstractmethod
     def _load(self, key: str) -> Record:
-        """The parsed chain."""
-        if self.distillation is None or not key.startswith(DISTILLED):
-            return load_record(self.source, key, self.templates, self.assumed_resolution)
-        others = self.distillation
-        templates = others.templates if self.config.max_templates else None
-        key = key.removeprefix(DISTILLED)
-        return load_record(others.source, key, templates, others.assumed_resolution, others.max_rows)
+        """Read and parse the record."""
 
     def _record(self, key: str) -> Record:
-        """The parsed chain, cached. The least recently used chains are dropped when the cache is full."""
+        """The record, cached. The least recently used ones are dropped when the cache is full."""
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
@@ -261,6 +246,48 @@ class ChainDataset(Dataset[Sample]):
         while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return record
+
+
+class ChainDataset(RecordDataset):
+    """Samples of protein chains.
+
+    If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
+    the best. `templates` finds them; without it they are all masked. `assumed_resolution`: see `load_record`.
+    """
+
+    def __init__(
+        self,
+        source: ChainSource,
+        keys: Sequence[str],
+        config: FeatureConfig,
+        seed: int,
+        training: bool,
+        batch_group: int = 1,
+        cache_bytes: int = 1 << 30,
+        templates: TemplateSource | None = None,
+        choice: ChainChoice | None = None,
+        distillation: DistillationSet | None = None,
+        assumed_resolution: float | None = None,
+    ) -> None:
+        super().__init__(keys, config, seed, training, batch_group, cache_bytes, choice)
+        self.source, self.templates = source, templates if config.max_templates else None
+        self.distillation, self.assumed_resolution = distillation, assumed_resolution
+
+    def _load(self, key: str) -> Record:
+        if self.distillation is None or not key.startswith(DISTILLED):
+            return load_record(self.source, key, self.templates, self.assumed_resolution)
+        others = self.distillation
+        templates = others.templates if self.config.max_templates else None
+        key = key.removeprefix(DISTILLED)
+        return load_record(others.source, key, templates, others.assumed_resolution, others.max_rows)
+
+
+def cropped(labels: dict[str, Tensor], crop: Crop, size: int) -> dict[str, Tensor]:
+    """The labels of the crop, padded with zeros to `size` residues. Copies: cached labels must not change with the sample."""
+    return {
+        name: label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
+        for name, label in labels.items()
+    }
 
 
 def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
