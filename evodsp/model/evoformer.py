@@ -73,11 +73,13 @@ class MSALayers(Budgeted):
 
     def rows(self, msa: Sharded, bias: PairBias, masks: Masks) -> Sharded:
         """Row attention (line 2). Takes m on S and returns it on its way to `column_axis`."""
+        msa = msa.taken()
         msa += self.row_dropout(self.row_attention(msa, bias), masks)
         return msa.switch(self.column_axis)
 
     def columns(self, msa: Sharded) -> Sharded:
         """Column attention and the transition (lines 3 and 4). m is on `column_axis`."""
+        msa = msa.taken()
         msa += self.column_attention(msa)
         msa += self.transition(msa)
         return msa
@@ -139,12 +141,13 @@ class PairStack(Budgeted):
 
     def multiplications(self, pair: Sharded, masks: Masks) -> Sharded:
         """Both triangle multiplications. Takes z on J and returns it on its way to I."""
-        pair = pair.switch(self.plan.outgoing_axis)
+        pair = pair.taken().switch(self.plan.outgoing_axis)
         pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
         return self._incoming(pair.switch("j"), masks).switch("i")
 
     def attentions(self, pair: Sharded, masks: Masks) -> Sharded:
         """Both triangle attentions and the transition. Takes z on I and returns it on J."""
+        pair = pair.taken()
         pair += self.starting_dropout(self.attention_starting(pair), masks)
         pair = pair.switch("j")
         pair += self.ending_dropout(self.attention_ending(pair), masks)

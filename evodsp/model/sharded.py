@@ -293,6 +293,14 @@ class Sharded:
             return self._with(Deferred(change), axis)
         return self._with(self.exchange.start_switch(self.x, self.axis, axis, total), axis)
 
+    def taken(self) -> Sharded:
+        """The same representation, which this object gives away. A function that changes its argument begins with this;
+        otherwise its caller would keep the memory of what is no longer needed.
+        """
+        given = self._with(self.pending, self.axis)
+        del self.pending
+        return given
+
     @property
     def switches_in_place(self) -> bool:
         """Whether `switch` overwrites the shard."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 
 from evodsp.config import ModelConfig
-from evodsp.model.dropout import NO_MASKS
+from evodsp.model.dropout import NO_MASKS, Masks
+from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.outer_product_first import OuterProductFirstStack
 from evodsp.model.sharded import Sharded
 from tests.builders.parameters import dense
@@ -69,3 +72,30 @@ def test_the_msa_of_the_last_extra_block_is_not_computed() -> None:
             layer.register_forward_hook(lambda *_, number=number: called.append(number))
     given.stack(given.m, given.z, given.msa_mask, given.pair_mask)
     assert called == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [EvoformerStack, OuterProductFirstStack])
+def test_what_lies_between_the_halves_of_a_pair_stack_is_freed(
+    kind: type[EvoformerStack | OuterProductFirstStack],
+) -> None:
+    """Catches a name for the pair representation before the attentions, which keeps a shard of it during all of them."""
+    config = ModelConfig.preset("test")
+    stack = kind(config.channels.msa, config.channels.pair, config.evoformer)
+    between: list[weakref.ref[Tensor]] = []
+    alive: list[bool] = []
+    for block in stack.blocks:
+        pair_stack = block.pair_stack
+        multiplications = pair_stack.multiplications
+
+        def recorded(pair: Sharded, masks: Masks, own: Callable[..., Sharded] = multiplications) -> Sharded:
+            result = own(pair, masks)
+            between.append(weakref.ref(result.x))
+            return result
+
+        pair_stack.multiplications = recorded
+        pair_stack.attention_ending.register_forward_pre_hook(lambda *_: alive.append(between[-1]() is not None))
+    z = torch.randn(1, RESIDUES, RESIDUES, config.channels.pair)
+    m = torch.randn(1, SEQUENCES, RESIDUES, config.channels.msa)
+    with torch.no_grad():
+        stack(m, z, torch.ones(m.shape[:3]), torch.ones(z.shape[:3]))
+    assert alive == [False] * len(stack.blocks)
