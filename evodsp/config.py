@@ -85,8 +85,7 @@ def check_of_one_chain(config: ModelConfig) -> None:
 def check_preset(name: str | None) -> None:
     """Raise UserError if the option --preset names no preset. None: the option is not given."""
     if name is not None and name not in PRESETS:
-        presets = ", ".join(sorted(PRESETS))
-        raise UserError(f"--preset is '{name}', but must be one of {presets}.{nearest(name, PRESETS)}")
+        raise UserError(f"--preset is '{name}', but must be one of {LISTED_PRESETS}.{nearest(name, PRESETS)}")
 
 
 def field_names(settings: Any) -> list[str]:
@@ -298,9 +297,7 @@ class ModelConfig:
     def preset(cls, name: str) -> ModelConfig:
         """A named configuration. Raises UserError with the nearest valid name if `name` is unknown."""
         if name not in PRESETS:
-            raise UserError(
-                f"no model preset '{name}'; use one of {', '.join(sorted(PRESETS))}.{nearest(name, PRESETS)}"
-            )
+            raise UserError(f"no model preset '{name}'; use one of {LISTED_PRESETS}.{nearest(name, PRESETS)}")
         return PRESETS[name]
 
     def to_dict(self) -> dict[str, Any]:
@@ -389,6 +386,12 @@ PRESETS: dict[str, ModelConfig] = {
         heads=HeadsConfig(plddt_channels=8),
     ),
 }  # fmt: skip
+
+
+LISTED_PRESETS = "model_1 to model_5 (also with _ptm, _multimer, _multimer_v2 and _multimer_v3), " + " and ".join(
+    sorted(name for name in PRESETS if not name.startswith("model_"))
+)
+"""The names of all presets, for messages."""
 
 
 @dataclass(frozen=True)

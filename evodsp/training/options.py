@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jsonargparse import ActionConfigFile
 
 from evodsp.argument_parser import OneLineErrors
-from evodsp.config import PRESETS, KernelsConfig, ModelConfig, leaves
+from evodsp.config import LISTED_PRESETS, PRESETS, KernelsConfig, ModelConfig, leaves
 from evodsp.errors import UserError, nearest
 from evodsp.given_settings import Names, given_settings, with_underscores
 from evodsp.model.schedule import CommunicationPlan
@@ -117,7 +117,7 @@ class PresetParser(OneLineErrors):
             if name not in PRESETS:
                 raise UserError(
                     f"{self.where('model.preset')}model.preset: no preset '{name}'.{nearest(name, PRESETS)} "
-                    f"Use one of {', '.join(sorted(PRESETS))}"
+                    f"Use one of {LISTED_PRESETS}"
                 )
             self.set_defaults(dict(leaves(ModelConfig.preset(name), "model")))
         elif before == words:
@@ -142,7 +142,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--model.preset",
         type=str | None,
-        help=f"Model whose sizes are the defaults of the sizes below: {', '.join(sorted(PRESETS))}. Sizes that are given "
+        help=f"Model whose sizes are the defaults of the sizes below: {LISTED_PRESETS}. Sizes that are given "
         "override it. null: the defaults shown.",
     )
 

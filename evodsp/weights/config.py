@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from evodsp.config import PRESETS, FeatureConfig, check_preset
+from evodsp.config import LISTED_PRESETS, PRESETS, FeatureConfig, check_preset
 from evodsp.errors import UserError
 from evodsp.ranges import COUNT, POSITIVE, check_numbers
 
@@ -124,9 +124,7 @@ def preset_of(path: Path) -> str:
         return found[0]
     if found := _OPENFOLD.match(path.stem):
         return f"model_{3 if found[1] else 1}{found[2] or ''}"
-    raise UserError(
-        f"{path}: the name does not say which model it is; give --preset, one of {', '.join(sorted(PRESETS))}"
-    )
+    raise UserError(f"{path}: the name does not say which model it is; give --preset, one of {LISTED_PRESETS}")
 
 
 def published_features(preset: str) -> FeatureConfig:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -220,7 +220,7 @@ class RecordDataset(Dataset[Sample], ABC):
     def __getitem__(self, index: int) -> Sample:
         return self.make(index, self.key_of(index))
 
-    def without_keys(self) -> Self:
+    def without_keys(self) -> RecordDataset:
         """A copy for worker processes, which makes samples of given keys and does not carry a million names."""
         other = copy(self)
         other.keys, other._choice = (), ChainDraws(self._draws, ())
