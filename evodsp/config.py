@@ -388,8 +388,10 @@ PRESETS: dict[str, ModelConfig] = {
 }  # fmt: skip
 
 
-LISTED_PRESETS = "model_1 to model_5 (also with _ptm, _multimer, _multimer_v2 and _multimer_v3), " + " and ".join(
-    sorted(name for name in PRESETS if not name.startswith("model_"))
+_OTHERS = ", ".join(sorted(name for name in PRESETS if not name.startswith("model_")))
+LISTED_PRESETS = (
+    "model_1, model_2, model_3, model_4, model_5 (each also as model_1_ptm, model_1_multimer, model_1_multimer_v2 and "
+    f"model_1_multimer_v3), {_OTHERS}"
 )
 """The names of all presets, for messages."""
 
