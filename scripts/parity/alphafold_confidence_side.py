@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         outputs = run({key: file[key] for key in file.files})
-    np.savez(result, **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
+    np.savez(result, **outputs)  # no array is named 'allow_pickle'
     return 0
 
 
