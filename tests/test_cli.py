@@ -369,7 +369,8 @@ def test_what_is_not_to_be_started_again(
 def test_a_run_that_has_saved_ends_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a further SIGTERM that ends the process while Python takes apart its modules: it lets go of handlers first."""
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
-    monkeypatch.setattr("os._exit", sys.exit)
+    # With a daemon thread of another test it would remove the folder of multiprocessing, which the tests after this one need.
+    monkeypatch.setattr("threading.enumerate", list)
     try:
         with pytest.raises(SystemExit, match="75"):
             leave(STOPPED)
