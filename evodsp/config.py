@@ -77,8 +77,8 @@ def check_of_one_chain(config: ModelConfig) -> None:
     """Raise UserError if the model reads complexes, of which there are no samples yet."""
     if config.arrangement != "monomer":
         raise UserError(
-            f"model.arrangement is {config.arrangement}, but samples are of single chains; give a monomer model. (A multimer "
-            "model can be converted with `evodsp weights`, and called from Python with features of your own)"
+            f"model.arrangement is {config.arrangement}, but the commands make samples of single chains only; give a monomer "
+            "model. (`evodsp weights` converts multimer models, and docs/weights.md says how to use them from Python)"
         )
 
 

@@ -38,6 +38,16 @@ def test_rows_are_paired_by_the_rule(folders: tuple[Path, Path], rule: PairingRu
         assert differs.tolist() == [changed % columns.sum()]
 
 
+def test_a_chain_without_rows_for_pairing_is_said(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a complex whose rows are not paired without a word, because a search was forgotten."""
+    (folders[0] / "1abc_C" / "uniprot_hits.a3m").unlink()
+    parsed = source(folders).parsed("1abc")
+    assert parsed.chains[0].pairing is not None
+    assert parsed.chains[2].pairing is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{folders[0] / '1abc_C'}: no rows to pair")
+
+
 def test_chains_lie_where_the_file_has_them(folders: tuple[Path, Path]) -> None:
     """Catches coordinates of the first chain in all chains with its sequence."""
     chains = source(folders).parsed("1abc").assembly.chains

@@ -133,6 +133,6 @@ def test_a_run_on_single_chains_is_refused(
     monkeypatch.chdir(ROOT)
     assert main([word.format(tmp_path / "run") for word in words]) == 2
     error = capsys.readouterr().err
-    assert "samples are of single chains" in error
+    assert "samples of single chains only" in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()

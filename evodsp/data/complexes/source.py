@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from evodsp.data.sources.query_check import matched_alignments
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
+from evodsp.printing import logger
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,19 @@ class ComplexFiles:
         files = pairing_files(folder, self.rule.reads)
         paired = matched_alignments(parse_alignments((path, None) for path in files), query)
         if not paired:
+            say_query_paired(str(folder))
             return msa, None
         pairing = PairingMsa.of(joined(paired), self.rule.key)
         # Queries are paired in any case; with keys of their own they would be paired twice.
         return msa, dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
+
+
+@cache
+def say_query_paired(folder: str) -> None:
+    """Warn, once in a process, that a chain has no rows for pairing. Those in OpenFold3's archives are not read."""
+    logger(__name__).warning(
+        f"{folder}: no rows to pair with other chains (uniprot_hits.sto or .a3m); its query alone is paired"
+    )
 
 
 def joined(alignments: Sequence[Alignment]) -> Alignment:

@@ -64,7 +64,11 @@ class ComplexRecord:
 
 
 class ComplexDataset(RecordDataset):
-    """Samples of complexes. A key is an entry, whose assembly the source reads. `assumed_resolution`: see `load_record`."""
+    """Samples of complexes. A key is an entry, whose assembly the source reads. `assumed_resolution`: see `load_record`.
+
+    Labels of copies of a chain are in the order of the file; `evodsp.losses.permutation` finds the one that fits a prediction.
+    Templates are not read: all that `max_templates` asks for are absent.
+    """
 
     def __init__(
         self,
