@@ -529,7 +529,10 @@ class FeatureConfig:
     block_delete_blocks: int = 5
     """Number of deleted blocks."""
     clamp_fape_fraction: float = 0.9
-    """Fraction of training samples whose backbone FAPE is clamped at 10 Å."""
+    """Fraction of training samples whose backbone FAPE is clamped at 10 Å (AlphaFold-Multimer: 1)."""
+    spatial_crop_fraction: float = 0.5
+    """Fraction of training samples of complexes that are cropped around an interface; the others are pieces of all chains
+    (AlphaFold-Multimer: 0.5)."""
 
 
 @dataclass(frozen=True)

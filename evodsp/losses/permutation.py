@@ -15,8 +15,17 @@ import torch
 from jaxtyping import Float, Float64, Int64, Num, Shaped
 from torch import Tensor
 
+from evodsp.geometry.residues import CA
 from evodsp.metrics import best_rotation
+from evodsp.model.outputs import ModelOutput
+from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.rng import Draws
+
+ENTITIES = "copies_entity"
+"""The entry of a batch with the number of each chain's sequence [B, C], from 1 on, on the host. A sample whose chains all have
+sequences of their own has none: zeros, or C is 0."""
+COPIES = "copies_"
+"""The beginning of the names of the labels of all chains before the crop, [B, C, L, ...]; the rest is the label's name."""
 
 FEWEST_ATOMS = 3
 """CA atoms that two chains must share to be superposed; fewer do not determine the motion."""
@@ -37,6 +46,38 @@ class TrueChains:
     """1 for CA atoms that are resolved."""
     entity_id: Sequence[int]
     """By chain: equal numbers for equal sequences. They are on the host, so that a complex without copies waits for nothing."""
+
+
+def with_fitting_labels(
+    output: ModelOutput, batch: Mapping[str, Tensor], draws: Sequence[Draws], exchange: Exchange = LocalExchange()
+) -> dict[str, Tensor]:
+    """The batch with the labels of the true copies that fit the prediction of each sample (`align_chains`).
+
+    A batch without copies of chains, or of single chains, is returned as it is. `draws`: the random stream of each sample.
+    On several ranks the first one's choice counts, so all of them call this together; for each sample with copies the host
+    waits for the device once.
+    """
+    entities = batch[ENTITIES].tolist() if ENTITIES in batch else []
+    if not any(map(any, entities)):
+        return dict(batch)
+    labels = {
+        name.removeprefix(COPIES): values
+        for name, values in batch.items()
+        if name.startswith(COPIES) and name != ENTITIES
+    }
+    predicted = output.structure.positions.detach()[:, :, CA]
+    fitting: list[Mapping[str, Tensor]] = []
+    for sample, numbers in enumerate(entities):
+        entity = [number for number in numbers if number]
+        if not entity:
+            fitting.append({name: batch[name][sample] for name in labels})
+            continue
+        own = {name: values[sample, : len(entity)] for name, values in labels.items()}
+        truth = TrueChains(own["all_atom_positions"][:, :, CA], own["all_atom_mask"][:, :, CA], entity)
+        chain, residue = batch["asym_id"][sample, -1], batch["residue_index"][sample, -1]
+        chosen = align_chains(predicted[sample], chain, residue, truth, draws[sample].at("true_copies"))
+        fitting.append(labels_of_crop(own, exchange.of_first(chosen.to(chain.device)), chain, residue))
+    return {**batch, **{name: torch.stack([one[name] for one in fitting]) for name in labels}}
 
 
 @torch.no_grad()
@@ -125,12 +166,9 @@ def labels_of_crop(
 ) -> dict[str, Shaped[Tensor, "R ..."]]:
     """The labels of the crop's residues, each from the true chain that `permutation` gives its chain.
 
-    `labels`: of all chains of the complex, before the crop, row k of chain k + 1. `asym_id`, `residue_index`: as in
-    `align_chains`. Padding has zeros. The host does not wait.
+    `labels`: of all chains of the complex, before the crop, row k of chain k + 1. `permutation` is on their device.
+    `asym_id`, `residue_index`: as in `align_chains`. Padding has zeros.
     """
-    if asym_id.device.type == "cuda":
-        permutation = permutation.pin_memory()
-    permutation = permutation.to(asym_id.device, non_blocking=True)
     real, residue = asym_id > 0, residue_index.long()
     rows = permutation[(asym_id.long() - 1).clamp(min=0)]
     return {

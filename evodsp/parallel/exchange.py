@@ -64,6 +64,10 @@ class Exchange(ABC):
         receive nothing. It carries no gradient. `axis` must not be the last one."""
 
     @abstractmethod
+    def of_first(self, x: Tensor) -> Tensor:
+        """The `x` of the first rank, without gradient and in its own precision. All ranks have one of the same shape."""
+
+    @abstractmethod
     def shards(self, whole: int) -> list[slice]:
         """The slice of every shard, by rank, of an axis of size `whole`."""
 
@@ -135,6 +139,9 @@ class LocalExchange(Exchange):
         return Ready(x)
 
     def collect(self, x: Tensor, axis: Axis, whole: int) -> Tensor | None:
+        return x.detach()
+
+    def of_first(self, x: Tensor) -> Tensor:
         return x.detach()
 
     def shards(self, whole: int) -> list[slice]:
@@ -209,6 +216,10 @@ class ShardedExchange(Exchange):
         switch = Switch(self.group, DIMENSION[axis], last, shard_sizes(whole, size), all_on_first)
         found = self._start(x.detach(), switch).wait()
         return found if self.group.rank == 0 else None
+
+    def of_first(self, x: Tensor) -> Tensor:
+        shards = Broadcast(self.group, 0, 0, (1,) * self.group.size)
+        return self._start(x.detach().unsqueeze(0), shards, exact=True).wait()[0]
 
     def shards(self, whole: int) -> list[slice]:
         return [shard_slice(whole, self.group.size, rank) for rank in range(self.group.size)]

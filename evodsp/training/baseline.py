@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.similarity.nearest import Bar, Copy, copies, gathered
 from evodsp.data.similarity.sequences import listed_sequences, read_sequence
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.printing import tell
@@ -32,15 +35,17 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
     """Write the bar of the validation chains, unless `path` has that of the same chains. `cache`: OpenFold's
     chain_data_cache.json, which has sequences.
 
-    A failure is one line on standard error.
+    Complexes have no bar. A failure is one line on standard error.
     """
+    if isinstance(chains.store, ComplexFiles):
+        return
     try:
         if _is_of(path, chains):
             return
         path.unlink(missing_ok=True)
         if len(chains.train) == 1 and chains.train == chains.validation:
             return  # a chain that is learnt by heart: there is no other to copy
-        found = _bar(chains, cache, time.monotonic() + SECONDS)
+        found = _bar(chains, chains.store, cache, time.monotonic() + SECONDS)
         if not found.copies and found.without:
             raise UserError("{}: {}".format(*next(iter(found.without.items()))))
         with whole_file(path) as partial:
@@ -50,18 +55,18 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
         tell(f"evodsp: warning: the report will not say what copying the nearest training chain scores ({reason})")
 
 
-def _bar(chains: Chains, cache: str | None, end: float) -> Bar:
+def _bar(chains: Chains, store: ChainFiles | FeatureStore, cache: str | None, end: float) -> Bar:
     """The bar. Raises UserError if it is not known by `end`."""
     if len(chains.train) > MOST_CHAINS:
         raise UserError(f"more than {MOST_CHAINS:,} training chains; evodsp data doctor says it")
     keys = dict.fromkeys([*chains.train, *chains.validation])
-    letters = listed_sequences(chains.store, keys, {}, cache)
+    letters = listed_sequences(store, keys, {}, cache)
     for key in [key for key, sequence in letters.items() if not sequence]:
         _check_time(end)
-        letters[key] = read_sequence(chains.store, key)
+        letters[key] = read_sequence(store, key)
     targets, training = ({key: letters[key] for key in part} for part in (chains.validation, chains.train))
     found: dict[str, Copy | str] = {}
-    for key, copy in copies(targets, training, chains.store, chains.store, workers=1):
+    for key, copy in copies(targets, training, store, store, workers=1):
         found[key] = copy
         _check_time(end)
     return gathered(found, targets, training)

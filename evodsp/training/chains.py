@@ -1,13 +1,14 @@
 """The chains that a run trains on and scores, and the folders or stores that hold them.
 
-Both are opened and looked up before anything is built.
+Both are opened and looked up before anything is built. A run of a model of complexes has entries in place of chains: each
+stands for the chains of its assembly.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +16,13 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64
 
+from evodsp.config import ArrangementName, FeatureConfig
+from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
-from evodsp.data.samples.dataset import load_record
+from evodsp.data.samples.complex_dataset import ComplexDataset, load_complex
+from evodsp.data.samples.dataset import ChainDataset, RecordDataset, load_record
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
-from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.samples.sampling import DISTILLED, ChainChoice
 from evodsp.data.samples.selection import Lacking, Presence, Selected, Selection, chain_list, select
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
@@ -45,7 +49,7 @@ CHAINS_FOR_RESOLUTION = 16
 class Chains:
     """The open store and the chains of each stage."""
 
-    store: ChainFiles | FeatureStore
+    store: ChainFiles | FeatureStore | ComplexFiles
     templates: TemplateSource | None
     train: list[str]
     validation: list[str]
@@ -62,6 +66,30 @@ class Chains:
     resolutions: Float64[np.ndarray, " k"] = field(default_factory=lambda: np.zeros(0))
     """Resolutions of the training chains, or of those whose resolution is known before the first step: in Å, 0 if the structure
     has none."""
+
+    def dataset(
+        self,
+        keys: list[str],
+        config: FeatureConfig,
+        seed: int,
+        training: bool,
+        batch_group: int,
+        cache_bytes: int,
+        choice: ChainChoice,
+        assumed_resolution: float | None,
+    ) -> RecordDataset:
+        """Samples of these chains. The arguments are those of `RecordDataset` and `load_record`."""
+        common = keys, config, seed, training, batch_group, cache_bytes
+        if isinstance(self.store, ComplexFiles):
+            return ComplexDataset(self.store, *common, choice=choice, assumed_resolution=assumed_resolution)
+        return ChainDataset(
+            self.store,
+            *common,
+            templates=self.templates,
+            choice=choice,
+            distillation=self.distillation,
+            assumed_resolution=assumed_resolution,
+        )
 
     def notes(self, listed_in: Path) -> list[str]:
         """Warnings before training starts, one a line. `listed_in`: the file that lists `missing`."""
@@ -97,28 +125,63 @@ class _Found:
     resolutions: Float64[np.ndarray, " k"]
 
 
-def find_chains(config: DataConfig, quarantined: Container[str] = frozenset(), group: Group | None = None) -> Chains:
+def find_chains(
+    config: DataConfig,
+    quarantined: Container[str] = frozenset(),
+    group: Group | None = None,
+    arrangement: ArrangementName = "monomer",
+) -> Chains:
     """Open the store and look every chain up. Training chains that lack files are left out, provided that some remain.
 
     `quarantined`: chains that a run which resumes is known to leave out; they are not read in advance. `group`: all ranks, of
-    which the first looks the chains up and tells the others; None for one process.
+    which the first looks the chains up and tells the others; None for one process. `arrangement`: that of the model; the
+    samples of a multimer are complexes.
     Raises UserError for the first file or name that is missing otherwise.
     """
-    store, templates, predicted = on_every(lambda: _open(config), group)
+    store, templates, predicted = on_every(lambda: _OPEN[arrangement](config), group)
     found = from_first(lambda: _look_up(config, quarantined, store, templates, predicted), group)
     names, distilled = (found.train, found.validation, found.test), (found.distilled, found.distilled_weights)
     return Chains(store, templates, *names, found.weights, predicted, *distilled, found.missing, found.resolutions)
 
 
-def _open(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None, DistillationSet | None]:
+_Opened = tuple[ChainFiles | FeatureStore | ComplexFiles, TemplateSource | None, DistillationSet | None]
+
+
+def _open(config: DataConfig) -> _Opened:
     store, templates = open_source(config)
     return store, templates, open_distillation(config, templates)
+
+
+def _open_complexes(config: DataConfig) -> _Opened:
+    """The source of complexes. Raises UserError that names a setting which complexes do not have, or a folder that is not
+    there."""
+    given = [(f"data.{name}", getattr(config, name)) for name in _NOT_OF_COMPLEXES]
+    given += [(f"data.distillation.{name}", getattr(config.distillation, name)) for name in ("alignment_dir", "store")]
+    if (found := next(((name, value) for name, value in given if value is not None), None)) is not None:
+        raise UserError(
+            f"{found[0]} is {found[1]}, but model.arrangement is multimer, and samples of complexes are read from "
+            f"data.alignment_dir and data.structure_dir alone; leave {found[0]} out"
+        )
+    if config.sampling != "uniform":
+        raise UserError(
+            f"data.sampling is {config.sampling}, but model.arrangement is multimer, and complexes are drawn equally often; "
+            "set it to uniform"
+        )
+    _check_folders(config)
+    rule = {"species": BY_SPECIES, "entry": BY_ENTRY}[config.pairing]
+    return ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule), None, None
+
+
+_NOT_OF_COMPLEXES = (
+    "store", "index", "chain_data_cache", "template_structure_dir", "template_chains", "max_template_date", "obsolete",
+)  # fmt: skip
+_OPEN: dict[ArrangementName, Callable[[DataConfig], _Opened]] = {"monomer": _open, "multimer": _open_complexes}
 
 
 def _look_up(
     config: DataConfig,
     quarantined: Container[str],
-    store: ChainFiles | FeatureStore,
+    store: ChainFiles | FeatureStore | ComplexFiles,
     templates: TemplateSource | None,
     predicted: DistillationSet | None,
 ) -> _Found:
@@ -139,6 +202,9 @@ def _look_up(
     read: dict[str, float] = {}
     if len(distinct) <= MOST_CHAINS_READ:
         for key in (key for key in distinct if key not in quarantined):
+            if isinstance(store, ComplexFiles):
+                read[key] = float(load_complex(store, key).labels["resolution"])
+                continue
             record = load_record(store, key, templates)
             read[key] = float(record.labels["resolution"])
             if record.templates is not None:
@@ -153,7 +219,7 @@ def _look_up(
 
 
 def _resolutions(
-    keys: list[str], store: ChainFiles | FeatureStore, rules: Selection, read: dict[str, float]
+    keys: list[str], store: ChainFiles | FeatureStore | ComplexFiles, rules: Selection, read: dict[str, float]
 ) -> Float64[np.ndarray, " k"]:
     """Resolutions in Å, 0 for none: of the chains that a cache, the index or a `read` structure knows; if none does, of a few
     chains that are read now."""
@@ -169,7 +235,8 @@ def _resolutions(
         return found[~np.isnan(found)]
     for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
         with suppress(UserError):  # said when a sample is made of it
-            read[key] = store.chain(key).resolution or 0.0
+            own = store.resolution(key) if isinstance(store, ComplexFiles) else store.chain(key).resolution
+            read[key] = own or 0.0
     return np.array(list(read.values()))
 
 
@@ -200,7 +267,7 @@ def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
     return found
 
 
-def _check_chain(key: str, presence: Presence, store: ChainFiles | FeatureStore, source: str) -> None:
+def _check_chain(key: str, presence: Presence, store: ChainFiles | FeatureStore | ComplexFiles, source: str) -> None:
     """Raise UserError, with the nearest name, if the chain is not in the store, or lacks alignments or its structure."""
     lacking = presence.lacks(key)
     if lacking is None:
@@ -209,6 +276,13 @@ def _check_chain(key: str, presence: Presence, store: ChainFiles | FeatureStore,
         raise UserError(
             f"{source}: no chain '{key}' in {store.address}; leave it out or build the store with it."
             f"{nearest(key, presence.keys)}"
+        )
+    if isinstance(store, ComplexFiles):
+        what = "alignments of a chain" if lacking == "alignments" else "structure"
+        where = store.alignment_dir if lacking == "alignments" else store.structure_dir
+        raise UserError(
+            f"{source}: no {what} of the complex '{key}' in {where}; samples of a multimer are entries, such as 1abc, with "
+            f"folders such as 1abc_A: add it or leave the complex out.{nearest(key, presence.keys)}"
         )
     if lacking == "alignments":
         raise UserError(
@@ -251,6 +325,14 @@ def _built_store(config: DataConfig, address: str) -> tuple[FeatureStore, Templa
 
 def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
     """The folders of files, and the source of templates. Raises UserError that names the setting."""
+    _check_folders(config)
+    index = None if config.index is None else ChainIndex(config.index)
+    files = ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index)
+    return files, _template_source(config, files)
+
+
+def _check_folders(config: DataConfig) -> None:
+    """Raise UserError unless both folders are there."""
     for name, content in (
         ("alignment_dir", "alignments, one sub-folder per chain"),
         ("structure_dir", "structures, <pdbid>.cif"),
@@ -259,9 +341,6 @@ def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
         if not path.is_dir():
             what = "a file" if path.exists() else "no folder"
             raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
-    index = None if config.index is None else ChainIndex(config.index)
-    files = ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index)
-    return files, _template_source(config, files)
 
 
 def _template_source(config: DataConfig, files: ChainFiles) -> TemplateSource | None:

@@ -173,7 +173,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
         check_output_folder(folder.path)
         check_output_folder(folder.checkpoints)
     known = read_quarantine(folder.quarantine) if command == "fit" and start is not None else None
-    chains = find_chains(data, {failure.chain for failure in known or ()}, group)
+    chains = find_chains(data, {failure.chain for failure in known or ()}, group, model.arrangement)
     if command != "fit":
         check_scored_chains(command, chains)
     scored = chains.test if command == "test" else chains.validation

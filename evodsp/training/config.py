@@ -15,7 +15,6 @@ from evodsp.config import (
     ModelConfig,
     Sampling,
     check_matmul,
-    check_of_one_chain,
     check_selection,
 )
 from evodsp.errors import SettingError, UserError
@@ -175,6 +174,12 @@ class DataConfig:
     """Resolution, in Å, that chains of structure_dir or store are taken to have whose structure states none: NMR, predictions,
     often a file of your own. Within the bounds of model.loss (0.1 to 3 Å) the pLDDT, PAE and resolved losses then count them.
     null (AF2): these losses are 0 for them."""
+    assembly: str | None = "1"
+    """Complexes (model.arrangement multimer): the biological assembly that is read from a structure file; null reads the
+    asymmetric unit."""
+    pairing: Literal["species", "entry"] = "species"
+    """Complexes: which rows of different chains' alignments stand beside each other. `species`: rows of uniprot_hits of one
+    species, as in AlphaFold-Multimer. `entry`: rows of all alignments whose names are chains of one entry (1ao7_A, 1ao7_B)."""
     template_structure_dir: str | None = None
     """Folder of template structures, `<pdbid>.cif` or `<pdbid>.cif.gz`. Template hits are read from the .hhr files and
     from hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null reads no templates."""
@@ -226,6 +231,8 @@ class DataConfig:
         }
         check_numbers(self, ranges, "data.")
         check_selection(self.filters, self.sampling, "data")
+        if self.pairing not in ("species", "entry"):
+            raise SettingError("data.pairing", f"'{self.pairing}'", "species or entry")
         memory_size("data.prefetch", self.prefetch)
         memory_size("data.cache", self.cache)
         if any(sample < 0 for sample in self.skip_samples or ()):
@@ -235,8 +242,7 @@ class DataConfig:
 
 
 def check_templates(model: ModelConfig, data: DataConfig) -> None:
-    """Raise UserError if the model uses templates but its samples have none, or vice versa; or if it reads complexes."""
-    check_of_one_chain(model)
+    """Raise UserError if the model uses templates but its samples have none, or vice versa."""
     for name, features in (("train", data.train), ("validation", data.validation)):
         where = f"model.templates.enabled is {str(model.templates.enabled).lower()}, but data.{name}.max_templates is"
         if model.templates.enabled and features.max_templates == 0:

@@ -11,11 +11,12 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.dataset import RecordDataset
 from evodsp.data.samples.raw_features import HOST
 from evodsp.data.samples.sample_pool import MadeHere, SampleMaker, SamplePool
 from evodsp.data.samples.sampling import ChainChoice, ChainDraws, MixedDraws
 from evodsp.features.batch import with_features
+from evodsp.losses.permutation import ENTITIES
 from evodsp.ranges import memory_size
 from evodsp.rng import Draws
 from evodsp.training.chains import Chains
@@ -24,7 +25,7 @@ from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoade
 from evodsp.training.quarantine import Quarantine, failures_of
 from evodsp.training.world import World
 
-_READ_BY_THE_HOST = {*HOST, "sample_index"}
+_READ_BY_THE_HOST = {*HOST, "sample_index", ENTITIES}
 
 
 class ChainDataModule(LightningDataModule):
@@ -113,7 +114,7 @@ class ChainDataModule(LightningDataModule):
         if not self.quarantine_is_known:
             self.quarantine.restore(failures_of(state_dict.get("quarantine", [])))  # none before version 0.2
 
-    def _samples(self, keys: list[str], config: FeatureConfig, training: bool, group: int = 1) -> ChainDataset:
+    def _samples(self, keys: list[str], config: FeatureConfig, training: bool, group: int = 1) -> RecordDataset:
         chains, draws = self.chains, Draws.root(self.seed).at("data")
         choice: ChainChoice = ChainDraws(draws, keys, chains.weights if training else None)
         if chains.distilled:
@@ -121,19 +122,8 @@ class ChainDataModule(LightningDataModule):
             choice = MixedDraws(draws, choice, distilled, self.config.distillation.fraction)
         # The processes that keep parsed chains: those that read for training, and one for validation.
         processes = max(1, self.config.num_workers) + 1
-        return ChainDataset(
-            chains.store,
-            keys,
-            config,
-            self.seed,
-            training,
-            group,
-            memory_size("data.cache", self.config.cache) // processes,
-            templates=chains.templates,
-            choice=choice,
-            distillation=chains.distillation,
-            assumed_resolution=self.config.assumed_resolution,
-        )
+        memory = memory_size("data.cache", self.config.cache) // processes
+        return chains.dataset(keys, config, self.seed, training, group, memory, choice, self.config.assumed_resolution)
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:
         """One chain per batch, split among the data ranks; no batches if there are no chains.
@@ -151,7 +141,7 @@ class ChainDataModule(LightningDataModule):
         self._loaders.append(loader)
         return loader
 
-    def _maker(self, samples: ChainDataset, workers: int) -> SampleMaker | None:
+    def _maker(self, samples: RecordDataset, workers: int) -> SampleMaker | None:
         """The maker of this rank's samples; None if another rank of its sequence group reads them."""
         if not self.world.reads:
             return None

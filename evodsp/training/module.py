@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from evodsp import metrics
 from evodsp.config import FeatureConfig, KernelsConfig
+from evodsp.losses.permutation import with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
@@ -131,15 +132,20 @@ class TrainingModule(LightningModule):
             show("\n".join(summary(choices, device)))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        draws = [self._dropout.at(index) for index in batch["sample_index"].tolist()]
+        draws = self._draws(batch)
         self._casts.make()  # dropped after the backward pass, which recomputes activations
         output = self.model(batch, draws)
+        batch = with_fitting_labels(output, batch, draws, self.model.exchange)
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         lddt_ca = metrics.lddt_ca(*ca_atoms(output, batch)).mean()
         residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
         numbers = {"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues}
         self._passes.append(TrainedBatch(numbers, batch["sample_index"].tolist(), batch["aatype"].shape[1] - 1))
         return loss
+
+    def _draws(self, batch: dict[str, Tensor]) -> list[Draws]:
+        """The random stream of each sample."""
+        return [self._dropout.at(index) for index in batch["sample_index"].tolist()]
 
     def on_fit_start(self) -> None:
         """Not in `setup`: the strategy has moved or sharded the parameters only now."""
@@ -325,6 +331,7 @@ class TrainingModule(LightningModule):
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
         with self._casts:
             output = self.model(batch)
+        batch = with_fitting_labels(output, batch, self._draws(batch), self.model.exchange)
         loss, _ = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         found = {"loss": loss.expand(len(batch["aatype"])), **score(output, batch)}
         names = self.chain_names.get(stage, [])

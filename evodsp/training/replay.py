@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from evodsp.config import KernelsConfig, LossConfig, ModelConfig, from_dict
 from evodsp.errors import UserError
 from evodsp.files import whole_file
+from evodsp.losses.permutation import ENTITIES, with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
@@ -98,7 +99,8 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
     dtype = torch.bfloat16 if half else next(model.parameters()).dtype
     kernels, _ = choose(from_dict(KernelsConfig, entry["kernels"], "kernels"), device, dtype)
     use_kernels(model, kernels)
-    batch = {name: value if name == "sample_index" else value.to(device) for name, value in entry["batch"].items()}
+    of_host = ("sample_index", ENTITIES)
+    batch = {name: value if name in of_host else value.to(device) for name, value in entry["batch"].items()}
     dropout = Draws.root(entry["seed"]).at("dropout")
     draws = [dropout.at(index) for index in batch["sample_index"].tolist()]
     first, casts = FirstNotFinite(model), CastParameters(model)
@@ -114,6 +116,7 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
         output: ModelOutput = model(batch, draws)
         if first.name is not None:
             lines.append(f"first module whose output is not finite: {first.name}")
+        batch = with_fitting_labels(output, batch, draws, model.exchange)
         loss, terms = total_loss(output, batch, loss_config, model.config.heads, model.exchange)
         lines += [f"{name:<24} {float(value):.6g}" for name, value in terms.items()]
         finite = bool(loss.isfinite()) and first.name is None and not wrong_inputs

@@ -19,6 +19,7 @@ from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
 from evodsp.data.sources.chain_folder import (
+    chain_folders,
     has_files,
     is_alignment,
     is_for_pairing,
@@ -26,6 +27,7 @@ from evodsp.data.sources.chain_folder import (
     parse_alignments,
     read_alignment_dir,
 )
+from evodsp.data.sources.layout import split_key
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.sources.query_check import matched_alignments
 from evodsp.data.sources.structures import StructureFolder
@@ -76,6 +78,20 @@ class ComplexFiles:
         if not self.alignment_dir.is_dir():
             raise UserError(f"{self.alignment_dir}: no such alignment directory; check the path")
         self._structures = StructureFolder(structure_dir)
+
+    @property
+    def structure_dir(self) -> Path:
+        """The folder of structures."""
+        return self._structures.directory
+
+    def keys(self) -> list[str]:
+        """The entries that have alignments of a chain, sorted. Whether all of their chains have some is not checked."""
+        return sorted({split_key(key)[0] for key in chain_folders(self.alignment_dir) if key.strip("_") == key})
+
+    def resolution(self, entry: str) -> float | None:
+        """The resolution of the entry's structure in Å, None if the method has none. Raises UserError if its file is missing,
+        FileFormatError for a broken file."""
+        return self._structures.structure(entry).resolution
 
     def parsed(self, entry: str) -> ParsedComplex:
         """The complex. Raises UserError if its file is missing, if a sequence has no alignments, or if an alignment's first row

@@ -17,8 +17,6 @@ from evodsp.rng import Draws
 
 INTERFACE_DISTANCE = 10.0
 """CA atoms of two chains that are nearer than this in Å belong to an interface."""
-SPATIAL_FRACTION = 0.5
-"""The part of the samples that are cropped around an interface."""
 
 _TIE_BREAKER = 1e-3  # Å per residue, so that of equally near residues the first is kept
 _ROWS_AT_ONCE = 128
@@ -30,7 +28,7 @@ def complex_crop(
     mask: Float[np.ndarray, " N"],
     crop_size: int | None,
     draws: Draws,
-    spatial_fraction: float = SPATIAL_FRACTION,
+    spatial_fraction: float,
 ) -> Crop:
     """A random crop of `crop_size` residues of a complex; the whole complex if it is not larger.
 

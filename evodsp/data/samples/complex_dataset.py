@@ -1,15 +1,21 @@
 """Samples of complexes: those of `evodsp.data.samples.dataset` with several chains in each.
 
-Shapes: C chains in the order of the columns of the MSA, N residues of all of them.
+Where chains have copies, a sample also has the labels of all chains before the crop, `copies_<label>` [C, L, ...], because a
+loss has to find out which copies a prediction means (`evodsp.losses.permutation`), and `copies_entity` [C], the number of each
+chain's sequence. Otherwise they are empty.
+
+Shapes: C chains in the order of the columns of the MSA, N residues of all of them, L residues of the longest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float, Int32
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa, merge
@@ -18,10 +24,21 @@ from evodsp.data.records import Assembly
 from evodsp.data.samples.complex_crop import complex_crop, contiguous_crop
 from evodsp.data.samples.complex_features import complex_features
 from evodsp.data.samples.crop import piece
-from evodsp.data.samples.dataset import SCALAR_LABELS, Drawing, Record, RecordDataset, Sample, chain_labels, cropped
+from evodsp.data.samples.dataset import (
+    SCALAR_LABELS,
+    Drawing,
+    Record,
+    RecordDataset,
+    Sample,
+    chain_labels,
+    cropped,
+    observed_atoms,
+)
 from evodsp.data.samples.sampling import ChainChoice
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.residues import CA
+
+COPIES = "copies_"
 
 
 @dataclass(frozen=True)
@@ -31,19 +48,34 @@ class ComplexRecord:
     merged: MergedMsa
     lengths: tuple[int, ...]
     labels: dict[str, Tensor]
+    copies: dict[str, Tensor] = field(repr=False)
+    """The labels of all chains side by side, for samples; see above."""
 
     @classmethod
     def of(cls, assembly: Assembly, merged: MergedMsa, assumed_resolution: float | None = None) -> ComplexRecord:
         """`merged`: of the chains of the assembly. `assumed_resolution`: see `load_record`."""
         chains = [assembly.chains[place] for place in merged.order()]
         labels = [chain_labels(chain, encode_sequence(chain.sequence), assumed_resolution) for chain in chains]
-        joined = {name: torch.cat([own[name] for own in labels]) for name in labels[0] if name not in SCALAR_LABELS}
-        return cls(merged, tuple(map(len, chains)), joined | {"resolution": labels[0]["resolution"]})
+        by_chain = {name: [own[name] for own in labels] for name in labels[0] if name not in SCALAR_LABELS}
+        joined = {name: torch.cat(own) for name, own in by_chain.items()}
+        entity = torch.tensor(
+            [number for number, one in enumerate(merged.entities, 1) for _ in one.members], dtype=torch.int32
+        )
+        copies = {name: pad_sequence(own, batch_first=True) for name, own in by_chain.items()}
+        for name, exists in (("frames", copies["rigidgroups_gt_exists"]), ("atoms", observed_atoms(copies))):
+            seen = in_any_copy(exists, entity)
+            joined[f"{name}_of_any_copy"] = torch.cat(
+                [own[: len(chain)] for own, chain in zip(seen, chains, strict=True)]
+            )
+        if len(merged.entities) == len(chains):  # no copies, nothing to choose
+            entity, copies = entity[:0], {name: label[:0, :0] for name, label in copies.items()}
+        named = {f"{COPIES}{name}": label for name, label in copies.items()} | {f"{COPIES}entity": entity}
+        return cls(merged, tuple(map(len, chains)), joined | {"resolution": labels[0]["resolution"]}, named)
 
     @property
     def nbytes(self) -> int:
         msa = self.merged.msa.nbytes + self.merged.deletions.nbytes + self.merged.block.nbytes
-        return msa + sum(label.nbytes for label in self.labels.values())
+        return msa + sum(label.nbytes for label in (*self.labels.values(), *self.copies.values()))
 
     def sample(self, drawing: Drawing) -> Sample:
         """A random crop, half of the time around an interface; in validation pieces of all chains, the same in every epoch."""
@@ -53,20 +85,33 @@ class ComplexRecord:
             crop = piece(0, total)
         elif drawing.training:
             positions, mask = (self.labels[f"all_atom_{name}"][:, CA].numpy() for name in ("positions", "mask"))
-            crop = complex_crop(self.lengths, positions, mask, size, draws)
+            crop = complex_crop(self.lengths, positions, mask, size, draws, config.spatial_crop_fraction)
         else:
             crop = contiguous_crop(self.lengths, size, draws)
         if drawing.training:
             clamped = bool(draws.at("clamp").uniform(1)[0] < config.clamp_fape_fraction)
         features = complex_features(self.merged, config, draws, drawing.cycles, crop)
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
-        return sample | cropped(self.labels, crop, size or total) | {"use_clamped_fape": torch.tensor(float(clamped))}
+        sample |= cropped(self.labels, crop, size or total)
+        sample |= {name: values.clone() for name, values in self.copies.items()}  # the record is cached
+        return sample | {"use_clamped_fape": torch.tensor(float(clamped))}
+
+
+def in_any_copy(exists: Float[Tensor, "C L k"], entity: Int32[Tensor, " C"]) -> Float[Tensor, "C L k"]:
+    """1 where any chain of the same sequence has the part, else 0."""
+    same = (entity[:, None] == entity).to(exists.dtype)
+    return ((same @ exists.flatten(1)) > 0).view(exists.shape).to(exists.dtype)
+
+
+def load_complex(source: ComplexFiles, key: str, assumed_resolution: float | None = None) -> ComplexRecord:
+    """The complex `key`, an entry. `assumed_resolution`: see `load_record`. Raises UserError as `ComplexFiles.parsed` does."""
+    parsed = source.parsed(key)
+    return ComplexRecord.of(parsed.assembly, merge(parsed.chains), assumed_resolution)
 
 
 class ComplexDataset(RecordDataset):
     """Samples of complexes. A key is an entry, whose assembly the source reads. `assumed_resolution`: see `load_record`.
 
-    Labels of copies of a chain are in the order of the file; `evodsp.losses.permutation` finds the one that fits a prediction.
     Templates are not read: all that `max_templates` asks for are absent.
     """
 
@@ -86,5 +131,4 @@ class ComplexDataset(RecordDataset):
         self.source, self.assumed_resolution = source, assumed_resolution
 
     def _load(self, key: str) -> Record:
-        parsed = self.source.parsed(key)
-        return ComplexRecord.of(parsed.assembly, merge(parsed.chains), self.assumed_resolution)
+        return load_complex(self.source, key, self.assumed_resolution)

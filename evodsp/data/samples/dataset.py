@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -319,21 +319,28 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
         else _stack_padded([sample[name] for sample in samples])
         for name in names
     }
-    return {**batch, **existing_entries(batch)}
+    listed = existing_entries(batch)
+    return {name: values for name, values in batch.items() if not name.endswith("_of_any_copy")} | listed
 
 
 def existing_entries(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The lists that `collate` adds to a batch; none without labels."""
     if "atom14_gt_exists" not in batch:
         return {}
-    observed = batch["atom14_gt_exists"] + batch["atom14_alt_gt_exists"]
+    # Of complexes, those of any copy of a chain: which copy counts is not known yet.
+    observed = batch.get("atoms_of_any_copy", observed_atoms(batch))
     marked = {
-        "observed_frames": batch["rigidgroups_gt_exists"],
+        "observed_frames": batch.get("frames_of_any_copy", batch["rigidgroups_gt_exists"]),
         "observed_atoms": observed,
         "existing_atoms": batch["atom14_atom_exists"][:, -1],
         "ambiguous_residues": (observed * batch["atom14_atom_is_ambiguous"]).amax(-1),
     }
     return {name: _marked(mask.flatten(1)) for name, mask in marked.items()}
+
+
+def observed_atoms(labels: Mapping[str, Tensor]) -> Tensor:
+    """Above 0 for the atoms14 that are resolved under either naming."""
+    return labels["atom14_gt_exists"] + labels["atom14_alt_gt_exists"]
 
 
 def _marked(mask: Tensor) -> Tensor:

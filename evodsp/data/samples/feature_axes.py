@@ -79,6 +79,7 @@ _RANGES = {
     "block_delete_fraction": FRACTION,
     "block_delete_blocks": COUNT,
     "clamp_fape_fraction": FRACTION,
+    "spatial_crop_fraction": FRACTION,
 }
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 
 from evodsp.config import FilterConfig, LossConfig, Sampling
+from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.chain_table import ChainTable
 from evodsp.data.index.metadata import cached_table
@@ -63,14 +64,17 @@ Lacking = Literal["alignments", "structure", "record"]
 class Presence:
     """Looks chains up in time that does not grow with their number. Whether files can be read is not checked."""
 
-    def __init__(self, store: ChainFiles | FeatureStore) -> None:
+    def __init__(self, store: ChainFiles | FeatureStore | ComplexFiles) -> None:
         self.keys = store.keys()
-        """Chains with alignments, sorted."""
+        """Chains with alignments, sorted; of complexes, entries with alignments of a chain."""
         self._known = frozenset(self.keys)
         self._unknown: Lacking = "record" if isinstance(store, FeatureStore) else "alignments"
         self._is_resolved: Callable[[str], bool]
         if isinstance(store, FeatureStore):
             self._is_resolved = self._known.__contains__
+        elif isinstance(store, ComplexFiles):
+            self._listing = StructureListing(store.structure_dir)
+            self._is_resolved = lambda entry: self._listing.of_entry(entry) is not None
         elif store.index is not None:
             self._is_resolved = frozenset(compress(store.index.keys[:], store.index.has_structure())).__contains__
         elif store.structure_dir is not None:
