@@ -17,7 +17,6 @@ from torch import Tensor
 
 from evodsp.geometry.residues import CA
 from evodsp.metrics import best_rotation
-from evodsp.model.outputs import ModelOutput
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.rng import Draws
 
@@ -49,13 +48,16 @@ class TrueChains:
 
 
 def with_fitting_labels(
-    output: ModelOutput, batch: Mapping[str, Tensor], draws: Sequence[Draws], exchange: Exchange = LocalExchange()
+    positions: Float[Tensor, "B R 37 3"],
+    batch: Mapping[str, Tensor],
+    draws: Sequence[Draws],
+    exchange: Exchange = LocalExchange(),
 ) -> dict[str, Tensor]:
     """The batch with the labels of the true copies that fit the prediction of each sample (`align_chains`).
 
-    A batch without copies of chains, or of single chains, is returned as it is. `draws`: the random stream of each sample.
-    On several ranks the first one's choice counts, so all of them call this together; for each sample with copies the host
-    waits for the device once.
+    A batch without copies of chains, or of single chains, is returned as it is. `positions`: predicted, in Å. `draws`: the
+    random stream of each sample. On several ranks the first one's choice counts, so all of them call this together; for each
+    sample with copies the host waits for the device once.
     """
     entities = batch[ENTITIES].tolist() if ENTITIES in batch else []
     if not any(map(any, entities)):
@@ -65,7 +67,7 @@ def with_fitting_labels(
         for name, values in batch.items()
         if name.startswith(COPIES) and name != ENTITIES
     }
-    predicted = output.structure.positions.detach()[:, :, CA]
+    predicted = positions.detach()[:, :, CA]
     fitting: list[Mapping[str, Tensor]] = []
     for sample, numbers in enumerate(entities):
         entity = [number for number in numbers if number]

@@ -135,7 +135,7 @@ class TrainingModule(LightningModule):
         draws = self._draws(batch)
         self._casts.make()  # dropped after the backward pass, which recomputes activations
         output = self.model(batch, draws)
-        batch = with_fitting_labels(output, batch, draws, self.model.exchange)
+        batch = with_fitting_labels(output.structure.positions, batch, draws, self.model.exchange)
         loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         lddt_ca = metrics.lddt_ca(*ca_atoms(output, batch)).mean()
         residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
@@ -331,7 +331,7 @@ class TrainingModule(LightningModule):
     def _evaluate(self, batch: dict[str, Tensor], stage: str) -> None:
         with self._casts:
             output = self.model(batch)
-        batch = with_fitting_labels(output, batch, self._draws(batch), self.model.exchange)
+        batch = with_fitting_labels(output.structure.positions, batch, self._draws(batch), self.model.exchange)
         loss, _ = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
         found = {"loss": loss.expand(len(batch["aatype"])), **score(output, batch)}
         names = self.chain_names.get(stage, [])

@@ -116,7 +116,7 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
         output: ModelOutput = model(batch, draws)
         if first.name is not None:
             lines.append(f"first module whose output is not finite: {first.name}")
-        batch = with_fitting_labels(output, batch, draws, model.exchange)
+        batch = with_fitting_labels(output.structure.positions, batch, draws, model.exchange)
         loss, terms = total_loss(output, batch, loss_config, model.config.heads, model.exchange)
         lines += [f"{name:<24} {float(value):.6g}" for name, value in terms.items()]
         finite = bool(loss.isfinite()) and first.name is None and not wrong_inputs

@@ -194,7 +194,10 @@ def test_a_small_complex_is_whole(crop_size: int | None) -> None:
 def test_a_crop_depends_on_its_stream_only() -> None:
     """Catches random numbers of the process."""
     x = cloud([30, 1, 39], size=12)
-    crops = [complex_crop(*x, 20, Draws.root(seed), spatial_fraction=0.5).residues.tolist() for seed in (*range(30), *range(30))]
+    crops = [
+        complex_crop(*x, 20, Draws.root(seed), spatial_fraction=0.5).residues.tolist()
+        for seed in (*range(30), *range(30))
+    ]
     assert crops[:30] == crops[30:]
     assert len({tuple(crop) for crop in crops}) > 20
     assert all(len(crop) == 20 for crop in crops)

@@ -5,20 +5,28 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from evodsp.config import FeatureConfig, LossConfig, ModelConfig, as_multimer
+from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.samples.complex_dataset import ComplexDataset
-from evodsp.data.samples.dataset import collate
+from evodsp.data.records import Assembly, ProteinSequence
+from evodsp.data.samples.complex_dataset import ComplexDataset, ComplexRecord
+from evodsp.data.samples.dataset import Drawing, collate
 from evodsp.features.batch import with_features
+from evodsp.losses.permutation import with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.parallel.exchange import LocalExchange
+from evodsp.rng import Draws
 from tests.builders.complex_files import write_complex
 from tests.builders.parameters import dense
 
 CONFIG = FeatureConfig(crop_size=40, msa_clusters=4, extra_msa=4, recycles=1, uniform_recycling=False)
+TURN = np.array([[0.6, -0.8, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
 
 
 @pytest.fixture
@@ -73,3 +81,80 @@ def test_a_model_learns_from_a_complex(files: ComplexFiles) -> None:
     unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert all(name.startswith("extra_msa_stack.blocks.0.msa_stack.") for name in unused)
     assert not any("outer_product_mean" in name for name in unused)
+
+
+def test_labels_are_those_of_the_copy_that_a_prediction_means(files: ComplexFiles) -> None:
+    """Catches labels that stay in the file's order, a label that is forgotten, lists of existing atoms that leave those of
+    the other copy out, and ranks that choose for themselves."""
+    complex_ = files.parsed("1abc")
+    own, other, third = complex_.assembly.chains
+    mask = own.mask.copy()
+    mask[3] = 0  # a residue that one copy lacks
+    assembly = dataclasses.replace(complex_.assembly, chains=(dataclasses.replace(own, mask=mask), other, third))
+    record = ComplexRecord.of(assembly, merge(complex_.chains))
+    whole = dataclasses.replace(CONFIG, crop_size=None)
+    batch = collate([record.sample(Drawing(whole, Draws.root(0), 1, training=False))])
+    length = len(own)
+    swapped = torch.cat(
+        [torch.arange(length, 2 * length), torch.arange(length), torch.arange(2 * length, len(assembly))]
+    )
+    labels = [name for name in batch if f"copies_{name}" in batch]
+    assert {"all_atom_positions", "rigidgroups_gt_frames", "atom14_gt_positions", "torsion_angles_sin_cos"} <= set(
+        labels
+    )
+    for order in (torch.arange(len(assembly)), swapped):
+        predicted = batch["all_atom_positions"][:, order] + 0.1
+        found = with_fitting_labels(predicted, batch, [Draws.root(1)])
+        for name in labels:
+            assert torch.equal(found[name], batch[name][:, order]), name
+        present = set(found["rigidgroups_gt_exists"].flatten().nonzero()[:, 0].tolist())
+        assert present <= set(batch["observed_frames"][0].tolist())
+
+    class OfAnotherRank(LocalExchange):
+        def of_first(self, x: Tensor) -> Tensor:
+            return torch.tensor([1, 0, 2])
+
+    found = with_fitting_labels(batch["all_atom_positions"], batch, [Draws.root(1)], OfAnotherRank())
+    assert torch.equal(found["all_atom_positions"], batch["all_atom_positions"][:, swapped])
+
+
+def test_a_batch_of_complexes_with_and_without_copies(files: ComplexFiles) -> None:
+    """Catches samples that do not fit into one batch, and labels of the one in the other."""
+    complex_ = files.parsed("1abc")
+    chains, msas = complex_.assembly.chains, complex_.chains
+    assembly = Assembly("1xyz", ("A", "C"), (chains[0], chains[2]))
+    single = ComplexRecord.of(assembly, merge((msas[0], msas[2])))
+    several = ComplexRecord.of(complex_.assembly, merge(msas))
+    drawing = Drawing(CONFIG, Draws.root(0), 1, training=False)
+    batch = collate([single.sample(drawing), several.sample(drawing)])
+    assert batch["copies_entity"].tolist() == [[0, 0, 0], [1, 1, 2]]
+    predicted = batch["all_atom_positions"]
+    found = with_fitting_labels(predicted, batch, [Draws.root(1), Draws.root(2)])
+    for name in ("all_atom_positions", "torsion_angles_mask"):
+        assert torch.equal(found[name], batch[name])
+    alone = collate([single.sample(drawing)])
+    assert with_fitting_labels(predicted[:1], alone, [Draws.root(1)]).keys() == alone.keys()
+
+
+def test_a_homotrimer_has_the_same_loss_in_any_order(files: ComplexFiles) -> None:
+    """Catches a loss that compares each predicted chain with the true chain of its number."""
+    complex_ = files.parsed("1abc")
+    chain, msa = complex_.assembly.chains[0], complex_.chains[0]
+    turned = [chain.positions, chain.positions[..., [1, 0, 2]] * [1, -1, 1] + 30, chain.positions @ TURN + 12]
+    chains = [dataclasses.replace(chain, positions=x.astype("float32")) for x in turned]
+    names = "A", "B", "C"
+    merged = merge([dataclasses.replace(msa, query=ProteinSequence(name, chain.sequence)) for name in names])
+    config = as_multimer(ModelConfig.preset("test"))
+    model = dense(AlphaFold(config)).float()
+    weights = dataclasses.replace(LossConfig(), interface_fape=0.5, chain_centre=0.5, violation=0.5, pae=0.5)
+    whole = dataclasses.replace(CONFIG, crop_size=None, recycles=0)
+    losses = []
+    for order in ((0, 1, 2), (2, 0, 1), (1, 0, 2)):
+        record = ComplexRecord.of(Assembly("1abc", names, tuple(chains[k] for k in order)), merged)
+        batch = collate([record.sample(Drawing(whole, Draws.root(0), 1, training=True))])
+        batch = with_features(batch, whole)
+        with torch.no_grad():
+            output = model(batch)
+            batch = with_fitting_labels(output.structure.positions, batch, [Draws.root(3)])
+            losses.append(total_loss(output, batch, weights, config.heads)[0])
+    torch.testing.assert_close(torch.stack(losses), losses[0].expand(3), rtol=1e-5, atol=0)

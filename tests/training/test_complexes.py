@@ -1,0 +1,109 @@
+"""Runs of `evodsp fit` on complexes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from evodsp.cli import main
+from evodsp.data.complexes.source import BY_ENTRY, ComplexFiles
+from evodsp.errors import UserError
+from evodsp.report.curve import read_curve
+from evodsp.training.chains import find_chains
+from evodsp.training.config import DataConfig
+from evodsp.weights.checkpoint import read_checkpoint
+from tests.builders.complex_files import write_complex
+
+CONFIG = """
+model:
+  preset: test
+  arrangement: multimer
+  structure_module: {position_scale: 20.0, scalar_bias: false}
+  extra_msa: {blocks: 0}
+  loss: {interface_fape: 0.5, chain_centre: 1.0}
+  optimizer: {warmup_samples: 2, lr: 1.0e-3}
+data:
+  train_chains: [1abc]
+  validation_chains: [1abc]
+  samples_per_epoch: 4
+  train: {crop_size: 32, msa_clusters: 3, extra_msa: 2, recycles: 1}
+  validation: {crop_size: 48, msa_clusters: 3, extra_msa: 2, recycles: 0, uniform_recycling: false}
+trainer: {accelerator: cpu, gradient_clip_val: 0.1, log_every_n_steps: 1, max_steps: 4, enable_progress_bar: false}
+"""
+"""One thing for each kind of sample: two crops in four are spatial, and chains A and B are copies."""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataConfig:
+    alignments, structures = write_complex(tmp_path)
+    return DataConfig(alignment_dir=str(alignments), structure_dir=str(structures))
+
+
+def words(folder: Path, output: str, *options: str) -> list[str]:
+    config = folder / "complexes.yaml"
+    folders = f"data:\n  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n"
+    config.write_text(CONFIG.replace("data:\n", folders))
+    return ["fit", f"--config={config}", f"--output={folder}/{output}", *options]
+
+
+def test_a_run_on_a_complex_and_its_second_half(data: DataConfig, tmp_path: Path) -> None:
+    """Catches a setting, an entry or a term of the loss that a run lacks, and a resumed run that goes on otherwise."""
+    assert main(words(tmp_path, "whole")) == 0
+    assert main(words(tmp_path, "halves", "--trainer.max_steps=2")) == 0
+    assert main(words(tmp_path, "halves", "--ckpt_path=auto")) == 0
+    curve = read_curve(tmp_path / "whole" / "curve.csv")
+    assert all(float(curve[step]["train/interface_fape"]) > 0 for step in range(4))
+    assert float(curve[3]["val/lddt_ca"]) > 0
+    first, second = (read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "halves"))
+    for name, weight in first["state_dict"].items():
+        assert torch.equal(weight, second["state_dict"][name]), name
+
+
+def test_the_order_of_copies_in_a_file_does_not_matter(tmp_path: Path) -> None:
+    """Catches a step or a validation whose losses compare a predicted chain with the true chain of its name."""
+    curves = []
+    for places in ("ABC", "BAC"):
+        folder = tmp_path / places
+        folder.mkdir()
+        write_complex(folder, places)
+        assert main(words(folder, "run", "--trainer.max_steps=1", "--data.train.spatial_crop_fraction=0")) == 0
+        curves.append(read_curve(folder / "run" / "curve.csv")[0])
+    for name in ("train/loss", "train/interface_fape", "train/lddt_ca", "val/loss", "val/rmsd"):
+        assert float(curves[1][name]) == pytest.approx(float(curves[0][name]), rel=1e-5), name
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_share_a_complex(data: DataConfig, tmp_path: Path, ranks: int) -> None:
+    """Catches a part of a step on complexes that several ranks compute otherwise than one."""
+    double = "--trainer.precision=64-true"
+    assert main(words(tmp_path, "one", double)) == 0
+    assert main(words(tmp_path, "more", double, f"--trainer.devices={ranks}", f"--parallel.sequence={ranks}")) == 0
+    one, more = (read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("one", "more"))
+    for name, weight in one["state_dict"].items():
+        torch.testing.assert_close(more["state_dict"][name], weight, rtol=0, atol=1e-9, msg=name)
+
+
+def test_the_entries_of_a_run(data: DataConfig) -> None:
+    """Catches entries that are looked up as chains, and settings that do not reach the source."""
+    found = find_chains(dataclasses.replace(data, pairing="entry", assembly=None), arrangement="multimer")
+    assert found.train == ["1abc"]
+    assert isinstance(found.store, ComplexFiles)
+    assert (found.store.rule, found.store.assembly) == (BY_ENTRY, None)
+    missing = dataclasses.replace(data, train_chains=["1abc", "2abc"], validation_chains=["1abd"])
+    with pytest.raises(UserError, match=r"no alignments of a chain of the complex '1abd'.*Did you mean '1abc'"):
+        find_chains(missing, arrangement="multimer")
+    left = find_chains(dataclasses.replace(missing, validation_chains=None), arrangement="multimer")
+    assert (left.train, left.missing) == (["1abc"], {"2abc": "alignments"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("store", "s3://x/y"), ("template_chains", ["1abc_A"]), ("sampling", "alphafold2")]
+)
+def test_settings_that_complexes_do_not_have(data: DataConfig, setting: str, value: object) -> None:
+    """Catches a setting that a run on complexes ignores without a word."""
+    with pytest.raises(UserError, match=rf"data\.{setting} is .*multimer"):
+        find_chains(dataclasses.replace(data, **{setting: value}), arrangement="multimer")  # type: ignore[arg-type]
