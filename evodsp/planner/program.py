@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from evodsp.config import EvoformerConfig, LossConfig, ModelConfig, check_of_one_chain
-from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES
+from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
+from evodsp.data.samples.feature_axes import CHAIN_AXES, FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.arrangement import ARRANGEMENTS
 from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
@@ -106,8 +107,7 @@ class Program:
 
 
 def program(step: PlannedStep) -> Program:
-    """Run `step` on tensors without numbers. Raises UserError for a model of complexes."""
-    check_of_one_chain(step.model)
+    """Run `step` on tensors without numbers."""
     model_config, repeats = reduced(step.model if step.loss is not None else without_recomputation(step.model))
     # Tensors of the meta device take the paths of a GPU in the model, which asks whether a tensor is on a CPU. For a CPU they
     # must say that they are.
@@ -206,13 +206,13 @@ def _prepare(model: AlphaFold, step: PlannedStep) -> None:
 
 
 _TRAILING: dict[str, tuple[int, ...]] = {
-    "target_feat": (22,), "atom14_atom_exists": (14,), "atom37_atom_exists": (37,), "residx_atom14_to_atom37": (14,),
+    "atom14_atom_exists": (14,), "atom37_atom_exists": (37,), "residx_atom14_to_atom37": (14,),
     "residx_atom37_to_atom14": (37,), "template_all_atom_positions": (37, 3), "template_all_atom_masks": (37,),
     "template_pseudo_beta": (3,), "template_sum_probs": (1,),
 } | {name: shape for name, (_, shape) in SAMPLED.items()}  # fmt: skip
 _INTEGERS = {
     "aatype", "residue_index", "seq_length", "residx_atom14_to_atom37", "residx_atom37_to_atom14", "true_msa", "extra_msa",
-    "template_aatype",
+    "template_aatype", *CHAIN_AXES,
 }  # fmt: skip
 _ACTIVATIONS = {"target_feat", "msa_feat", "extra_has_deletion", "extra_deletion_value"}
 """Features that go into linear layers, where autocast makes them half precision."""
@@ -226,15 +226,18 @@ def sample_batch(step: PlannedStep, make: Callable[..., Tensor] = torch.empty) -
     axes = {"residues": n.residues, "msa": n.clusters, "extra": n.extra, "templates": n.templates}
     half = torch.bfloat16 if step.half else torch.float32
     batch = {}
-    for name, of in {**FEATURE_AXES, **(TEMPLATE_AXES if step.model.templates.enabled else {})}.items():
-        shape = (1, step.sets, *(axes[axis] for axis in of if axis), *_TRAILING.get(name, ()))
+    arrangement = ARRANGEMENTS[step.model.arrangement]
+    trailing = _TRAILING | {"target_feat": (arrangement.target_channels,)}
+    chains = {name: of for name, of in CHAIN_AXES.items() if name in arrangement.features}
+    for name, of in {**FEATURE_AXES, **chains, **(TEMPLATE_AXES if step.model.templates.enabled else {})}.items():
+        shape = (1, step.sets, *(axes[axis] for axis in of if axis), *trailing.get(name, ()))
         dtype = torch.int32 if name in _INTEGERS else half if name in _ACTIVATIONS else torch.float32
         batch[name] = make(shape, dtype=dtype)
     if step.loss is None:
         return batch
-    for name, (trailing, dtype) in _labels().items():
+    for name, (sizes, dtype) in _labels().items():
         if name not in batch:
-            batch[name] = make((1, n.residues, *trailing), dtype=dtype)
+            batch[name] = make((1, n.residues, *sizes), dtype=dtype)
     batch |= {name: make((1,)) for name in ("resolution", "use_clamped_fape")}
     return batch | {name: make((1, int(share * n.residues)), dtype=torch.int64) for name, share in LISTED.items()}
 

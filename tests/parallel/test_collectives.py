@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from evodsp.parallel.collectives import (
     maximum,
     shard,
 )
+from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes, shard_slice
 from evodsp.parallel.ledger import Entry, Ledger
@@ -300,6 +301,16 @@ def test_a_wrong_shard_is_an_error_on_every_rank(pool: RankPool) -> None:
     """Catches a missing size check: ranks that disagree about sizes would hang."""
     for rank, message in enumerate(pool.run(2, wrong_shard)):
         assert f"axis 1 has 5 entries, expected {(3, 2)[rank]}" in message
+
+
+def numbers_of_first(handle: Any) -> list[int]:
+    exchange = ShardedExchange(Group(handle), dtype=torch.bfloat16)
+    return cast(list[int], exchange.of_first(torch.tensor([1001, 7]) + 10 * dist.get_rank(handle)).tolist())
+
+
+def test_the_first_rank_decides(pool: RankPool) -> None:
+    """Catches numbers of another rank, and integers that are rounded on the wire."""
+    assert pool.run(3, numbers_of_first) == [[1001, 7]] * 3
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from evodsp.config import HeadsConfig, LossConfig, ModelConfig, TemplateConfig
 from evodsp.losses.total import total_loss
@@ -28,8 +29,8 @@ from evodsp.planner.simulate import Item, Span, segment, simulate, spans, whole
 from evodsp.planner.trace import Operation
 from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case, measure
-from tests.builders.labelled_batch import WEIGHTS, whole_batch
-from tests.builders.small_model import config
+from tests.builders.labelled_batch import CHAIN_WEIGHTS, WEIGHTS, batch_of, whole_batch
+from tests.builders.small_model import chains, config, features_of_chains
 from tests.ranks import RankPool
 
 SIZES = (5, 6, 7)
@@ -47,35 +48,45 @@ def few_parts(model: ModelConfig) -> ModelConfig:
     )
 
 
-def real_step(handle: Any) -> list[tuple[str, str, int]]:
+def parts_of(arrangement: str) -> tuple[ModelConfig, LossConfig, dict[str, Tensor]]:
+    """A small model, weights of its losses, and a batch."""
+    if arrangement == "monomer":
+        return few_parts(config(recompute=True)), WEIGHTS, whole_batch(1, SIZES)
+    labels = batch_of(1, SIZES[2], chains=True)
+    return few_parts(chains(recompute=True)), CHAIN_WEIGHTS, labels | features_of_chains(1, SIZES)
+
+
+def real_step(handle: Any, arrangement: str) -> list[tuple[str, str, int]]:
     """The collectives of one pass with gradients on this rank: phase, kind, numbers."""
     ledger = Ledger()
     torch.set_default_dtype(torch.float64)
     try:
-        model = AlphaFold(few_parts(config(recompute=True)))
+        small, weights, inputs = parts_of(arrangement)
+        model = AlphaFold(small)
         exchange = ShardedExchange(Group(handle, ledger))
         use_exchange(model, exchange)
-        inputs = whole_batch(1, SIZES)
         inputs = {name: x[:, -1:] if name in model.features else x for name, x in inputs.items()}
         # Of what exists, the planner knows the average number only.
         inputs |= {name: torch.arange(int(share * SIZES[2]))[None] for name, share in followed.LISTED.items()}
-        loss, _ = total_loss(model(inputs, [Draws.root(0)]), inputs, WEIGHTS, config().heads, exchange)
+        loss, _ = total_loss(model(inputs, [Draws.root(0)]), inputs, weights, small.heads, exchange)
         loss.backward()
     finally:
         torch.set_default_dtype(torch.float32)
     return [(entry.phase, entry.kind, entry.elements) for entry in ledger.entries]
 
 
+@pytest.mark.parametrize("arrangement", ["monomer", "multimer"])
 @pytest.mark.parametrize(
     "ranks", [pytest.param(2, marks=pytest.mark.verify), 3, pytest.param(4, marks=pytest.mark.verify)]
 )
-def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int) -> None:
+def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int, arrangement: str) -> None:
     """Catches a collective that the planner leaves out, counts in another phase, or with another size, on any rank."""
     clusters, extra, residues = SIZES
-    templates = whole_batch(1, SIZES)["template_mask"].shape[2]
-    for rank, real in enumerate(pool.run(ranks, real_step)):
+    small, weights, batch = parts_of(arrangement)
+    templates = batch["template_aatype"].shape[2]
+    for rank, real in enumerate(pool.run(ranks, real_step, arrangement)):
         sizes = SampleSizes(residues, clusters, extra, templates)
-        step = PlannedStep(few_parts(config(recompute=True)), sizes, WEIGHTS, ranks, rank, half=False)
+        step = PlannedStep(small, sizes, weights, ranks, rank, half=False)
         assert [(entry.phase, entry.kind, entry.elements) for entry in program(step).sent] == real
 
 
@@ -200,6 +211,18 @@ def test_a_block_launches_and_moves_what_it_does_on_a_gpu() -> None:
     assert sum(item.launches for item in back) == pytest.approx(counted.backward.launches, rel=0.05)
     assert sum(item.bytes for item in back) == pytest.approx(counted.backward.bytes, rel=0.05)
     assert block[-1].after - block[0].before == pytest.approx(counted.kept, rel=0.05)
+
+
+def test_a_multimer_stands_still_no_longer_than_a_monomer() -> None:
+    """Catches an order of the sub-layers of a block in which a multimer's switches of the MSA no longer travel while the pair
+    representation is updated."""
+    links, exposed = Links(load_link("nvlink4"), load_link("infiniband"), 8), []
+    for base in (PRESET, ModelConfig.preset("model_1_multimer_v3")):
+        model = dataclasses.replace(few_parts(base), templates=TemplateConfig(), evoformer=PRESET.evoformer)
+        found = program(PlannedStep(model, SampleSizes(1024, 252, 1152), FINE_TUNING, 8))
+        items = whole(spans(found.events, seconds), found.repeats)
+        exposed.append(simulate(items, 0.0, lambda kind, counted: links.seconds(kind, counted, 8)).exposed)
+    assert exposed[1] <= exposed[0]
 
 
 def test_the_parameters_of_the_preset() -> None:
