@@ -24,6 +24,7 @@ from evodsp.planner.prediction import PlannedPrediction, prediction_memory, pred
 from evodsp.planner.prediction_report import plan_prediction
 from evodsp.planner.program import Program, Repeat, SampleSizes
 from evodsp.planner.simulate import Item, Span, Times
+from evodsp.run_config_file import read_run_config
 
 SMALL = Training(ModelConfig.preset("small"), LossConfig(), SampleSizes(32, 16, 32), global_batch=12)
 LINKS = Links(load_link("nvlink4"), load_link("infiniband"), 8)
@@ -362,3 +363,15 @@ def test_the_recipes_are_trained_in_half_precision() -> None:
         found = training_of(PlanConfig(gpus=8, config=Path(f"configs/{name}.yaml")))
         assert found.half
         assert found.options == {"trainer.precision": "bf16-mixed"}
+
+
+def test_the_recipe_of_complexes() -> None:
+    """Catches numbers of AlphaFold-Multimer that its config lacks, such as the clamp of every sample."""
+    found = training_of(PlanConfig(gpus=8, config=Path("configs/multimer.yaml")))
+    assert (found.model.arrangement, found.sizes) == ("multimer", SampleSizes(384, 252, 1152, 4))
+    assert (found.loss.backbone_fape, found.loss.interface_fape, found.loss.chain_centre) == (0.5, 0.5, 1.0)
+    assert (found.loss.interface_clamp, found.loss.pae, found.half) == (30.0, 0.1, True)
+    configs = (read_run_config(Path(f"configs/multimer{step}.yaml")) for step in ("", "_finetune"))
+    first, second = (config["data"]["train"] for config in configs)
+    assert (first["clamp_fape_fraction"], first["spatial_crop_fraction"]) == (1.0, 0.5)
+    assert second == {"crop_size": 640, "msa_clusters": 512, "extra_msa": 2048}
