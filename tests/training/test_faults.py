@@ -265,6 +265,7 @@ def test_ranks_that_were_given_different_inputs_end_by_themselves(config: Path, 
     for rank in ranks:
         _, error = rank.communicate(timeout=PATIENCE_S)
         assert rank.returncode == 2, error
-        assert "given different settings" in error.splitlines()[-1]
+        # Not always the last line: where the other rank has left already, torch says so.
+        assert sum("given different settings" in line for line in error.splitlines()) == 1
         assert "Traceback" not in error
     assert not list(output.rglob("*.ckpt"))
