@@ -84,6 +84,11 @@ class Bar:
         return _mean([copy.identity for copy in self.copies])
 
 
+def nowhere(residues: int) -> Float64[np.ndarray, "R 3"]:
+    """Places in Å, far from all atoms and from each other: those of residues without a counterpart keep no distance."""
+    return np.repeat(_FAR + _APART * np.arange(residues, dtype=np.float64)[:, None], 3, axis=1)
+
+
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
@@ -213,7 +218,7 @@ def _place(
     mine, others = plain(target.sequence), plain(source.sequence)
     pairs = paired(mine, others)
     pairs = pairs[source.mask[pairs[:, 1], CA] > 0.5]
-    place = np.repeat(_FAR + _APART * np.arange(len(target), dtype=np.float64)[:, None], 3, axis=1)
+    place = nowhere(len(target))
     place[pairs[:, 0]] = source.positions[pairs[:, 1], CA]
     return _Placed(
         key,

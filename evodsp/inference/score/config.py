@@ -23,6 +23,11 @@ class ScoreConfig:
     """Chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,…"""
     held_out: str | None = None
     """Chains that the model was not trained on, given likewise."""
+    complexes: bool = False
+    """Whether the names are those of complexes: each prediction has the chains of a structure, which are scored together."""
+    assembly: str | None = "1"
+    """For complexes: the biological assembly that is the truth; null: the asymmetric unit. A structure file that lists no
+    assemblies is one."""
     baseline: Literal["nearest"] | None = None
     """nearest: say for each chain its nearest training chain (by alignment score) and what a copy of it scores. The training
     chains are those of config, train_chains or train."""
@@ -35,6 +40,10 @@ class ScoreConfig:
     """For the baseline: folder of the training chains' structures; null takes that of config, or structures."""
 
     def __post_init__(self) -> None:
+        if self.assembly != "1" and not self.complexes:
+            raise UserError(
+                f"--assembly is {self.assembly}, but single chains are compared; give --complexes true, or leave it out"
+            )
         if self.baseline is not None:
             if self.config is None and self.train_chains is None and self.train is None:
                 raise UserError(

@@ -21,6 +21,7 @@ from evodsp.geometry.residues import CA
 from evodsp.inference.results import plddt_of, read_result
 from evodsp.inference.score.baseline import TrainingChains, training_chains
 from evodsp.inference.score.calibration import Calibration
+from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.figures import calibration_figure, distance_figure
 from evodsp.inference.score.tables import table, write_rows
@@ -117,6 +118,11 @@ class _Pair:
 def run(settings: ScoreConfig, words: list[str]) -> int:
     """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
     splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
+    if settings.complexes:
+        write_complex_report(
+            settings.predictions, settings.structures, splits, settings.output, assembly=settings.assembly
+        )
+        return 0
     training = None if settings.baseline is None else training_chains(settings, splits["train"])
     write_report(settings.predictions, settings.structures, splits, settings.output, training=training)
     return 0

@@ -1,0 +1,265 @@
+"""Compare predicted complexes with known structures: DockQ of each interface, lDDT of interfaces, and tables of both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evodsp.data.formats.mmcif import read_assembly
+from evodsp.data.records import Assembly
+from evodsp.data.sources.layout import names_of, structure_file
+from evodsp.data.sources.structures import StructureFolder
+from evodsp.errors import UserError
+from evodsp.inference.result_checks import is_number, wrong
+from evodsp.inference.results import RANKING, read_with_ranking
+from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
+from evodsp.inference.score.tables import table, write_rows
+from evodsp.printing import show
+
+
+@dataclass(frozen=True)
+class InterfaceScores:
+    """Scores of one interface of the true complex."""
+
+    complex: str
+    split: str
+    first: str
+    """A true chain."""
+    second: str
+    predicted_first: str
+    """The predicted chain that it is compared with; '' if it is missing."""
+    predicted_second: str
+    contacts: int
+    """True contacts: pairs of residues with heavy atoms within 5 Å."""
+    recovered: int
+    """Those of them that the prediction has."""
+    fnat: float
+    """Their share, 0..1."""
+    interface_rmsd: float | None
+    """Å; None if a chain is missing."""
+    ligand_rmsd: float | None
+    """Å; None if a chain is missing."""
+    dockq: float
+    """0..1."""
+    lddt_ca: float | None
+    """lDDT-CA over the distances between the two chains, 0..1; None if none is below 15 Å."""
+
+
+@dataclass(frozen=True)
+class ComplexScores:
+    """Scores of a predicted complex against the true one. Residues and chains that are not predicted count as wrong."""
+
+    complex: str
+    split: str
+    """Name of the set that the complex belongs to, such as 'train' or 'held-out'."""
+    chains: int
+    """True chains."""
+    residues: int
+    """Residues of the true chains."""
+    resolved: int
+    """Those of them that have a CA in the experiment."""
+    interfaces: int
+    """Pairs of true chains in contact: with heavy atoms within 5 Å."""
+    dockq: float | None
+    """Mean of the interfaces' DockQ, 0..1; None without interfaces."""
+    fnat: float | None
+    """Share of the contacts of all interfaces that the prediction has, 0..1; None without interfaces."""
+    interface_lddt_ca: float | None
+    """lDDT-CA over the distances between chains, 0..1; None if none is below 15 Å."""
+    lddt_ca: float
+    """lDDT-CA of all residues, 0..1."""
+    plddt: float | None
+    """Mean pLDDT, 0..100; None for a structure file alone, as for the next two."""
+    iptm: float | None
+    """Predicted TM-score of the interfaces, 0..1; None if the model has none."""
+    confidence: float | None
+    """0.8 ipTM + 0.2 pTM, by which AlphaFold-Multimer ranks."""
+    missing: str
+    """True chains that are not predicted."""
+    mapping: str
+    """Each true chain and the predicted one that it is compared with, such as A:A B:C; - stands for none."""
+    mapped_by: str
+    """What decides the mapping: sequence if there is no choice, otherwise DockQ or RMSD."""
+
+
+_COLUMNS = (
+    ("complex", "complex", "", "name of the structure"),
+    ("split", "split", "", "train: the model was trained on this complex; held-out: it was not"),
+    ("chains", "chains", "d", "chains of the structure"),
+    ("residues", "residues", "d", "their residues"),
+    ("interfaces", "interfaces", "d", "pairs of chains in contact: with heavy atoms within 5 Å"),
+    ("dockq", "DockQ", ".3f", "quality of an interface, mean over all, 0 to 1 (0.23: acceptable, 0.49: medium, 0.8: high)"),
+    ("fnat", "fnat", ".3f", "share of the contacts that the prediction has, 0 to 1"),
+    ("interface_lddt_ca", "iLDDT-CA", ".3f", "how well distances up to 15 Å between chains are reproduced, 0 to 1"),
+    ("lddt_ca", "lDDT-CA", ".3f", "the same for all distances"),
+    ("plddt", "pLDDT", ".1f", "the model's confidence in its prediction, 0 to 100 (mean)"),
+    ("iptm", "ipTM", ".3f", "its confidence in the interfaces, 0 to 1"),
+    ("confidence", "confidence", ".3f", "0.8 ipTM + 0.2 pTM"),
+    ("mapped_by", "mapped by", "", "what decides which chain is which: sequence, or between identical copies DockQ or RMSD"),
+    ("mapping", "mapping", "", "chains of the structure and of the prediction; - is a missing one, which counts as wrong"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A predicted complex, and its confidence where its files have it."""
+
+    assembly: Assembly
+    plddt: float | None = None
+    iptm: float | None = None
+    confidence: float | None = None
+
+
+def read_predicted(predictions: Path, name: str) -> Predicted:
+    """The best prediction of a complex in a folder of `evodsp predict`, or its structure file in a folder of files.
+
+    Raises UserError if there is neither, or the folder's files are not those of a finished prediction.
+    """
+    folder = predictions / name
+    if not folder.is_dir():
+        if (file := structure_file(predictions, name)) is None:
+            raise UserError(f"{predictions}: no folder {name} and no {names_of(name)}; predict it, or leave it out")
+        return Predicted(read_assembly(file, None))
+    result, ranking = read_with_ranking(folder)
+    best: Mapping[str, Any] = ranking["ranking"][0]
+    for key in ("iptm", "ptm"):
+        if key in best and not is_number(best[key], 0.0, 1.0):
+            raise wrong(folder / RANKING, key, best[key], "a number from 0 to 1")
+    iptm = float(best["iptm"]) if "iptm" in best else None
+    confidence = None if iptm is None or "ptm" not in best else 0.8 * iptm + 0.2 * float(best["ptm"])
+    return Predicted(read_assembly(result.structure(), None), float(best["mean_plddt"]), iptm, confidence)
+
+
+def score_complex(
+    name: str, split: str, truth: Assembly, predicted: Predicted
+) -> tuple[ComplexScores, list[InterfaceScores], list[str]]:
+    """The scores of a complex and of its interfaces, and lines on chains that do not correspond.
+
+    Raises UserError if the prediction has none of the true chains.
+    """
+    comparison = ComplexComparison(truth, predicted.assembly)
+    mapping = comparison.mapping()
+    names = [None if chain is None else predicted.assembly.names[chain] for chain in mapping.chains]
+    interfaces = [_interface(name, split, comparison, mapping, names, pair) for pair in comparison.interfaces]
+    contacts = sum(one.contacts for one in interfaces)
+    scores = ComplexScores(
+        complex=name,
+        split=split,
+        chains=len(truth.chains),
+        residues=len(truth),
+        resolved=comparison.resolved,
+        interfaces=len(interfaces),
+        dockq=comparison.dockq(mapping.chains) if interfaces else None,
+        fnat=sum(one.recovered for one in interfaces) / contacts if contacts else None,
+        interface_lddt_ca=comparison.interface_lddt_ca(mapping.chains),
+        lddt_ca=comparison.lddt_ca(mapping.chains),
+        plddt=predicted.plddt,
+        iptm=predicted.iptm,
+        confidence=predicted.confidence,
+        missing=" ".join(true for true, ours in zip(truth.names, names, strict=True) if ours is None),
+        mapping=" ".join(f"{true}:{ours or '-'}" for true, ours in zip(truth.names, names, strict=True)),
+        mapped_by=mapping.by,
+    )
+    return scores, interfaces, [f"{name}: {line}" for line in _remarks(comparison, mapping)]
+
+
+def _interface(
+    name: str,
+    split: str,
+    comparison: ComplexComparison,
+    mapping: ChainMapping,
+    names: Sequence[str | None],
+    pair: tuple[int, int],
+) -> InterfaceScores:
+    score = comparison.score(pair, mapping.chains)
+    first, second = (comparison.truth.names[n] for n in pair)
+    return InterfaceScores(
+        complex=name,
+        split=split,
+        first=first,
+        second=second,
+        predicted_first=names[pair[0]] or "",
+        predicted_second=names[pair[1]] or "",
+        contacts=score.contacts,
+        recovered=score.recovered,
+        fnat=score.fnat,
+        interface_rmsd=score.interface_rmsd if math.isfinite(score.interface_rmsd) else None,
+        ligand_rmsd=score.ligand_rmsd if math.isfinite(score.ligand_rmsd) else None,
+        dockq=score.dockq,
+        lddt_ca=comparison.interface_lddt_ca(mapping.chains, pair),
+    )
+
+
+def _remarks(comparison: ComplexComparison, mapping: ChainMapping) -> Iterator[str]:
+    """Lines on chains that are missing, of another sequence, or not compared."""
+    truth, predicted = comparison.truth, comparison.predicted
+    for name, chain in zip(truth.names, mapping.chains, strict=True):
+        if chain is None:
+            yield f"chain {name} is missing in the prediction, and counts as wrong"
+    true_of = {chain: n for n, chain in enumerate(mapping.chains) if chain is not None}
+    for chain, (name, like) in enumerate(zip(predicted.names, comparison.likenesses, strict=True)):
+        if like is None:
+            yield f"chain {name} of the prediction has the sequence of no chain of the structure, and is left out"
+        elif chain not in true_of:
+            yield f"chain {name} of the prediction is one copy more than the structure has, and is left out"
+        elif predicted.chains[chain].sequence != (true := truth.chains[true_of[chain]]).sequence:
+            yield (
+                f"chain {name} of the prediction has another sequence than chain {truth.names[true_of[chain]]}: "
+                f"{len(like.pairs)} of its {len(true)} residues are paired by alignment, {like.identity:.0%} identical"
+            )
+
+
+def write_complex_report(
+    predictions: Path,
+    structures: Path,
+    splits: Mapping[str, Sequence[str]],
+    output: Path,
+    assembly: str | None = "1",
+    report: Callable[[str], None] = show,
+) -> list[ComplexScores]:
+    """Score all complexes, report the table, and write `<output>/scores.csv` and `<output>/interfaces.csv`.
+
+    `predictions`: output of `evodsp predict`, or a folder of structure files, named as the complexes. `structures`: folder of
+    the true structures. `splits`: the names of the complexes of each set. `assembly`: which biological assembly is the truth;
+    None: the asymmetric unit.
+    """
+    folder = StructureFolder(structures)
+    scores: list[ComplexScores] = []
+    interfaces: list[InterfaceScores] = []
+    remarks: list[str] = []
+    for split, names in splits.items():
+        for name in names:
+            predicted = read_predicted(predictions, name)
+            one, of_it, said = score_complex(name, split, folder.assembly(name, assembly), predicted)
+            scores.append(one)
+            interfaces += of_it
+            remarks += said
+    if not scores:
+        raise UserError("no complexes to compare; name at least one")
+    known = [column for column in _COLUMNS if any(getattr(one, column[0]) is not None for one in scores)]
+    report(table(known, scores))
+    report("")
+    for line in [*remarks, *_means(splits, scores)]:
+        report(line)
+    output.mkdir(parents=True, exist_ok=True)
+    write_rows(scores, output / "scores.csv", ComplexScores)
+    write_rows(interfaces, output / "interfaces.csv", InterfaceScores)
+    report(f"\nwrote {output / 'scores.csv'} and {output / 'interfaces.csv'}, {len(interfaces)} interfaces")
+    return scores
+
+
+def _means(splits: Mapping[str, Sequence[str]], scores: Sequence[ComplexScores]) -> Iterator[str]:
+    """A line for each set: the means over its complexes."""
+    for split in splits:
+        of_split = [one for one in scores if one.split == split]
+        columns = (("DockQ", "dockq"), ("iLDDT-CA", "interface_lddt_ca"), ("lDDT-CA", "lddt_ca"))
+        means = []
+        for heading, field in columns:
+            values = [value for one in of_split if (value := getattr(one, field)) is not None]
+            means += [f"{heading} {math.fsum(values) / len(values):.3f}"] if values else []
+        if of_split:
+            many = f"{len(of_split)} complexes" if len(of_split) > 1 else "1 complex"
+            yield f"{split}: mean {', '.join(means)} of {many}"
