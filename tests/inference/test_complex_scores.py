@@ -296,3 +296,42 @@ def test_mistakes_with_complexes_are_one_line(folders: Path, capsys: pytest.Capt
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+def test_a_prediction_beside_the_copy_of_the_nearest_training_complex(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a difference of the wrong sign, a copy of the complex itself, and training structures that are looked for among
+    the true ones."""
+    (apart := folders / "training").mkdir()
+    true = assembly("ab").chains
+    shifted = [one.positions + np.random.default_rng(1).normal(size=one.positions.shape) for one in true]
+    source = [dataclasses.replace(one, positions=at.astype(np.float32)) for one, at in zip(true, shifted, strict=True)]
+    write_mmcif(apart / "8aaa.cif", source[::-1])
+    write_mmcif(apart / "9abc.cif", true)
+    (listed := folders / "train.txt").write_text("8aaa\n9abc\n8zzz\n")
+    words = ("--baseline", "nearest", "--train_chains", str(listed))
+    assert score_command(folders, "--held_out", "9abc", *words, "--structure_dir", str(apart)) == 0
+    said = capsys.readouterr()
+    (row,) = csv.DictReader((folders / "scored" / "scores.csv").open())
+    copied, _, _ = scored(assembly("ab"), Assembly("8aaa", ("A", "B"), tuple(source)))
+    assert [row[name] for name in ("nearest", "nearest_identity", "nearest_coverage")] == ["8aaa", "1.0", "0.8889"]
+    assert float(row["nearest_interface_lddt_ca"]) == pytest.approx(copied.interface_lddt_ca, abs=1e-3)
+    assert float(row["nearest_dockq"]) == pytest.approx(copied.dockq, abs=1e-3)
+    assert float(row["nearest_lddt_ca"]) == pytest.approx(copied.lddt_ca, abs=1e-3)
+    better = float(row["interface_lddt_ca"]) - float(row["nearest_interface_lddt_ca"])
+    assert float(row["better_by"]) == pytest.approx(better, abs=2e-4)
+    assert better > 0
+    line = " of copies of the nearest training complexes, 1 of 1; the prediction is better (iLDDT-CA) on 1 of 1"
+    assert line in said.out
+    assert "9abc: is a training complex, too; it is not copied from itself" in said.out
+    assert "1 of 3 training complexes cannot be read and are not copied (" in said.err
+    for more, error in (
+        ((), "none of 3 training complexes can be read ("),
+        (("--config", str(listed)), "training complexes are not taken from it; give --train_chains"),
+    ):
+        assert score_command(folders, "--held_out", "9xyz", *words, "--structure_dir", str(folders), *more) == 2
+        assert error in capsys.readouterr().err
+    (apart / "8aaa.cif").unlink()
+    assert score_command(folders, "--held_out", "9abc", *words, "--structure_dir", str(apart)) == 0
+    assert "9abc: no copy: there is no training complex with as many chains" in capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import Any
 
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Assembly
+from evodsp.data.similarity.nearest_complex import ComplexCopy, TrainingComplexes
 from evodsp.data.sources.layout import names_of, structure_file
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
@@ -85,6 +86,39 @@ class ComplexScores:
     """What decides the mapping: sequence if there is no choice, otherwise DockQ or RMSD."""
 
 
+@dataclass(frozen=True)
+class ComplexBesideCopy(ComplexScores):
+    """Scores of a predicted complex, and of a copy of the nearest training complex."""
+
+    nearest: str = ""
+    """The training complex; '' if there is no copy."""
+    nearest_identity: float | None = None
+    """Identical residues, as a share of those that the alignments pair, 0..1."""
+    nearest_coverage: float | None = None
+    """Share of the residues that the alignments pair, 0..1."""
+    nearest_dockq: float | None = None
+    nearest_interface_lddt_ca: float | None = None
+    nearest_lddt_ca: float | None = None
+    better_by: float | None = None
+    """By how much the lDDT-CA of the interfaces is above that of the copy."""
+
+    @classmethod
+    def of(cls, scores: ComplexScores, copy: ComplexCopy | None, of_copy: ComplexScores | None) -> ComplexBesideCopy:
+        if copy is None or of_copy is None:
+            return cls(**vars(scores))
+        ours, copied = scores.interface_lddt_ca, of_copy.interface_lddt_ca
+        return cls(
+            **vars(scores),
+            nearest=copy.nearest,
+            nearest_identity=copy.identity,
+            nearest_coverage=copy.coverage,
+            nearest_dockq=of_copy.dockq,
+            nearest_interface_lddt_ca=copied,
+            nearest_lddt_ca=of_copy.lddt_ca,
+            better_by=None if ours is None or copied is None else ours - copied,
+        )
+
+
 _COLUMNS = (
     ("complex", "complex", "", "name of the structure"),
     ("split", "split", "", "train: the model was trained on this complex; held-out: it was not"),
@@ -100,6 +134,14 @@ _COLUMNS = (
     ("confidence", "confidence", ".3f", "0.8 ipTM + 0.2 pTM"),
     ("mapped_by", "mapped by", "", "what decides which chain is which: sequence, or between identical copies DockQ or RMSD"),
     ("mapping", "mapping", "", "chains of the structure and of the prediction; - is a missing one, which counts as wrong"),
+)  # fmt: skip
+
+_OF_THE_COPY = (
+    ("nearest", "nearest", "", "the training complex whose chains have the highest alignment scores with these chains"),
+    ("nearest_identity", "identity", ".3f", "share of the residues, paired by those alignments, that are identical, 0 to 1"),
+    ("nearest_dockq", "copy DockQ", ".3f", "DockQ of a copy of that training complex"),
+    ("nearest_interface_lddt_ca", "copy iLDDT", ".3f", "iLDDT-CA of that copy: what a prediction must exceed"),
+    ("better_by", "better by", "+.3f", "iLDDT-CA of the prediction less that of the copy"),
 )  # fmt: skip
 
 
@@ -218,13 +260,14 @@ def write_complex_report(
     splits: Mapping[str, Sequence[str]],
     output: Path,
     assembly: str | None = "1",
+    training: TrainingComplexes | None = None,
     report: Callable[[str], None] = show,
 ) -> list[ComplexScores]:
     """Score all complexes, report the table, and write `<output>/scores.csv` and `<output>/interfaces.csv`.
 
     `predictions`: output of `evodsp predict`, or a folder of structure files, named as the complexes. `structures`: folder of
     the true structures. `splits`: the names of the complexes of each set. `assembly`: which biological assembly is the truth;
-    None: the asymmetric unit.
+    None: the asymmetric unit. `training`: also score a copy of the nearest of these complexes.
     """
     folder = StructureFolder(structures)
     scores: list[ComplexScores] = []
@@ -232,34 +275,63 @@ def write_complex_report(
     remarks: list[str] = []
     for split, names in splits.items():
         for name in names:
-            predicted = read_predicted(predictions, name)
-            one, of_it, said = score_complex(name, split, folder.assembly(name, assembly), predicted)
+            predicted, truth = read_predicted(predictions, name), folder.assembly(name, assembly)
+            one, of_it, said = score_complex(name, split, truth, predicted)
+            if training is not None:
+                one, reasons = _beside_copy(one, truth, training)
+                said += reasons
             scores.append(one)
             interfaces += of_it
             remarks += said
     if not scores:
         raise UserError("no complexes to compare; name at least one")
-    known = [column for column in _COLUMNS if any(getattr(one, column[0]) is not None for one in scores)]
-    report(table(known, scores))
+    columns = _COLUMNS if training is None else (*_COLUMNS, *_OF_THE_COPY)
+    report(table([column for column in columns if any(getattr(one, column[0]) is not None for one in scores)], scores))
     report("")
     for line in [*remarks, *_means(splits, scores)]:
         report(line)
     output.mkdir(parents=True, exist_ok=True)
-    write_rows(scores, output / "scores.csv", ComplexScores)
+    write_rows(scores, output / "scores.csv", type(scores[0]))
     write_rows(interfaces, output / "interfaces.csv", InterfaceScores)
     report(f"\nwrote {output / 'scores.csv'} and {output / 'interfaces.csv'}, {len(interfaces)} interfaces")
     return scores
 
 
+def _beside_copy(
+    scores: ComplexScores, truth: Assembly, training: TrainingComplexes
+) -> tuple[ComplexBesideCopy, list[str]]:
+    """The scores beside those of the copy, and a line if there is none or the complex is a training complex."""
+    name, said = scores.complex, []
+    if name in training.sequences and scores.split != "train":
+        said = [f"{name}: is a training complex, too; it is not copied from itself"]
+    copy = training.copy_for(name, truth)
+    if isinstance(copy, str):
+        return ComplexBesideCopy.of(scores, None, None), [*said, f"{name}: no copy: {copy}"]
+    of_copy, *_ = score_complex(name, scores.split, truth, Predicted(copy.assembly))
+    return ComplexBesideCopy.of(scores, copy, of_copy), said
+
+
 def _means(splits: Mapping[str, Sequence[str]], scores: Sequence[ComplexScores]) -> Iterator[str]:
-    """A line for each set: the means over its complexes."""
+    """Lines for each set: the means over its complexes, and over those of its copies."""
     for split in splits:
         of_split = [one for one in scores if one.split == split]
-        columns = (("DockQ", "dockq"), ("iLDDT-CA", "interface_lddt_ca"), ("lDDT-CA", "lddt_ca"))
-        means = []
-        for heading, field in columns:
-            values = [value for one in of_split if (value := getattr(one, field)) is not None]
-            means += [f"{heading} {math.fsum(values) / len(values):.3f}"] if values else []
-        if of_split:
-            many = f"{len(of_split)} complexes" if len(of_split) > 1 else "1 complex"
-            yield f"{split}: mean {', '.join(means)} of {many}"
+        if not of_split:
+            continue
+        many = f"{len(of_split)} complexes" if len(of_split) > 1 else "1 complex"
+        yield f"{split}: mean {_mean_scores(of_split, '')} of {many}"
+        beside = [one for one in of_split if isinstance(one, ComplexBesideCopy) and one.nearest]
+        if beside:
+            better = [one.better_by > 0 for one in beside if one.better_by is not None]
+            yield (
+                f"{split}: mean {_mean_scores(beside, 'nearest_')} of copies of the nearest training complexes, "
+                f"{len(beside)} of {len(of_split)}; the prediction is better (iLDDT-CA) on {sum(better)} of {len(better)}"
+            )
+
+
+def _mean_scores(scores: Sequence[ComplexScores], prefix: str) -> str:
+    """The means of three columns whose names begin with `prefix`, over the complexes that have them."""
+    means = []
+    for heading, field in (("DockQ", "dockq"), ("iLDDT-CA", "interface_lddt_ca"), ("lDDT-CA", "lddt_ca")):
+        values = [value for one in scores if (value := getattr(one, prefix + field)) is not None]
+        means += [f"{heading} {math.fsum(values) / len(values):.3f}"] if values else []
+    return ", ".join(means)

@@ -35,7 +35,8 @@ class ScoreConfig:
     """For the baseline: config.yaml of the run's folder, or another file of `evodsp fit`. Its `data` block names the training
     chains and the folders or the store that they are in."""
     train_chains: str | None = None
-    """For the baseline: text file of the training chains, one name per line; null takes those of config, or train."""
+    """For the baseline: text file of the training chains or complexes, one name per line; null takes those of config, or
+    train."""
     structure_dir: str | None = None
     """For the baseline: folder of the training chains' structures; null takes that of config, or structures."""
 
@@ -43,6 +44,11 @@ class ScoreConfig:
         if self.assembly != "1" and not self.complexes:
             raise UserError(
                 f"--assembly is {self.assembly}, but single chains are compared; give --complexes true, or leave it out"
+            )
+        if self.complexes and self.config is not None:
+            raise UserError(
+                f"--config is {self.config}, but training complexes are not taken from it; give --train_chains with a file of "
+                "their names, and --structure_dir"
             )
         if self.baseline is not None:
             if self.config is None and self.train_chains is None and self.train is None:

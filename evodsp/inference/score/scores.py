@@ -19,7 +19,7 @@ from evodsp.data.sources.layout import names_of, split_key, structure_file
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import plddt_of, read_result
-from evodsp.inference.score.baseline import TrainingChains, training_chains
+from evodsp.inference.score.baseline import TrainingChains, training_chains, training_complexes
 from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
@@ -118,13 +118,13 @@ class _Pair:
 def run(settings: ScoreConfig, words: list[str]) -> int:
     """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
     splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
+    places = settings.predictions, settings.structures, splits, settings.output
     if settings.complexes:
-        write_complex_report(
-            settings.predictions, settings.structures, splits, settings.output, assembly=settings.assembly
-        )
+        complexes = None if settings.baseline is None else training_complexes(settings, splits["train"])
+        write_complex_report(*places, assembly=settings.assembly, training=complexes)
         return 0
     training = None if settings.baseline is None else training_chains(settings, splits["train"])
-    write_report(settings.predictions, settings.structures, splits, settings.output, training=training)
+    write_report(*places, training=training)
     return 0
 
 
