@@ -89,6 +89,7 @@ def test_the_highest_sum_of_scores_is_taken(tmp_path: Path) -> None:
     assert source.copy_for("itself", target(ALPHA, ALPHA)).nearest == "twice"  # type: ignore[union-attr]
     reason = "there is no training complex with as many chains of as many kinds that it could be aligned with"
     assert source.copy_for("more", target(ALPHA, BETA, GAMMA)) == reason
+    assert source.copy_for("twice", target(ALPHA, ALPHA)) == reason
 
 
 def test_of_equals_the_best_that_can_be_read(tmp_path: Path) -> None:

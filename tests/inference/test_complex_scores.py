@@ -220,7 +220,8 @@ def folders(tmp_path: Path) -> Path:
         write_results(work, {0: alone}, "cif", {}, "9abc")
         write_json(work / TIMINGS, {})
         ranking = json.loads((work / RANKING).read_text())
-        ranking["ranking"][0]["iptm"] = 0.5
+        ranking["ranking"][0] |= {"iptm": 0.5, "ptm": 0.9}
+        (work / "seed_0_pae.json").touch()
         (work / RANKING).write_text(json.dumps(ranking))
         write_mmcif(work / "seed_0.cif", predicted.chains)
     write_mmcif(tmp_path / "predictions" / "9xyz.cif", predicted.chains)
@@ -241,7 +242,7 @@ def test_the_command_scores_complexes(folders: Path, capsys: pytest.CaptureFixtu
     assert (file["complex"], file["split"], folder["complex"], folder["split"]) == ("9xyz", "train", "9abc", "held-out")
     assert file["mapping"] == folder["mapping"] == "A:B B:A"
     assert [file[name] for name in ("plddt", "iptm", "confidence")] == [""] * 3
-    assert [folder[name] for name in ("plddt", "iptm", "confidence")] == ["81.5", "0.5", ""]
+    assert [folder[name] for name in ("plddt", "iptm", "confidence")] == ["81.5", "0.5", "0.58"]
     assert 0.5 < float(file["dockq"]) < 1
     rows = list(csv.DictReader((folders / "scored" / "interfaces.csv").open()))
     assert [(row["complex"], row["first"], row["predicted_first"]) for row in rows] == [
@@ -252,9 +253,9 @@ def test_the_command_scores_complexes(folders: Path, capsys: pytest.CaptureFixtu
     table, legend, means = said.split("\n\n")[:3]
     headings = table.splitlines()[0]
     assert all(line.split("  ")[0] in headings for line in legend.splitlines())
-    assert "confidence" not in headings
     assert f"held-out: mean DockQ {float(folder['dockq']):.3f}, iLDDT-CA " in means
-    assert "9abc.png" not in said
+    assert score_command(folders, "--held_out", "9xyz") == 0
+    assert "confidence" not in capsys.readouterr().out
 
 
 def test_the_assembly_is_a_choice(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:

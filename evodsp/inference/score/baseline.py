@@ -49,7 +49,7 @@ def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChai
     structures: Structures
     if settings.config is None:
         keys = list(train) if settings.train_chains is None else chain_list(settings.train_chains)
-        folder = StructureFolder(settings.structure_dir or settings.structures)
+        folder = _folder(settings)
         found, structures, where = _sequences(folder, keys), folder, str(folder.directory)
     else:
         given = DoctorConfig(
@@ -82,7 +82,7 @@ def training_complexes(settings: ScoreConfig, train: Sequence[str]) -> TrainingC
     Raises UserError if there are none, or if no structure of them can be read.
     """
     names = list(train) if settings.train_chains is None else chain_list(settings.train_chains)
-    folder = StructureFolder(settings.structure_dir or settings.structures)
+    folder = _folder(settings)
     found: dict[str, tuple[str, ...]] = {}
     problem = ""
     with progress("read training complexes", len(names)) as advance:
@@ -101,6 +101,11 @@ def training_complexes(settings: ScoreConfig, train: Sequence[str]) -> TrainingC
         lost = len(names) - len(found)
         tell(f"{lost:,} of {len(names):,} training complexes cannot be read and are not copied ({problem})")
     return TrainingComplexes(found, folder, settings.assembly)
+
+
+def _folder(settings: ScoreConfig) -> StructureFolder:
+    """Where the training structures are, if no run names their folder."""
+    return StructureFolder(settings.structure_dir or settings.structures)
 
 
 def _sequences(folder: StructureFolder, keys: Sequence[str]) -> dict[str, str]:

@@ -128,7 +128,7 @@ _COLUMNS = (
     ("dockq", "DockQ", ".3f", "quality of an interface, mean over all, 0 to 1 (0.23: acceptable, 0.49: medium, 0.8: high)"),
     ("fnat", "fnat", ".3f", "share of the contacts that the prediction has, 0 to 1"),
     ("interface_lddt_ca", "iLDDT-CA", ".3f", "how well distances up to 15 Å between chains are reproduced, 0 to 1"),
-    ("lddt_ca", "lDDT-CA", ".3f", "the same for all distances"),
+    ("lddt_ca", "lDDT-CA", ".3f", "how well all distances up to 15 Å are reproduced, 0 to 1"),
     ("plddt", "pLDDT", ".1f", "the model's confidence in its prediction, 0 to 100 (mean)"),
     ("iptm", "ipTM", ".3f", "its confidence in the interfaces, 0 to 1"),
     ("confidence", "confidence", ".3f", "0.8 ipTM + 0.2 pTM"),

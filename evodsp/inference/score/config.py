@@ -14,13 +14,14 @@ class ScoreConfig:
     """Which predictions to compare with which structures, and where to write the scores."""
 
     predictions: Path
-    """Output folder of `evodsp predict`."""
+    """Output folder of `evodsp predict`; for complexes also a folder of structure files, <name>.cif or .pdb."""
     structures: Path
     """Folder of the true structures, <pdbid>.cif or .pdb, also gzipped."""
     output: Path
-    """Folder for scores.csv, calibration.png and a picture of each chain, distances_<chain>.png."""
+    """Folder for scores.csv, calibration.png and a picture of each chain, distances_<chain>.png; for complexes for scores.csv
+    and interfaces.csv."""
     train: str | None = None
-    """Chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,…"""
+    """Chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,… (complexes: <pdbid>,…)"""
     held_out: str | None = None
     """Chains that the model was not trained on, given likewise."""
     complexes: bool = False
