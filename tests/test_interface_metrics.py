@@ -120,6 +120,26 @@ def test_a_perfect_interface_and_one_that_is_missing() -> None:
     assert TrueInterface.between(first, away) is None
 
 
+def test_residues_near_one_that_is_not_predicted_are_not_of_the_interface() -> None:
+    """Catches an RMSD over residues that are near nothing of the prediction, which the program leaves out."""
+
+    def on_a_line(*places: float) -> ChainAtoms:
+        positions = torch.randn(len(places), 37, 3, generator=torch.Generator().manual_seed(0)).double()
+        positions[..., 0] += torch.tensor(places)[:, None]
+        mask = torch.zeros(len(places), 37, dtype=torch.bool)
+        mask[:, [ATOM_ORDER[name] for name in BACKBONE]] = True
+        return ChainAtoms(positions, mask)
+
+    first, second = on_a_line(0, 40), on_a_line(4, 48)
+    interface = TrueInterface.between(first, second)
+    assert interface is not None
+    assert interface.near.tolist() == [[True, False], [False, True]]
+    wrong = replace(first, positions=on_a_line(0, 60).positions)
+    assert interface.score(wrong, second).interface_rmsd > 1
+    lacking = replace(second, mask=second.mask & torch.tensor([[True], [False]]))
+    assert interface.score(wrong, lacking).interface_rmsd == pytest.approx(0, abs=1e-6)
+
+
 def test_interface_lddt_counts_distances_between_chains_alone() -> None:
     """Catches distances within a chain, residues without a CA, another cutoff, and a score where nothing counts."""
     random = torch.Generator().manual_seed(0)

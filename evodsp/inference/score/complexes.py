@@ -14,15 +14,14 @@ from evodsp.data.similarity.nearest_complex import ComplexCopy, TrainingComplexe
 from evodsp.data.sources.layout import names_of, structure_file
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
-from evodsp.inference.result_checks import is_number, wrong
-from evodsp.inference.results import RANKING, read_with_ranking
+from evodsp.inference.results import read_with_ranking
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
 from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
 
 
 @dataclass(frozen=True)
-class InterfaceScores:
+class InterfaceRow:
     """Scores of one interface of the true complex."""
 
     complex: str
@@ -50,7 +49,7 @@ class InterfaceScores:
 
 
 @dataclass(frozen=True)
-class ComplexScores:
+class ComplexRow:
     """Scores of a predicted complex against the true one. Residues and chains that are not predicted count as wrong."""
 
     complex: str
@@ -87,7 +86,7 @@ class ComplexScores:
 
 
 @dataclass(frozen=True)
-class ComplexBesideCopy(ComplexScores):
+class ComplexRowBesideCopy(ComplexRow):
     """Scores of a predicted complex, and of a copy of the nearest training complex."""
 
     nearest: str = ""
@@ -103,7 +102,7 @@ class ComplexBesideCopy(ComplexScores):
     """By how much the lDDT-CA of the interfaces is above that of the copy."""
 
     @classmethod
-    def of(cls, scores: ComplexScores, copy: ComplexCopy | None, of_copy: ComplexScores | None) -> ComplexBesideCopy:
+    def of(cls, scores: ComplexRow, copy: ComplexCopy | None, of_copy: ComplexRow | None) -> ComplexRowBesideCopy:
         if copy is None or of_copy is None:
             return cls(**vars(scores))
         ours, copied = scores.interface_lddt_ca, of_copy.interface_lddt_ca
@@ -167,9 +166,6 @@ def read_predicted(predictions: Path, name: str) -> Predicted:
         return Predicted(read_assembly(file, None))
     result, ranking = read_with_ranking(folder)
     best: Mapping[str, Any] = ranking["ranking"][0]
-    for key in ("iptm", "ptm"):
-        if key in best and not is_number(best[key], 0.0, 1.0):
-            raise wrong(folder / RANKING, key, best[key], "a number from 0 to 1")
     iptm = float(best["iptm"]) if "iptm" in best else None
     confidence = None if iptm is None or "ptm" not in best else 0.8 * iptm + 0.2 * float(best["ptm"])
     return Predicted(read_assembly(result.structure(), None), float(best["mean_plddt"]), iptm, confidence)
@@ -177,7 +173,7 @@ def read_predicted(predictions: Path, name: str) -> Predicted:
 
 def score_complex(
     name: str, split: str, truth: Assembly, predicted: Predicted
-) -> tuple[ComplexScores, list[InterfaceScores], list[str]]:
+) -> tuple[ComplexRow, list[InterfaceRow], list[str]]:
     """The scores of a complex and of its interfaces, and lines on chains that do not correspond.
 
     Raises UserError if the prediction has none of the true chains.
@@ -187,7 +183,7 @@ def score_complex(
     names = [None if chain is None else predicted.assembly.names[chain] for chain in mapping.chains]
     interfaces = [_interface(name, split, comparison, mapping, names, pair) for pair in comparison.interfaces]
     contacts = sum(one.contacts for one in interfaces)
-    scores = ComplexScores(
+    scores = ComplexRow(
         complex=name,
         split=split,
         chains=len(truth.chains),
@@ -215,10 +211,10 @@ def _interface(
     mapping: ChainMapping,
     names: Sequence[str | None],
     pair: tuple[int, int],
-) -> InterfaceScores:
+) -> InterfaceRow:
     score = comparison.score(pair, mapping.chains)
     first, second = (comparison.truth.names[n] for n in pair)
-    return InterfaceScores(
+    return InterfaceRow(
         complex=name,
         split=split,
         first=first,
@@ -262,7 +258,7 @@ def write_complex_report(
     assembly: str | None = "1",
     training: TrainingComplexes | None = None,
     report: Callable[[str], None] = show,
-) -> list[ComplexScores]:
+) -> list[ComplexRow]:
     """Score all complexes, report the table, and write `<output>/scores.csv` and `<output>/interfaces.csv`.
 
     `predictions`: output of `evodsp predict`, or a folder of structure files, named as the complexes. `structures`: folder of
@@ -270,8 +266,8 @@ def write_complex_report(
     None: the asymmetric unit. `training`: also score a copy of the nearest of these complexes.
     """
     folder = StructureFolder(structures)
-    scores: list[ComplexScores] = []
-    interfaces: list[InterfaceScores] = []
+    scores: list[ComplexRow] = []
+    interfaces: list[InterfaceRow] = []
     remarks: list[str] = []
     for split, names in splits.items():
         for name in names:
@@ -292,26 +288,26 @@ def write_complex_report(
         report(line)
     output.mkdir(parents=True, exist_ok=True)
     write_rows(scores, output / "scores.csv", type(scores[0]))
-    write_rows(interfaces, output / "interfaces.csv", InterfaceScores)
+    write_rows(interfaces, output / "interfaces.csv", InterfaceRow)
     report(f"\nwrote {output / 'scores.csv'} and {output / 'interfaces.csv'}, {len(interfaces)} interfaces")
     return scores
 
 
 def _beside_copy(
-    scores: ComplexScores, truth: Assembly, training: TrainingComplexes
-) -> tuple[ComplexBesideCopy, list[str]]:
+    scores: ComplexRow, truth: Assembly, training: TrainingComplexes
+) -> tuple[ComplexRowBesideCopy, list[str]]:
     """The scores beside those of the copy, and a line if there is none or the complex is a training complex."""
     name, said = scores.complex, []
     if name in training.sequences and scores.split != "train":
         said = [f"{name}: is a training complex, too; it is not copied from itself"]
     copy = training.copy_for(name, truth)
     if isinstance(copy, str):
-        return ComplexBesideCopy.of(scores, None, None), [*said, f"{name}: no copy: {copy}"]
+        return ComplexRowBesideCopy.of(scores, None, None), [*said, f"{name}: no copy: {copy}"]
     of_copy, *_ = score_complex(name, scores.split, truth, Predicted(copy.assembly))
-    return ComplexBesideCopy.of(scores, copy, of_copy), said
+    return ComplexRowBesideCopy.of(scores, copy, of_copy), said
 
 
-def _means(splits: Mapping[str, Sequence[str]], scores: Sequence[ComplexScores]) -> Iterator[str]:
+def _means(splits: Mapping[str, Sequence[str]], scores: Sequence[ComplexRow]) -> Iterator[str]:
     """Lines for each set: the means over its complexes, and over those of its copies."""
     for split in splits:
         of_split = [one for one in scores if one.split == split]
@@ -319,7 +315,7 @@ def _means(splits: Mapping[str, Sequence[str]], scores: Sequence[ComplexScores])
             continue
         many = f"{len(of_split)} complexes" if len(of_split) > 1 else "1 complex"
         yield f"{split}: mean {_mean_scores(of_split, '')} of {many}"
-        beside = [one for one in of_split if isinstance(one, ComplexBesideCopy) and one.nearest]
+        beside = [one for one in of_split if isinstance(one, ComplexRowBesideCopy) and one.nearest]
         if beside:
             better = [one.better_by > 0 for one in beside if one.better_by is not None]
             yield (
@@ -328,7 +324,7 @@ def _means(splits: Mapping[str, Sequence[str]], scores: Sequence[ComplexScores])
             )
 
 
-def _mean_scores(scores: Sequence[ComplexScores], prefix: str) -> str:
+def _mean_scores(scores: Sequence[ComplexRow], prefix: str) -> str:
     """The means of three columns whose names begin with `prefix`, over the complexes that have them."""
     means = []
     for heading, field in (("DockQ", "dockq"), ("iLDDT-CA", "interface_lddt_ca"), ("lDDT-CA", "lddt_ca")):
