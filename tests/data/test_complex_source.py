@@ -9,7 +9,9 @@ import pytest
 
 from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles, PairingRule
+from evodsp.data.sources.chain_folder import parse_alignment_file
 from evodsp.errors import UserError
+from tests.builders.alignments import preparsed
 from tests.builders.complex_files import write_complex
 
 
@@ -46,6 +48,27 @@ def test_a_chain_without_rows_for_pairing_is_said(folders: tuple[Path, Path], ca
     assert parsed.chains[2].pairing is None
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"{folders[0] / '1abc_C'}: no rows to pair")
+
+
+@pytest.mark.parametrize("place", ["{key}.npz", "{key}/alignment.npz"])
+@pytest.mark.parametrize("rule", [BY_SPECIES, BY_ENTRY], ids=["species", "entry"])
+def test_rows_of_an_archive_are_paired_as_those_of_files(
+    folders: tuple[Path, Path], tmp_path: Path, rule: PairingRule, place: str
+) -> None:
+    """Catches an archive whose uniprot_hits are not read, or are taken for the MSA, and rows that lose their names there."""
+    expected = source(folders, rule).parsed("1abc")
+    for folder in folders[0].iterdir():
+        files = {path.stem: parse_alignment_file(path)[0] for path in sorted(folder.iterdir())}
+        assert set(files) == {"family", "uniprot_hits"}
+        preparsed(tmp_path / "packed" / place.format(key=folder.name), files)
+    found = ComplexFiles(tmp_path / "packed", folders[1], rule=rule).parsed("1abc")
+    for one, other in zip(found.chains, expected.chains, strict=True):
+        assert one.pairing is not None
+        assert other.pairing is not None
+        assert one.pairing.keys == other.pairing.keys
+        np.testing.assert_array_equal(one.pairing.msa, other.pairing.msa)
+        np.testing.assert_array_equal(one.msa.msa, other.msa.msa)
+    np.testing.assert_array_equal(merge(found.chains).msa, merge(expected.chains).msa)
 
 
 def test_chains_lie_where_the_file_has_them(folders: tuple[Path, Path]) -> None:

@@ -104,7 +104,7 @@ class ComplexFiles:
         alignments = read_alignment_dir(folder, query)
         msa = merge_alignments(alignments) if alignments else query_only(encode(query.letters))
         files = pairing_files(folder, self.rule.reads)
-        paired = matched_alignments(parse_alignments((path, None) for path in files), query)
+        paired = matched_alignments(parse_alignments(((path, None) for path in files), self.rule.reads), query)
         if not paired:
             say_query_paired(str(folder))
             return msa, None
@@ -115,7 +115,7 @@ class ComplexFiles:
 
 @cache
 def say_query_paired(folder: str) -> None:
-    """Warn, once in a process, that a chain has no rows for pairing. Those in OpenFold3's archives are not read."""
+    """Warn, once in a process, that a chain has no rows for pairing."""
     logger(__name__).warning(
         f"{folder}: no rows to pair with other chains (uniprot_hits.sto or .a3m); its query alone is paired"
     )
