@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 RUNS   ?= runs
 
-# DeepMind's JAX code lives in an environment of its own; only `make parity` makes it.
+# DeepMind's JAX code, and DockQ, live in an environment of their own; only `make parity` makes it. DockQ is compiled.
 PARITY       := .venv-parity
 PARITY_READY := $(PARITY)/.ready
 SEED         ?= 0
@@ -81,7 +81,7 @@ verify: $(READY) $(DOCS_READY) $(COMPAT_READY) $(TRITON_READY)
 $(PARITY_READY): scripts/parity/constraints.txt
 	$(PYTHON) -m venv --clear $(PARITY)
 	$(PARITY)/bin/python -m pip install --quiet --upgrade pip
-	$(PARITY)/bin/python -m pip install --quiet --constraint scripts/parity/constraints.txt alphafold-colabfold jaxlib
+	$(PARITY)/bin/python -m pip install --quiet --constraint scripts/parity/constraints.txt alphafold-colabfold jaxlib DockQ
 	@touch $(PARITY_READY)
 
 # OpenFold's requirements that evodsp lacks; torch and the rest come from $(VENV).
@@ -100,6 +100,7 @@ parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(BIN)/python -m scripts.parity.pairing --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.confidence --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.chain_losses --alphafold $(PARITY)/bin/python --seed $(SEED)
+	$(BIN)/python -m scripts.parity.dockq --dockq $(PARITY)/bin/python --seed $(SEED)
 	$(if $(OPENFOLD),$(COMPARE_DATA))
 
 parity-data: $(READY) $(OPENFOLD_READY)

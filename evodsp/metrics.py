@@ -1,24 +1,34 @@
-"""Scores of a predicted structure against the true one: lDDT, RMSD, GDT-TS, TM-score.
+"""Scores of a predicted structure against the true one: lDDT, RMSD, GDT-TS, TM-score, and DockQ of an interface.
 
 All functions take (predicted, true, mask). Positions are in Å; atoms with mask 0 are ignored. Nothing here is differentiated.
 Superpositions are computed in fp64, whatever the input's dtype.
 
-Shapes: *b batch axes, N atoms (one per residue for GDT and TM), R residues, A atoms of a residue, i residues of a slice.
+Shapes: *b batch axes, N atoms (one per residue for GDT and TM), R residues, A atoms of a residue, i residues of a slice. Of an
+interface: L and M residues of its first and second chain, K contacts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64, Int64, Integer
 from torch import Tensor
 
+from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.geometry.rigid import Rigid
 
+LDDT_CUTOFF = 15.0
 LDDT_THRESHOLDS = (0.5, 1.0, 2.0, 4.0)
 GDT_TS_CUTOFFS = (1.0, 2.0, 4.0, 8.0)
-_PAIRS_AT_ONCE = 1 << 24  # atom pairs that lDDT holds in memory at a time
+CONTACT_CUTOFF = 5.0
+"""Å: residues of two chains with atoms nearer than this are in contact (DockQ)."""
+_INTERFACE_CUTOFF = 10.0  # Å: the atoms of residues of an interface, in DockQ
+_INTERFACE_D0, _LIGAND_D0 = 1.5, 8.5  # Å: the RMSD at which DockQ's terms are one half
+_BACKBONE = [ATOM_ORDER[name] for name in ("N", "CA", "C", "O")]
+_PAIRS_AT_ONCE = 1 << 24  # atom pairs that lDDT and DockQ hold in memory at a time
 _SEEDS_PER_LENGTH = 32
 _SEARCH_STEPS = 20
 
@@ -28,7 +38,7 @@ def lddt(
     predicted: Float[Tensor, "*b R A 3"],
     true: Float[Tensor, "*b R A 3"],
     mask: Float[Tensor, "*b R A"],
-    cutoff: float = 15.0,
+    cutoff: float = LDDT_CUTOFF,
     per_residue: bool = False,
     rows: slice = slice(None),
 ) -> Float[Tensor, "*b"] | Float[Tensor, "*b i"]:
@@ -39,6 +49,22 @@ def lddt(
     A)^2, so prefer atom14 to atom37. `per_residue`: one score per residue, from the distances of its atoms. `rows`: a slice
     of step one; only distances from the atoms of these residues to all atoms are used.
     """
+    residue = torch.arange(mask.shape[-2], device=mask.device)
+    kept, counted = _lddt_sums(predicted, true, mask, residue, cutoff, rows)
+    if not per_residue:
+        kept, counted = kept.sum(-1), counted.sum(-1)
+    return (kept + 1e-10) / (counted + 1e-10)
+
+
+def _lddt_sums(
+    predicted: Float[Tensor, "*b R A 3"],
+    true: Float[Tensor, "*b R A 3"],
+    mask: Float[Tensor, "*b R A"],
+    group: Integer[Tensor, "*#b R"],
+    cutoff: float,
+    rows: slice,
+) -> tuple[Float[Tensor, "*b i"], Float[Tensor, "*b i"]]:
+    """Kept (averaged over thresholds) and counted distances from each residue of `rows` to residues of another group."""
     residues, atoms = mask.shape[-2:]
     predicted, true = (x.float() if x.dtype.itemsize < 4 else x for x in (predicted, true))
     mask = mask.to(true.dtype)
@@ -47,25 +73,23 @@ def lddt(
     step = max(1, _PAIRS_AT_ONCE // (batch * residues * atoms * atoms))
     kept, counted = zip(
         *(
-            _lddt_counts(predicted, true, mask, slice(start, min(start + step, last)), cutoff)
+            _lddt_counts(predicted, true, mask, group, slice(start, min(start + step, last)), cutoff)
             for start in range(first, last, step)
         ),
         strict=True,
     )
-    kept_all, counted_all = torch.cat(kept, -1), torch.cat(counted, -1)
-    if not per_residue:
-        kept_all, counted_all = kept_all.sum(-1), counted_all.sum(-1)
-    return (kept_all + 1e-10) / (counted_all + 1e-10)
+    return torch.cat(kept, -1), torch.cat(counted, -1)
 
 
 def _lddt_counts(
     predicted: Float[Tensor, "*b R A 3"],
     true: Float[Tensor, "*b R A 3"],
     mask: Float[Tensor, "*b R A"],
+    group: Integer[Tensor, "*#b R"],
     rows: slice,
     cutoff: float,
 ) -> tuple[Float[Tensor, "*b rows"], Float[Tensor, "*b rows"]]:
-    """Kept (averaged over thresholds) and counted distances from the residues `rows` to all others."""
+    """`_lddt_sums` of a few rows, whose distances are in memory together."""
     shape = (rows.stop - rows.start, *mask.shape[-1:], *mask.shape[-2:])  # rows, A, R, A
 
     def distances(x: Tensor) -> Tensor:
@@ -74,9 +98,8 @@ def _lddt_counts(
 
     distance = distances(true)
     counted = (distance < cutoff) * mask[..., rows, :, None, None] * mask[..., None, None, :, :]
-    number = torch.arange(mask.shape[-2], device=mask.device)
-    other = number[rows, None] != number
-    counted = counted * other[:, None, :, None]
+    other = group[..., rows, None] != group[..., None, :]
+    counted = counted * other[..., :, None, :, None]
     error = (distance - distances(predicted)).abs()
     kept = sum((error < threshold).to(counted.dtype) for threshold in LDDT_THRESHOLDS) / len(LDDT_THRESHOLDS)
     return (kept * counted).sum((-1, -2, -3)), counted.sum((-1, -2, -3))
@@ -99,6 +122,22 @@ def lddt_ca(
     `rows`: as in `lddt`.
     """
     return lddt(predicted.unsqueeze(-2), true.unsqueeze(-2), mask.unsqueeze(-1), per_residue=per_residue, rows=rows)
+
+
+@torch.no_grad()
+def interface_lddt_ca(
+    predicted: Float[Tensor, "*b R 3"],
+    true: Float[Tensor, "*b R 3"],
+    mask: Float[Tensor, "*b R"],
+    chain: Integer[Tensor, "*#b R"],
+) -> Float[Tensor, "*b"]:
+    """lDDT of the CA atoms over the distances between different chains alone, 0 to 1; nan if none of them is below 15 Å.
+
+    `chain`: the number of each residue's chain.
+    """
+    atoms = predicted.unsqueeze(-2), true.unsqueeze(-2), mask.unsqueeze(-1)
+    kept, counted = _lddt_sums(*atoms, chain, LDDT_CUTOFF, slice(None))
+    return kept.sum(-1) / counted.sum(-1)
 
 
 @torch.no_grad()
@@ -248,3 +287,112 @@ def _seed_fragments(length: int) -> Bool[Tensor, "F n"]:
         fragments.append((index >= starts) & (index < starts + size))
         size //= 2
     return torch.cat(fragments)
+
+
+@dataclass(frozen=True)
+class ChainAtoms:
+    """The heavy atoms of a chain, in the order of atom37. Positions in Å, those without an atom anywhere."""
+
+    positions: Float64[Tensor, "L 37 3"]
+    mask: Bool[Tensor, "L 37"]
+
+
+@dataclass(frozen=True)
+class InterfaceScore:
+    """How well a prediction reproduces an interface."""
+
+    contacts: int
+    """True contacts: pairs of residues with heavy atoms within 5 Å."""
+    recovered: int
+    """Those of them that the prediction has, too."""
+    interface_rmsd: float
+    """RMSD in Å of the backbones of residues within 10 Å of the other chain, superposed; infinite where none is predicted."""
+    ligand_rmsd: float
+    """RMSD in Å of the shorter chain's backbone after the longer one's was superposed; infinite where one is not predicted."""
+
+    @property
+    def fnat(self) -> float:
+        """The share of the true contacts that the prediction has, 0 to 1."""
+        return self.recovered / self.contacts
+
+    @property
+    def dockq(self) -> float:
+        """DockQ, 0 to 1 (Basu & Wallner 2016): the mean of `fnat` and of 1 / (1 + (d / d0)^2) of both RMSDs."""
+        terms = (
+            1 / (1 + (d / d0) ** 2) for d, d0 in ((self.interface_rmsd, _INTERFACE_D0), (self.ligand_rmsd, _LIGAND_D0))
+        )
+        return (self.fnat + sum(terms)) / 3
+
+
+@dataclass(frozen=True)
+class TrueInterface:
+    """Two true chains in contact, and what DockQ compares: as in version 2 of its program, whose source settles what the paper
+    leaves open. The longer chain, by residues with atoms, is the receptor; of equals the second."""
+
+    first: ChainAtoms
+    second: ChainAtoms
+    contacts: Int64[Tensor, "K 2"]
+    near: Bool[Tensor, "L M"]
+    """Residues with heavy atoms within 10 Å."""
+
+    @classmethod
+    @torch.no_grad()
+    def between(cls, first: ChainAtoms, second: ChainAtoms) -> TrueInterface | None:
+        """The interface of two chains; None if they are not in contact."""
+        distance = _between_residues(first, second)
+        contacts = (distance < CONTACT_CUTOFF).nonzero()
+        return cls(first, second, contacts, distance < _INTERFACE_CUTOFF) if len(contacts) else None
+
+    @torch.no_grad()
+    def score(self, first: ChainAtoms, second: ChainAtoms) -> InterfaceScore:
+        """The score of a prediction of both chains, residue by residue. What it lacks has no atoms."""
+        one, other = self.contacts.unbind(-1)
+        apart = _distances(first.positions[one], second.positions[other])
+        counts = first.mask[one, :, None] & second.mask[other, None, :]
+        recovered = apart.where(counts, math.inf).flatten(1).amin(-1) < CONTACT_CUTOFF
+
+        # [predicted atoms, true atoms, which of them to compare], of the backbone of each chain
+        chains = [
+            (own.positions[:, _BACKBONE], true.positions[:, _BACKBONE], (own.mask & true.mask)[:, _BACKBONE])
+            for own, true in ((first, self.first), (second, self.second))
+        ]
+        near = self.near & first.mask.any(-1)[:, None] & second.mask.any(-1)
+        interface = [
+            (own[both & inside[:, None]], true[both & inside[:, None]])
+            for (own, true, both), inside in zip(chains, (near.any(1), near.any(0)), strict=True)
+        ]
+        whole = [(own[both], true[both]) for own, true, both in chains]
+        lengths = [int(true.mask.any(-1).sum()) for true in (self.first, self.second)]
+        receptor, ligand = whole if lengths[0] > lengths[1] else whole[::-1]
+        predicted, true = (torch.cat(atoms) for atoms in zip(*interface, strict=True))
+        return InterfaceScore(
+            contacts=len(self.contacts),
+            recovered=int(recovered.sum()),
+            interface_rmsd=_rmsd_after((predicted, true), (predicted, true)),
+            ligand_rmsd=_rmsd_after(receptor, ligand),
+        )
+
+
+def _between_residues(first: ChainAtoms, second: ChainAtoms) -> Float64[Tensor, "L M"]:
+    """The smallest distance between heavy atoms of each pair of residues, in Å; infinite without atoms."""
+    owner, other = first.mask.nonzero()[:, 0], second.mask.nonzero()[:, 0]
+    mine, theirs = first.positions[first.mask], second.positions[second.mask]
+    found = mine.new_full((len(first.mask), len(second.mask)), math.inf)
+    step = max(1, _PAIRS_AT_ONCE // max(1, len(theirs)))
+    for atoms, residues in zip(mine.split(step), owner.split(step), strict=True):
+        nearest = found.new_full((len(atoms), len(second.mask)), math.inf)
+        nearest.scatter_reduce_(1, other.expand(len(atoms), -1), _distances(atoms, theirs), "amin")
+        found.scatter_reduce_(0, residues[:, None].expand_as(nearest), nearest, "amin")
+    return found
+
+
+def _rmsd_after(
+    superposed: tuple[Float64[Tensor, "n 3"], Float64[Tensor, "n 3"]],
+    compared: tuple[Float64[Tensor, "m 3"], Float64[Tensor, "m 3"]],
+) -> float:
+    """The RMSD of predicted and true atoms after the motion that superposes others; infinite if there are none of either."""
+    if not len(superposed[0]) or not len(compared[0]):
+        return math.inf
+    motion = superpose(*superposed, torch.ones_like(superposed[0][:, 0]))
+    moved = motion.unsqueeze(-1).apply(compared[0])
+    return float((moved - compared[1]).square().sum(-1).mean().sqrt())

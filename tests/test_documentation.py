@@ -122,7 +122,7 @@ class Reader:
             "search": check_options,  # its database is a hundred gigabytes
             "selftest": check_options,  # needs GPUs; tests/selftest runs it
             "report": self.report,
-            "score": run,
+            "score": self.score,
             "weights export": self.convert,
             "weights import": self.convert,
             "weights fetch": lambda words: [check_name(name) for name in words[2:]],  # would take it from the network
@@ -194,6 +194,12 @@ class Reader:
     def report(self, words: list[str]) -> None:
         run(words)
         assert "<polyline" in Path(option(words, "--output") or "").read_text()
+
+    def score(self, words: list[str]) -> None:
+        """Of complexes, which no page predicts, the structures stand in for the predictions."""
+        if "--complexes" in words:
+            Path(option(words, "--predictions") or "").symlink_to(Path(option(words, "--structures") or "").absolute())
+        run(words)
 
     def convert(self, words: list[str]) -> None:
         run(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,9 @@ import pytest
 
 from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles, PairingRule
+from evodsp.data.sources.chain_folder import parse_alignment_file
 from evodsp.errors import UserError
+from tests.builders.alignments import database, preparsed
 from tests.builders.complex_files import write_complex
 
 
@@ -46,6 +49,45 @@ def test_a_chain_without_rows_for_pairing_is_said(folders: tuple[Path, Path], ca
     assert parsed.chains[2].pairing is None
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"{folders[0] / '1abc_C'}: no rows to pair")
+
+
+def archives(root: Path, chains: dict[str, list[Path]]) -> None:
+    """OpenFold3's archives, beside the places of folders."""
+    for key, files in chains.items():
+        preparsed(root / f"{key}.npz", {path.stem: parse_alignment_file(path)[0] for path in files})
+
+
+def archives_in_folders(root: Path, chains: dict[str, list[Path]]) -> None:
+    """OpenFold3's archives, in folders."""
+    for key, files in chains.items():
+        preparsed(root / key / "alignment.npz", {path.stem: parse_alignment_file(path)[0] for path in files})
+
+
+def one_database(root: Path, chains: dict[str, list[Path]]) -> None:
+    """OpenFold's alignment database."""
+    root.mkdir()
+    database(root, {key: {path.name: path.read_text() for path in files} for key, files in chains.items()})
+
+
+@pytest.mark.parametrize("pack", [archives, archives_in_folders, one_database])
+@pytest.mark.parametrize("rule", [BY_SPECIES, BY_ENTRY], ids=["species", "entry"])
+def test_other_layouts_are_read_and_paired_as_files_are(
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    rule: PairingRule,
+    pack: Callable[[Path, dict[str, list[Path]]], None],
+) -> None:
+    """Catches uniprot_hits that are not found there, or are taken for the MSA, and rows that lose their names."""
+    expected = source(folders, rule).parsed("1abc")
+    pack(tmp_path / "packed", {folder.name: sorted(folder.iterdir()) for folder in folders[0].iterdir()})
+    found = ComplexFiles(tmp_path / "packed", folders[1], rule=rule).parsed("1abc")
+    for one, other in zip(found.chains, expected.chains, strict=True):
+        assert one.pairing is not None
+        assert other.pairing is not None
+        assert one.pairing.keys == other.pairing.keys
+        np.testing.assert_array_equal(one.pairing.msa, other.pairing.msa)
+        np.testing.assert_array_equal(one.msa.msa, other.msa.msa)
+    np.testing.assert_array_equal(merge(found.chains).msa, merge(expected.chains).msa)
 
 
 def test_chains_lie_where_the_file_has_them(folders: tuple[Path, Path]) -> None:

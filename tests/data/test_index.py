@@ -92,6 +92,29 @@ def test_headers_alignments_and_files(folder: Path, capsys: pytest.CaptureFixtur
     assert "3 chains, 2 with alignments and structure, 1 without a structure" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["folders", "database"])
+def test_rows_for_pairing_of_an_identical_chain(folder: Path, packed: bool) -> None:
+    """Catches rows for pairing that an index hides, because it does not list them, or that an identical chain does not lend."""
+    text = f">q\n{SEQUENCES[KEY]}\n>sp|P12345|X_BOVIN\n{SEQUENCES[KEY]}\n"
+    (folder / "alignments" / KEY / "uniprot_hits.a3m").write_text(text)
+    (folder / "duplicates").write_text(f"5abc_A {KEY}\n")
+    if packed:
+        folders = {key: list((folder / "alignments" / key).iterdir()) for key in SEQUENCES}
+        files = {key: {path.name: path.read_text() for path in paths} for key, paths in folders.items()}
+        shutil.rmtree(folder / "alignments")
+        (folder / "alignments").mkdir()
+        database(folder / "alignments", files)
+    index = index_of(folder, f"--duplicates={folder / 'duplicates'}")
+    alone, indexed = (ChainFiles(folder / "alignments", None, one) for one in (None, index))
+    for source, key in ((alone, KEY), (indexed, KEY), (indexed, "5abc_A")):
+        assert source.has_alignments(key)
+        (found,) = source.alignments_for_pairing(key, ProteinSequence(key, SEQUENCES[KEY]))
+        assert found.names == ("q", "sp|P12345|X_BOVIN")
+        assert source.alignments_for_pairing(OTHER, ProteinSequence(OTHER, SEQUENCES[OTHER])) == []
+    assert not alone.has_alignments("5abc_A")
+    assert not indexed.has_alignments("9abc_A")
+
+
 def test_caches_go_before_headers(folder: Path) -> None:
     """Catches caches that are ignored or mixed up, and clusters of the cluster file overridden by the cache's."""
     facts = {"release_date": "1970-01-11", "seq": "ACX", "resolution": 9.5, "cluster_size": 4}

@@ -61,6 +61,25 @@ def test_an_archive_equals_the_files(tmp_path: Path) -> None:
     assert (lower.residues.tolist(), lower.deletions.tolist()) == ([[0, 4, 3], [0, 21, 17]], [[0, 0, 0], [1, 0, 2]])
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (np.array(["q", "sp|P12345|X_BOVIN"]), ("q", "sp|P12345|X_BOVIN")),
+        (np.array(["q"]), ("row 1", "row 2")),
+        (np.array([1.0, 2.0]), ("row 1", "row 2")),
+        (np.array([[None, "h"]], object), ("row 1", "row 2")),
+        (np.frombuffer(b"\xff" * 8, np.uint32).view("<U1"), ("row 1", "row 2")),
+        (None, ("row 1", "row 2")),
+    ],
+)
+def test_names_of_rows(tmp_path: Path, names: object, expected: tuple[str, ...]) -> None:
+    """Catches rows without the names that say their species, and an archive that is refused for names of another kind."""
+    content = {"msa": np.array([list("ACD"), list("A-w")]), "deletion_matrix": np.zeros((2, 3), int), "metadata": names}
+    np.save(file := io.BytesIO(), np.array(content, object))
+    (found,) = parse_preparsed(archive(tmp_path / "x.npz", file.getvalue()))
+    assert found.names == expected
+
+
 def test_archives_of_other_versions_of_numpy(tmp_path: Path) -> None:
     """Catches an archive refused because of the protocol, the module's old name, or the order of bytes or of axes."""
     letters = np.asfortranarray(np.array([list("ACD"), list("A-w")]).astype(">U1"))

@@ -1,7 +1,7 @@
 """Complexes from files: the chains of an assembly, their MSAs, and the MSAs whose rows are paired.
 
 A complex is an entry, such as `1ao7`: `<structure_dir>/1ao7.cif`. The alignments of its chains lie where those of single chains
-do, in `<alignment_dir>/1ao7_A/`; chains with one sequence need them once.
+do (`evodsp.data.sources.chain_files`), such as `<alignment_dir>/1ao7_A/`; chains with one sequence need them once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,10 @@ from evodsp.data.complexes.keys import RowKey, entry_of_row, uniprot_species
 from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
-from evodsp.data.sources.chain_folder import (
-    chain_folders,
-    has_files,
-    is_alignment,
-    is_for_pairing,
-    pairing_files,
-    parse_alignments,
-    read_alignment_dir,
-)
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing
 from evodsp.data.sources.layout import split_key
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
-from evodsp.data.sources.query_check import matched_alignments
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
@@ -75,8 +67,7 @@ class ComplexFiles:
         rule: PairingRule = BY_SPECIES,
     ) -> None:
         self.alignment_dir, self.assembly, self.rule = Path(alignment_dir), assembly, rule
-        if not self.alignment_dir.is_dir():
-            raise UserError(f"{self.alignment_dir}: no such alignment directory; check the path")
+        self._chains = ChainFiles(alignment_dir)
         self._structures = StructureFolder(structure_dir)
 
     @property
@@ -86,7 +77,7 @@ class ComplexFiles:
 
     def keys(self) -> list[str]:
         """The entries that have alignments of a chain, sorted. Whether all of their chains have some is not checked."""
-        return sorted({split_key(key)[0] for key in chain_folders(self.alignment_dir) if key.strip("_") == key})
+        return sorted({split_key(key)[0] for key in self._chains.keys() if key.strip("_") == key})
 
     def resolution(self, entry: str) -> float | None:
         """The resolution of the entry's structure in Å, None if the method has none. Raises UserError if its file is missing,
@@ -108,8 +99,8 @@ class ComplexFiles:
         return ParsedComplex(assembly, tuple(ChainMsas(query, *msas[query.letters]) for query in queries))
 
     def _msas(self, chains: Sequence[ProteinSequence]) -> tuple[MsaFeatures, PairingMsa | None]:
-        """The MSA of chains with one sequence, and the one for pairing, from the first folder that there is."""
-        query = next((chain for chain in chains if has_files(self.alignment_dir / chain.name)), None)
+        """The MSA of chains with one sequence, and the one for pairing, from the first chain that has alignments."""
+        query = next((chain for chain in chains if self._chains.has_alignments(chain.name)), None)
         if query is None:
             names = ", ".join(dict.fromkeys(chain.name for chain in chains))
             raise UserError(
@@ -117,10 +108,9 @@ class ComplexFiles:
                 "complex out"
             )
         folder = self.alignment_dir / query.name
-        alignments = read_alignment_dir(folder, query)
+        alignments = self._chains.alignments(query.name, query)
         msa = merge_alignments(alignments) if alignments else query_only(encode(query.letters))
-        files = pairing_files(folder, self.rule.reads)
-        paired = matched_alignments(parse_alignments((path, None) for path in files), query)
+        paired = self._chains.alignments_for_pairing(query.name, query, self.rule.reads)
         if not paired:
             say_query_paired(str(folder))
             return msa, None
@@ -131,7 +121,7 @@ class ComplexFiles:
 
 @cache
 def say_query_paired(folder: str) -> None:
-    """Warn, once in a process, that a chain has no rows for pairing. Those in OpenFold3's archives are not read."""
+    """Warn, once in a process, that a chain has no rows for pairing."""
     logger(__name__).warning(
         f"{folder}: no rows to pair with other chains (uniprot_hits.sto or .a3m); its query alone is paired"
     )

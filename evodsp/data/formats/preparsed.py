@@ -2,12 +2,14 @@
 
 Its script preparse_alignments_of3.py writes them with `numpy.savez_compressed`. Each entry is named after an alignment file
 without its suffix (`uniref90_hits`) and holds a pickled dictionary: `msa`, letters `<U1 [N, L]`, upper or lower case;
-`deletion_matrix`, int64 [N, L]; `metadata`, the names of the rows, which are not read.
+`deletion_matrix`, int64 [N, L]; `metadata`, the names of the rows, texts [N], which are numbered where there are none.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -72,16 +74,28 @@ def _alignment(source: str, entry: bytes) -> Alignment:
     try:
         match recorded(_pickle_of(entry)):
             case RecordedArray(
-                objects=[{"msa": RecordedArray() as msa, "deletion_matrix": RecordedArray() as deletions}]
+                objects=[{"msa": RecordedArray() as msa, "deletion_matrix": RecordedArray() as deletions, **others}]
             ):
                 residues, counts = _codes(msa.array("U")), _counts(deletions.array("iu"))
+                names = _names(others.get("metadata"), len(residues))
             case _:
                 raise ValueError("no dictionary with the arrays msa and deletion_matrix")
     except ValueError as error:
         raise FileFormatError(source, f"not an alignment as OpenFold3 stores it: {error}; {_FIX}") from error
     if counts.shape != residues.shape:
         raise FileFormatError(source, f"letters of shape {residues.shape}, deletions of shape {counts.shape}; {_FIX}")
-    return Alignment(source, tuple(f"row {number}" for number in range(1, len(residues) + 1)), residues, counts)
+    return Alignment(source, names, residues, counts)
+
+
+def _names(metadata: object, rows: int) -> tuple[str, ...]:
+    """The names of the rows; their numbers where the archive has no text for each."""
+    if isinstance(metadata, RecordedArray):
+        with contextlib.suppress(ValueError):
+            names = metadata.array("U")
+            # NumPy makes a text of any number, which Python refuses with a SystemError.
+            if names.shape == (rows,) and _points(names).max(initial=0) <= sys.maxunicode:
+                return tuple(names.tolist())
+    return tuple(f"row {number}" for number in range(1, rows + 1))
 
 
 def _pickle_of(entry: bytes) -> bytes:
@@ -100,7 +114,7 @@ def _codes(letters: np.ndarray) -> Int8[np.ndarray, "N L"]:
     """Residue codes of an array of letters. Raises ValueError for other shapes, longer texts and other characters."""
     if letters.ndim != 2 or not letters.size or letters.dtype.itemsize != 4:
         raise ValueError(f"letters of shape {letters.shape} and type {letters.dtype}")
-    points = np.ascontiguousarray(letters.view(np.dtype(np.uint32).newbyteorder(letters.dtype.byteorder)))
+    points = np.ascontiguousarray(_points(letters))
     is_byte = points < len(_LETTERS)
     codes = np.frombuffer(np.where(is_byte, points, 0).astype(np.uint8).tobytes().translate(_LETTERS), np.int8)
     codes = codes.reshape(points.shape)
@@ -108,6 +122,11 @@ def _codes(letters: np.ndarray) -> Int8[np.ndarray, "N L"]:
         row, column = (int(at) for at in illegal[0])
         raise ValueError(f"character number {points[row, column]} in row {row + 1}, column {column + 1}")
     return codes
+
+
+def _points(texts: np.ndarray) -> np.ndarray:
+    """The numbers of the characters of texts, those of a text side by side in the last axis."""
+    return texts.view(np.dtype(np.uint32).newbyteorder(texts.dtype.byteorder))
 
 
 def _counts(deletions: np.ndarray) -> Int32[np.ndarray, "N L"]:

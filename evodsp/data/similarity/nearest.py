@@ -12,7 +12,7 @@ A chain is aligned with the training sequences that share most words with it, un
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -84,6 +84,11 @@ class Bar:
         return _mean([copy.identity for copy in self.copies])
 
 
+def nowhere(residues: int) -> Float64[np.ndarray, "R 3"]:
+    """Places in Å, far from all atoms and from each other: those of residues without a counterpart keep no distance."""
+    return np.repeat(_FAR + _APART * np.arange(residues, dtype=np.float64)[:, None], 3, axis=1)
+
+
 def _mean(values: list[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
@@ -135,7 +140,7 @@ def copies(
     letters = list(rows)
     names = list(known)
     jobs, cells = [], 0
-    for key, candidates in zip(names, _candidates(letters, list(known.values())), strict=True):
+    for key, candidates in zip(names, candidates_of(letters, list(known.values())), strict=True):
         others = [(letters[row], [one for one in rows[letters[row]] if one[1] != key]) for row in candidates]
         listed = [(sequence, owners) for sequence, owners in others if owners]
         cells += len(known[key]) * sum(len(sequence) for sequence, _ in listed)
@@ -148,7 +153,7 @@ def copies(
         yield names[number], placed if isinstance(placed, str) else placed.scored()
 
 
-def _candidates(first: list[str], second: list[str]) -> Iterator[list[int]]:
+def candidates_of(first: list[str], second: list[str]) -> Iterator[list[int]]:
     """For each sequence of `second`, the rows of the sequences of `first` to align it with, the likeliest first."""
     lengths = np.array([len(sequence) for sequence in first], np.int64)
     for begin in range(0, len(second), _AT_ONCE):
@@ -213,7 +218,7 @@ def _place(
     mine, others = plain(target.sequence), plain(source.sequence)
     pairs = paired(mine, others)
     pairs = pairs[source.mask[pairs[:, 1], CA] > 0.5]
-    place = np.repeat(_FAR + _APART * np.arange(len(target), dtype=np.float64)[:, None], 3, axis=1)
+    place = nowhere(len(target))
     place[pairs[:, 0]] = source.positions[pairs[:, 1], CA]
     return _Placed(
         key,
@@ -230,24 +235,44 @@ def _nearest(
     sequence: str, candidates: Sequence[tuple[str, Sequence[tuple[int, str]]]], structures: Structures
 ) -> tuple[str, Chain] | str:
     """The nearest training chain that can be read, or the reason why none can."""
-    scores = [score(letters, sequence) for letters, _ in candidates]
+    ranked = [
+        (points, number, name)
+        for points, owners in ((score(letters, sequence), owners) for letters, owners in candidates)
+        for number, name in owners
+    ]
+    found = best_that_is_read(ranked, lambda name: (structures.chain(name),))
+    if isinstance(found, str):
+        return f"its nearest training chains cannot be read: {found}"
+    name, (chain,) = found
+    return name, chain
+
+
+def best_that_is_read(
+    ranked: Iterable[tuple[int, int, str]], read: Callable[[str], tuple[Chain, ...]]
+) -> tuple[str, tuple[Chain, ...]] | str:
+    """The structure of the highest score that can be read, of equals that of the best resolution, of equal ones the first; or
+    the reason why none can. At most `MOST_FILES` are read.
+
+    `ranked`: score, number and name of each structure.
+    """
+    levels: dict[int, list[tuple[int, str]]] = {}
+    for points, number, name in ranked:
+        levels.setdefault(points, []).append((number, name))
     left, problem = MOST_FILES, ""
-    for best in sorted(set(scores), reverse=True):
-        equals = sorted(
-            owner for points, (_, owners) in zip(scores, candidates, strict=True) if points == best for owner in owners
-        )
-        read: list[tuple[float, int, str, Chain]] = []
-        for number, name in equals[:left]:
+    for best in sorted(levels, reverse=True):
+        equals = sorted(levels[best])[:left]
+        known: list[tuple[float, int, str, tuple[Chain, ...]]] = []
+        for number, name in equals:
             try:
-                chain = structures.chain(name)
+                chains = read(name)
             except (UserError, OSError) as error:
                 problem = problem or " ".join(str(error).split())
                 continue
-            if chain.mask[:, CA].any():
-                read.append((chain.resolution or math.inf, number, name, chain))
-        if read:
-            return min(read, key=lambda one: one[:2])[2:]
-        left -= len(equals[:left])
+            if any(chain.mask[:, CA].any() for chain in chains):
+                known.append((chains[0].resolution or math.inf, number, name, chains))
+        if known:
+            return min(known, key=lambda one: one[:2])[2:]
+        left -= len(equals)
         if not left:
             break
-    return f"its nearest training chains cannot be read: {problem or 'no residue of them has a CA'}"
+    return problem or "no residue of them has a CA"

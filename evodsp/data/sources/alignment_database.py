@@ -7,7 +7,7 @@ An index is JSON: `{chain: {"db": file, "files": [[name, offset, length], …]}}
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -38,8 +38,9 @@ class AlignmentDatabase:
     index: Path
     entries: dict[str, Any]
 
-    def files(self, key: str) -> tuple[str, list[StoredFile]]:
-        """(name of the database, alignments and template searches sorted by name) of a chain that the index lists.
+    def files(self, key: str, is_wanted: Callable[[str], bool] | None = None) -> tuple[str, list[StoredFile]]:
+        """(name of the database, files sorted by name) of a chain that the index lists. `is_wanted`: the function that tells
+        from its name whether a file is among them; None takes the alignments of the chain's MSA and the template searches.
 
         Raises FileFormatError for an entry that is not in OpenFold's format.
         """
@@ -55,7 +56,12 @@ class AlignmentDatabase:
             expected = '{"db": file, "files": [[name, offset, length], …]}'
             message = f"the entry of chain {shown(key)} is not {expected}; make it again"
             raise FileFormatError(self.index, message) from error
-        return database, sorted(file for file in files if is_alignment(file.name) or is_search_result(file.name))
+        wanted = _is_alignment_or_search if is_wanted is None else is_wanted
+        return database, sorted(file for file in files if wanted(file.name))
+
+
+def _is_alignment_or_search(name: str) -> bool:
+    return is_alignment(name) or is_search_result(name)
 
 
 def read_databases(folder: Path) -> list[AlignmentDatabase]:

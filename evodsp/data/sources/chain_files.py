@@ -8,7 +8,7 @@ OpenFold's alignment database (`alignment_db_*.db` files and one `alignment_db.i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -28,7 +28,10 @@ from evodsp.data.sources.chain_folder import (
     files_of_chain,
     has_files,
     is_alignment,
+    is_for_pairing,
     is_search_result,
+    may_hold,
+    pairing_files,
     parse_alignments,
     parse_search_result,
     read_alignment_dir,
@@ -135,6 +138,32 @@ class ChainFiles:
             query = self.query(key)
         return self._read_alignments(key, query)
 
+    def has_alignments(self, key: str) -> bool:
+        """Whether the chain has a folder or an archive of alignments, or an entry of a database or of the index."""
+        if self.index is not None:
+            row = self.index.keys.find(key)
+            return row is not None and bool(self.index.has_alignments()[row])
+        if self._databases:
+            return any(key in database.entries for database in self._databases)
+        return has_files(self.alignment_dir / key)
+
+    def alignments_for_pairing(
+        self, key: str, query: ProteinSequence, reads: Callable[[str], bool] = is_for_pairing
+    ) -> list[Alignment]:
+        """The chain's alignments whose rows are paired with those of other chains, sorted by file name; none if there are none.
+
+        `query`: the chain's sequence. `reads`: the function that tells from the name of a file whether its rows are paired. An
+        index does not list such files, so the folder or the index of the database is read. Raises UserError if a first row is
+        not the query, and as `alignments` does.
+        """
+        owner = key if self.index is None else self.index.alignment_files(self.index.row(key))[0]
+        if self._databases:
+            parts = self._database_files(owner, lambda name: may_hold(name, reads))
+            files = [(source, data) for source, _, data in parts]
+            return matched_alignments(parse_alignments(files, reads), query)
+        paths = pairing_files(self.alignment_dir / owner, reads)
+        return matched_alignments(parse_alignments(((path, None) for path in paths), reads), query)
+
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         """Hits of the chain's template searches (`SEARCH_RESULTS`), in the order of the files; empty if there are none.
 
@@ -207,8 +236,10 @@ class ChainFiles:
         folder = self.alignment_dir / owner
         return ((str(file_of_chain(folder, file.name)), file.name, None) for file in files)
 
-    def _database_files(self, key: str) -> Iterator[tuple[str, str, bytes]]:
-        """(source for messages, name, content) of a chain's alignments and template searches, sorted by name."""
+    def _database_files(
+        self, key: str, is_wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, str, bytes]]:
+        """(source for messages, name, content) of a chain's files, sorted by name. `is_wanted`: as for `AlignmentDatabase`."""
         found = next((database for database in self._databases if key in database.entries), None)
         if found is None:
             indices = ", ".join(database.index.name for database in self._databases)
@@ -216,5 +247,5 @@ class ChainFiles:
                 f"{self.alignment_dir}: no alignments of chain '{key}' in {indices}; make the index again or drop the chain."
                 f"{nearest(key, self.keys())}"
             )
-        database, files = found.files(key)
+        database, files = found.files(key, is_wanted)
         return read_parts(self.alignment_dir / database, key, files, found.index.name)

@@ -27,6 +27,8 @@ BESIDE = _ARCHIVE
 """The name, relative to a chain's folder, of the archive beside it: the part that follows the chain's key."""
 ALIGNMENTS = f"{', '.join(PARSERS)} or {_ARCHIVE}"
 """Suffixes of all alignments, for messages."""
+_SUFFIX_OF_A_MEMBER = ".a3m"
+"""An archive's alignments have the names of files without suffixes. Their roles are those of such files."""
 _SUBFOLDERS = ("a3m", "sto", "hhr")
 _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
 """Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
@@ -47,6 +49,12 @@ def is_alignment(name: str) -> bool:
 def is_for_pairing(name: str) -> bool:
     """Whether a file of that name holds the rows that are paired with those of other chains: uniprot_hits.sto or .a3m."""
     return name.startswith(_PAIRED) and _format(name) in PARSERS
+
+
+def may_hold(name: str, reads: Callable[[str], bool]) -> bool:
+    """Whether a file of that name holds alignments of a role, or may: an archive has alignments of all roles. `reads`: the
+    function that tells from the name of a file whether its alignment has the role."""
+    return reads(name) or (is_alignment(name) and _format(name) == _ARCHIVE)
 
 
 def is_search_result(name: str) -> bool:
@@ -84,9 +92,9 @@ def alignment_files(directory: str | Path) -> list[Path]:
 
 
 def pairing_files(directory: str | Path, reads: Callable[[str], bool] = is_for_pairing) -> list[Path]:
-    """The alignments of a chain's folder whose rows are paired with those of other chains, sorted by file name. `reads`:
-    whether those of a file of that name are."""
-    return [path for path in _files(Path(directory)) if reads(path.name)]
+    """The files of a chain's folder with alignments whose rows are paired with those of other chains, and archives, which may
+    have some, sorted by file name. `reads`: as for `may_hold`."""
+    return [path for path in _files(Path(directory)) if may_hold(path.name, reads)]
 
 
 def search_result_files(directory: str | Path) -> list[Path]:
@@ -101,11 +109,14 @@ def files_of_chain(directory: Path) -> dict[str, int]:
     return {BESIDE if path == beside else str(path.relative_to(directory)): path.stat().st_size for path in found}
 
 
-def parse_alignment_file(path: str | Path, data: bytes | None = None) -> list[Alignment]:
-    """The alignments of a file, parsed by its suffix; an archive holds several. `data`: the file's bytes, if they were read."""
+def parse_alignment_file(
+    path: str | Path, data: bytes | None = None, reads: Callable[[str], bool] = is_alignment
+) -> list[Alignment]:
+    """The alignments of a file, parsed by its suffix; an archive holds several. `data`: the file's bytes, if they were read.
+    `reads`: as for `may_hold`; of an archive it takes the alignments that it would take as files."""
     kind = _format(Path(path).name)
     if kind == _ARCHIVE:
-        return parse_preparsed(path, data, is_wanted=lambda name: not name.startswith(_NOT_FOR_THE_MSA))
+        return parse_preparsed(path, data, is_wanted=lambda name: reads(f"{name}{_SUFFIX_OF_A_MEMBER}"))
     parse: Callable[[str | Path, bytes | None], Alignment] = PARSERS[kind]
     return [parse(path, data)]
 
@@ -121,13 +132,19 @@ def parse_search_result(path: str | Path, query: ProteinSequence, data: bytes | 
     return [] if is_empty else parse_hmmsearch(path, data, query=query.letters, listed=all_monomers(query))
 
 
-def parse_alignments(files: Iterable[tuple[str | Path, bytes | None]]) -> list[Alignment]:
-    """The alignments of files (path, and bytes if they were read already), in their order.
+def parse_alignments(
+    files: Iterable[tuple[str | Path, bytes | None]], reads: Callable[[str], bool] = is_alignment
+) -> list[Alignment]:
+    """The alignments of files (path, and bytes if they were read already), in their order. `reads`: as for
+    `parse_alignment_file`.
 
     Empty files are left out: a search without a result leaves them.
     """
     return [
-        alignment for path, data in files if not _is_empty(path, data) for alignment in parse_alignment_file(path, data)
+        alignment
+        for path, data in files
+        if not _is_empty(path, data)
+        for alignment in parse_alignment_file(path, data, reads)
     ]
 
 

@@ -1,4 +1,4 @@
-"""The training chains that `evodsp score --baseline nearest` copies: their names, their sequences and their structures."""
+"""The training chains or complexes that `evodsp score --baseline nearest` copies: their names, sequences and structures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from evodsp.data.executors import processes
 from evodsp.data.samples.distillation import chains_of
 from evodsp.data.samples.selection import Presence, chain_list, select
 from evodsp.data.similarity.nearest import Bar, Structures, bar
+from evodsp.data.similarity.nearest_complex import TrainingComplexes
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.printing import tell
+from evodsp.progress import progress
 
 _IN_THIS_PROCESS = 2000
 """Chains whose sequences are read without further processes."""
@@ -47,7 +49,7 @@ def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChai
     structures: Structures
     if settings.config is None:
         keys = list(train) if settings.train_chains is None else chain_list(settings.train_chains)
-        folder = StructureFolder(settings.structure_dir or settings.structures)
+        folder = _folder(settings)
         found, structures, where = _sequences(folder, keys), folder, str(folder.directory)
     else:
         given = DoctorConfig(
@@ -72,6 +74,38 @@ def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChai
             f"{len(unknown):,} of {len(found):,} training chains cannot be read and are not copied, such as {unknown[0]}"
         )
     return TrainingChains(found, structures)
+
+
+def training_complexes(settings: ScoreConfig, train: Sequence[str]) -> TrainingComplexes:
+    """The complexes that the settings name. `train`: those of --train, which are taken if nothing else names them.
+
+    Raises UserError if there are none, or if no structure of them can be read.
+    """
+    names = list(train) if settings.train_chains is None else chain_list(settings.train_chains)
+    folder = _folder(settings)
+    found: dict[str, tuple[str, ...]] = {}
+    problem = ""
+    with progress("read training complexes", len(names)) as advance:
+        for name in names:
+            try:
+                found[name] = tuple(chain.sequence for chain in folder.assembly(name, settings.assembly).chains)
+            except (UserError, OSError) as error:
+                problem = problem or " ".join(str(error).split())
+            advance(1)
+    if not found:
+        raise UserError(
+            f"--baseline nearest: none of {len(names):,} training complexes can be read ({problem or 'there are none'}); "
+            "check the list of names and --structure_dir"
+        )
+    if problem:
+        lost = len(names) - len(found)
+        tell(f"{lost:,} of {len(names):,} training complexes cannot be read and are not copied ({problem})")
+    return TrainingComplexes(found, folder, settings.assembly)
+
+
+def _folder(settings: ScoreConfig) -> StructureFolder:
+    """Where the training structures are, if no run names their folder."""
+    return StructureFolder(settings.structure_dir or settings.structures)
 
 
 def _sequences(folder: StructureFolder, keys: Sequence[str]) -> dict[str, str]:

@@ -14,15 +14,21 @@ class ScoreConfig:
     """Which predictions to compare with which structures, and where to write the scores."""
 
     predictions: Path
-    """Output folder of `evodsp predict`."""
+    """Output folder of `evodsp predict`; for complexes also a folder of structure files, <name>.cif or .pdb."""
     structures: Path
     """Folder of the true structures, <pdbid>.cif or .pdb, also gzipped."""
     output: Path
-    """Folder for scores.csv, calibration.png and a picture of each chain, distances_<chain>.png."""
+    """Folder for scores.csv, calibration.png and a picture of each chain, distances_<chain>.png; for complexes for scores.csv
+    and interfaces.csv."""
     train: str | None = None
-    """Chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,…"""
+    """Chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,… (complexes: <pdbid>,…)"""
     held_out: str | None = None
     """Chains that the model was not trained on, given likewise."""
+    complexes: bool = False
+    """Whether the names are those of complexes: each prediction has the chains of a structure, which are scored together."""
+    assembly: str | None = "1"
+    """For complexes: the biological assembly that is the truth; null: the asymmetric unit. A structure file that lists no
+    assemblies is one."""
     baseline: Literal["nearest"] | None = None
     """nearest: say for each chain its nearest training chain (by alignment score) and what a copy of it scores. The training
     chains are those of config, train_chains or train."""
@@ -30,11 +36,21 @@ class ScoreConfig:
     """For the baseline: config.yaml of the run's folder, or another file of `evodsp fit`. Its `data` block names the training
     chains and the folders or the store that they are in."""
     train_chains: str | None = None
-    """For the baseline: text file of the training chains, one name per line; null takes those of config, or train."""
+    """For the baseline: text file of the training chains or complexes, one name per line; null takes those of config, or
+    train."""
     structure_dir: str | None = None
     """For the baseline: folder of the training chains' structures; null takes that of config, or structures."""
 
     def __post_init__(self) -> None:
+        if self.assembly != "1" and not self.complexes:
+            raise UserError(
+                f"--assembly is {self.assembly}, but single chains are compared; give --complexes true, or leave it out"
+            )
+        if self.complexes and self.config is not None:
+            raise UserError(
+                f"--config is {self.config}, but training complexes are not taken from it; give --train_chains with a file of "
+                "their names, and --structure_dir"
+            )
         if self.baseline is not None:
             if self.config is None and self.train_chains is None and self.train is None:
                 raise UserError(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +19,13 @@ from evodsp.data.sources.layout import names_of, split_key, structure_file
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import plddt_of, read_result
-from evodsp.inference.score.baseline import TrainingChains, training_chains
+from evodsp.inference.score.baseline import TrainingChains, training_chains, training_complexes
 from evodsp.inference.score.calibration import Calibration
+from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.figures import calibration_figure, distance_figure
+from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
-from evodsp.reading.quoting import printable
 
 _PREDICTED_CHAIN = "A"
 
@@ -120,8 +118,13 @@ class _Pair:
 def run(settings: ScoreConfig, words: list[str]) -> int:
     """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
     splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
+    places = settings.predictions, settings.structures, splits, settings.output
+    if settings.complexes:
+        complexes = None if settings.baseline is None else training_complexes(settings, splits["train"])
+        write_complex_report(*places, assembly=settings.assembly, training=complexes)
+        return 0
     training = None if settings.baseline is None else training_chains(settings, splits["train"])
-    write_report(settings.predictions, settings.structures, splits, settings.output, training=training)
+    write_report(*places, training=training)
     return 0
 
 
@@ -219,46 +222,12 @@ def calibrations(predictions: Path, structures: Path, splits: Mapping[str, Seque
 
 def comparison_table(scores: Sequence[ChainScores]) -> str:
     """The scores as text: one line per chain, then one line of explanation per column."""
-    columns = (*_COLUMNS, *(_OF_THE_COPY if scores and isinstance(scores[0], ScoresBesideCopy) else ()))
-    rows = [[heading for _, heading, _, _ in columns]]
-    rows += [[_cell(getattr(s, field), style) for field, _, style, _ in columns] for s in scores]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = [style == "" for _, _, style, _ in columns]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if text else cell.rjust(width)
-            for cell, width, text in zip(row, widths, texts, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    longest = max(len(heading) for _, heading, _, _ in columns)
-    legend = [f"{heading:<{longest}}  {meaning}" for _, heading, _, meaning in columns]
-    return "\n".join([*lines, "", *legend])
-
-
-def _cell(value: object, style: str) -> str:
-    return "–" if value is None or value == "" else format(value, style)
+    return table((*_COLUMNS, *(_OF_THE_COPY if scores and isinstance(scores[0], ScoresBesideCopy) else ())), scores)
 
 
 def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
     """Write the scores, rounded to 4 decimals, as .csv or .json by the suffix of `path`."""
-    rows = [
-        {name: round(value, 4) if isinstance(value, float) else value for name, value in dataclasses.asdict(s).items()}
-        for s in scores
-    ]
-    if path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-        return
-    if path.suffix != ".csv":
-        raise UserError(f"{path}: scores can be written as .csv or .json, not as '{path.suffix}'; rename it")
-    with path.open("w", newline="", encoding="utf-8") as file:
-        names = [field.name for field in dataclasses.fields(scores[0] if scores else ChainScores)]
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows
-        )
+    write_rows(scores, path, type(scores[0]) if scores else ChainScores)
 
 
 def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]], output: Path) -> list[Path]:

@@ -1,0 +1,338 @@
+"""Scores of predicted complexes: which chain is compared with which, what counts as wrong, and the files of the command."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evodsp.cli import main
+from evodsp.data.records import Assembly, Chain
+from evodsp.errors import UserError
+from evodsp.files import whole_folder
+from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
+from evodsp.inference.results import RANKING, TIMINGS, write_json, write_results
+from evodsp.inference.score.chain_mapping import ComplexComparison
+from evodsp.inference.score.complexes import Predicted, score_complex
+from evodsp.inference.structure_files import PredictedStructure
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
+
+SEQUENCES = {"a": "MKTAYIAKQRWLEDFGHNPC", "b": "GSHMDERVTCNPFWAQ", "c": "PPLLKKWWEEDDSSTTRR"}
+
+
+def chain(name: str, kind: str, number: int) -> Chain:
+    """A chain of one of three sequences: a walk that begins beside that of the number before. It lacks residues 3 and 4."""
+    letters = SEQUENCES[kind]
+    random_numbers = np.random.default_rng(number)
+    trace = random_numbers.normal(size=(len(letters), 1, 3)).cumsum(0) * 2 + [6.0 * number, 0, 0]
+    positions = (trace + random_numbers.normal(size=(len(letters), 37, 3))).astype(np.float32)
+    mask = RESTYPE_ATOM37_MASK[[RESTYPE_ORDER[letter] for letter in letters]].astype(np.float32)
+    mask[2:4] = 0
+    return Chain(
+        pdb_id="9abc",
+        chain_id=name,
+        sequence=letters,
+        residue_number=np.arange(1, len(letters) + 1, dtype=np.int32),
+        insertion_code=("",) * len(letters),
+        is_missing=~mask.any(-1),
+        positions=positions * mask[..., None],
+        mask=mask,
+    )
+
+
+def assembly(kinds: str) -> Assembly:
+    """A true complex with a chain A, B, … for each letter."""
+    names = tuple("ABCDEFGHIJ"[: len(kinds)])
+    return Assembly(
+        "9abc", names, tuple(chain(name, kind, n) for n, (name, kind) in enumerate(zip(names, kinds, strict=True)))
+    )
+
+
+def prediction(truth: Assembly, order: str, scale: float = 0.0, names: str = "PQRSTUVWXY") -> Assembly:
+    """A prediction of the true chains named by `order`, in this order: moved as a whole, with errors of `scale` Å."""
+    random_numbers = np.random.default_rng(7)
+    chains = []
+    for name, true in zip(names, order, strict=False):
+        one = truth.chains[truth.names.index(true)]
+        moved = one.positions[..., [1, 2, 0]] + random_numbers.normal(size=one.positions.shape) * scale + 11
+        chains.append(dataclasses.replace(one, chain_id=name, positions=moved.astype(np.float32)))
+    return Assembly("seed_0", tuple(names[: len(order)]), tuple(chains))
+
+
+def scored(truth: Assembly, predicted: Assembly):
+    return score_complex("9abc", "held-out", truth, Predicted(predicted))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "order", "mapping", "by"),
+    [
+        ("abc", "ABC", "A:P B:Q C:R", "sequence"),
+        ("abc", "CAB", "A:Q B:R C:P", "sequence"),
+        ("aab", "BCA", "A:R B:P C:Q", "DockQ"),
+        ("aabb", "BACD", "A:Q B:P C:R D:S", "DockQ"),
+        ("aabb", "DBCA", "A:S B:Q C:R D:P", "DockQ"),
+        ("aaaaaaa", "CEGBADF", "A:T B:S C:P D:U E:Q F:V G:R", "RMSD"),
+    ],
+)
+def test_chains_are_mapped_by_sequence_and_copies_by_what_fits(kinds, order, mapping, by) -> None:
+    """Catches chains that are taken in the order or by the names of the file, and copies that are not exchanged."""
+    scores, interfaces, remarks = scored(assembly(kinds), prediction(assembly(kinds), order))
+    assert (scores.mapping, scores.mapped_by, scores.missing, remarks) == (mapping, by, "", [])
+    assert (scores.chains, scores.interfaces) == (len(kinds), len(interfaces))
+    assert len(interfaces) > 1
+    ones = scores.dockq, scores.fnat, scores.interface_lddt_ca, scores.lddt_ca, *(one.dockq for one in interfaces)
+    assert ones == pytest.approx([1.0] * len(ones), abs=1e-5)
+    assert (scores.residues, scores.resolved) == (
+        sum(len(SEQUENCES[kind]) for kind in kinds),
+        sum(len(SEQUENCES[kind]) - 2 for kind in kinds),
+    )
+
+
+def test_the_mapping_has_the_highest_dockq_of_all() -> None:
+    """Catches a mapping that is not the best one, and one that is left out."""
+    truth = assembly("aaabb")
+    comparison = ComplexComparison(truth, prediction(truth, "DBECA", scale=4.0))
+    choices = [
+        (*first, *second) for first in itertools.permutations((1, 3, 4)) for second in itertools.permutations((0, 2))
+    ]
+    *_, second, best = sorted(choices, key=comparison.dockq)
+    assert comparison.mapping().chains == best
+    assert comparison.dockq(best) > comparison.dockq(second) + 0.01
+
+
+@pytest.mark.parametrize(("order", "mapping"), [("AC", "A:P B:- C:Q"), ("BC", "A:- B:P C:Q"), ("AB", "A:P B:Q C:-")])
+def test_a_missing_chain_counts_as_wrong(order, mapping) -> None:
+    """Catches a mean over interfaces that are left, lDDT of residues that are left, and a missing chain without a line."""
+    truth = assembly("aac")
+    scores, interfaces, remarks = scored(truth, prediction(truth, order))
+    assert scores.mapping == mapping
+    (lost,) = set("ABC") - set(order)
+    assert scores.missing == lost
+    assert remarks == [f"9abc: chain {lost} is missing in the prediction, and counts as wrong"]
+    there = {(one.first, one.second): one for one in interfaces}
+    expected = {pair: 0.0 if lost in pair else 1.0 for pair in there}
+    assert {pair: one.dockq for pair, one in there.items()} == pytest.approx(expected, abs=1e-5)
+    assert scores.dockq == pytest.approx(np.mean(list(expected.values())), abs=1e-5)
+    assert all((one.interface_rmsd is None) == (lost in pair) for pair, one in there.items())
+    atoms = [
+        (name, position)
+        for name, one in zip(truth.names, truth.chains, strict=True)
+        for position, seen in zip(one.positions[:, CA].astype(float), one.mask[:, CA], strict=True)
+        if seen
+    ]
+    pairs = [
+        (a != b, lost not in (a, b)) for (a, x), (b, y) in itertools.permutations(atoms, 2) if math.dist(x, y) < 15
+    ]
+    assert scores.lddt_ca == pytest.approx(np.mean([kept for _, kept in pairs]))
+    assert scores.interface_lddt_ca == pytest.approx(np.mean([kept for between, kept in pairs if between]))
+
+
+def test_residues_that_are_missing_or_numbered_otherwise() -> None:
+    """Catches residues that are compared by number or place in the file, missing ones that are left out, and an alignment that
+    nobody hears of."""
+    truth = assembly("ab")
+    first, second = prediction(truth, "AB").chains
+    cut = {
+        field.name: getattr(first, field.name)[6:]
+        for field in dataclasses.fields(first)
+        if field.name in ("sequence", "residue_number", "insertion_code", "is_missing", "positions", "mask")
+    }
+    unseen = second.mask.copy()
+    unseen[10:] = 0
+    shorter = Assembly(
+        "seed_0", ("P", "Q"), (dataclasses.replace(first, **cut), dataclasses.replace(second, mask=unseen))
+    )
+    scores, (interface,), remarks = scored(truth, shorter)
+    line = "9abc: chain P of the prediction has another sequence than chain A: 14 of its 20 residues are paired by alignment, "
+    assert remarks == [line + "100% identical"]
+    true = [one.positions[:, CA].astype(float) for one in truth.chains]
+    seen = [one.mask[:, CA] > 0 for one in truth.chains]
+    kept = [np.arange(20) >= 6, np.arange(16) < 10]
+    counts = [
+        kept[0][i] and kept[1][j]
+        for i in np.flatnonzero(seen[0])
+        for j in np.flatnonzero(seen[1])
+        if math.dist(true[0][i], true[1][j]) < 15
+    ]
+    assert 0 < sum(counts) < len(counts)
+    assert scores.interface_lddt_ca == pytest.approx(np.mean(counts))
+    assert 0 < interface.recovered < interface.contacts
+    assert interface.interface_rmsd == pytest.approx(0, abs=1e-4)
+
+
+def test_a_chain_that_moved_loses_its_interfaces_alone() -> None:
+    """Catches scores that are not those of the interface named, and scores within chains that a move changes."""
+    truth = assembly("abc")
+    perfect = prediction(truth, "ABC")
+    away = dataclasses.replace(perfect.chains[2], positions=perfect.chains[2].positions + np.float32(40))
+    scores, interfaces, _ = scored(truth, Assembly("seed_0", perfect.names, (*perfect.chains[:2], away)))
+    found = {one.first + one.second: (one.dockq, one.lddt_ca) for one in interfaces}
+    assert found["AB"] == pytest.approx((1.0, 1.0), abs=1e-5)
+    assert max(found["BC"]) < 0.1
+    assert 0 < scores.interface_lddt_ca < scores.lddt_ca < 1
+
+
+def test_copies_without_an_interface_are_mapped_by_their_places() -> None:
+    """Catches a mapping by DockQ where there is none, and scores of interfaces that do not exist."""
+    near = assembly("aa")
+    far = dataclasses.replace(near.chains[1], positions=near.chains[1].positions + np.float32(90))
+    truth = Assembly("9abc", near.names, (near.chains[0], far))
+    scores, interfaces, _ = scored(truth, prediction(truth, "BA"))
+    assert (scores.mapping, scores.mapped_by, scores.interfaces, interfaces) == ("A:Q B:P", "RMSD", 0, [])
+    assert (scores.dockq, scores.fnat, scores.interface_lddt_ca) == (None, None, None)
+    assert scores.lddt_ca == pytest.approx(1)
+
+
+def test_chains_that_the_structure_does_not_have() -> None:
+    """Catches a chain too many that is compared, one of another protein, and a prediction of something else altogether."""
+    whole = assembly("aabc")
+    truth = Assembly("9abc", ("A", "C"), (whole.chains[0], whole.chains[2]))
+    scores, _, remarks = scored(truth, prediction(whole, "BACD"))
+    assert scores.mapping == "A:Q C:R"
+    assert remarks == [
+        "9abc: chain P of the prediction is one copy more than the structure has, and is left out",
+        "9abc: chain S of the prediction has the sequence of no chain of the structure, and is left out",
+    ]
+    assert scores.dockq == pytest.approx(1, abs=1e-5)
+    with pytest.raises(UserError, match="9abc: none of the 1 predicted chains has the sequence of one of its 2 chains"):
+        scored(truth, prediction(whole, "D"))
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """A prediction of two chains by evodsp predict, another one as a file, and their structures."""
+    truth = assembly("ab")
+    predicted = prediction(truth, "BA", 0.5, "AB")
+    (tmp_path / "structures").mkdir()
+    for name in ("9abc", "9xyz"):
+        write_mmcif(tmp_path / "structures" / f"{name}.cif", truth.chains)
+    plddt = np.full(20, 81.5, np.float32)
+    aatype = np.array([RESTYPE_ORDER[letter] for letter in SEQUENCES["a"]])
+    alone = PredictedStructure("9abc", aatype, truth.chains[0].positions, truth.chains[0].mask, plddt)
+    with whole_folder(tmp_path / "predictions" / "9abc") as work:
+        write_results(work, {0: alone}, "cif", {}, "9abc")
+        write_json(work / TIMINGS, {})
+        ranking = json.loads((work / RANKING).read_text())
+        ranking["ranking"][0] |= {"iptm": 0.5, "ptm": 0.9}
+        (work / "seed_0_pae.json").touch()
+        (work / RANKING).write_text(json.dumps(ranking))
+        write_mmcif(work / "seed_0.cif", predicted.chains)
+    write_mmcif(tmp_path / "predictions" / "9xyz.cif", predicted.chains)
+    return tmp_path
+
+
+def score_command(root: Path, *words: str, complexes: str = "true") -> int:
+    given = ["--predictions", str(root / "predictions"), "--structures", str(root / "structures")]
+    return main(["score", "--complexes", complexes, *given, "--output", str(root / "scored"), *words])
+
+
+def test_the_command_scores_complexes(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches predictions that are not found, tables unlike the files, a column without an explanation, and numbers of a
+    confidence that nobody gave."""
+    assert score_command(folders, "--train", "9xyz", "--held_out", "9abc") == 0
+    said = capsys.readouterr().out
+    file, folder = csv.DictReader((folders / "scored" / "scores.csv").open())
+    assert (file["complex"], file["split"], folder["complex"], folder["split"]) == ("9xyz", "train", "9abc", "held-out")
+    assert file["mapping"] == folder["mapping"] == "A:B B:A"
+    assert [file[name] for name in ("plddt", "iptm", "confidence")] == [""] * 3
+    assert [folder[name] for name in ("plddt", "iptm", "confidence")] == ["81.5", "0.5", "0.58"]
+    assert 0.5 < float(file["dockq"]) < 1
+    rows = list(csv.DictReader((folders / "scored" / "interfaces.csv").open()))
+    assert [(row["complex"], row["first"], row["predicted_first"]) for row in rows] == [
+        ("9xyz", "A", "B"),
+        ("9abc", "A", "B"),
+    ]
+    assert float(rows[0]["dockq"]) == float(file["dockq"])
+    table, legend, means = said.split("\n\n")[:3]
+    headings = table.splitlines()[0]
+    assert all(line.split("  ")[0] in headings for line in legend.splitlines())
+    assert f"held-out: mean DockQ {float(folder['dockq']):.3f}, iLDDT-CA " in means
+    assert score_command(folders, "--held_out", "9xyz") == 0
+    assert "confidence" not in capsys.readouterr().out
+
+
+def test_the_assembly_is_a_choice(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a prediction that is compared with the asymmetric unit unasked, or always with assembly 1."""
+    path = folders / "structures" / "9abc.cif"
+    identity = "1 0 0 0 1 0 0 0 1"
+    numbers = [f"matrix[{row}][{column}]" for row in (1, 2, 3) for column in (1, 2, 3)]
+    generators = "".join(
+        f"_pdbx_struct_assembly_gen.{tag}\n" for tag in ("assembly_id", "oper_expression", "asym_id_list")
+    )
+    operators = "".join(
+        f"_pdbx_struct_oper_list.{tag}\n" for tag in ("id", *numbers, *(f"vector[{row}]" for row in (1, 2, 3)))
+    )
+    text = path.read_text() + f"loop_\n{generators}1 1,2 A\n2 1 B\nloop_\n{operators}"
+    path.write_text(f"{text}1 {identity} 0 0 0\n2 {identity} 5 5 0\n")
+    found = {}
+    for name in ("1", "2", "null", "3"):
+        assert score_command(folders, "--held_out", "9abc", "--assembly", name) == (2 if name == "3" else 0)
+        (found[name],) = csv.DictReader((folders / "scored" / "scores.csv").open())
+    assert [found[name]["mapping"] for name in ("1", "2", "null")] == ["A:B A-2:-", "B:A", "A:B B:A"]
+    said = capsys.readouterr()
+    assert "9abc: chain A-2 is missing in the prediction, and counts as wrong" in said.out
+    assert "no assembly '3': its assemblies are 1, 2." in said.err
+
+
+def test_mistakes_with_complexes_are_one_line(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback, and options that have no effect."""
+    ranking = folders / "predictions" / "9abc" / RANKING
+    content = json.loads(ranking.read_text())
+    content["ranking"][0]["iptm"] = 7
+    ranking.write_text(json.dumps(content))
+    for words, said in (
+        (("--held_out", "9zzz"), "no folder 9zzz and no 9zzz.cif, .mmcif or .pdb"),
+        (("--held_out", "9abc"), "iptm is 7, not a number from 0 to 1"),
+        ((), "no complexes to compare; name at least one"),
+        (("--held_out", "9xyz", "--assembly", "2"), "--assembly is 2, but single chains are compared"),
+    ):
+        assert score_command(folders, *words, complexes=str("--assembly" not in words).lower()) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+
+def test_a_prediction_beside_the_copy_of_the_nearest_training_complex(
+    folders: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a difference of the wrong sign, a copy of the complex itself, and training structures that are looked for among
+    the true ones."""
+    (apart := folders / "training").mkdir()
+    true = assembly("ab").chains
+    shifted = [one.positions + np.random.default_rng(1).normal(size=one.positions.shape) for one in true]
+    source = [dataclasses.replace(one, positions=at.astype(np.float32)) for one, at in zip(true, shifted, strict=True)]
+    write_mmcif(apart / "8aaa.cif", source[::-1])
+    write_mmcif(apart / "9abc.cif", true)
+    (listed := folders / "train.txt").write_text("8aaa\n9abc\n8zzz\n")
+    words = ("--baseline", "nearest", "--train_chains", str(listed))
+    assert score_command(folders, "--held_out", "9abc", *words, "--structure_dir", str(apart)) == 0
+    said = capsys.readouterr()
+    (row,) = csv.DictReader((folders / "scored" / "scores.csv").open())
+    copied, _, _ = scored(assembly("ab"), Assembly("8aaa", ("A", "B"), tuple(source)))
+    assert [row[name] for name in ("nearest", "nearest_identity", "nearest_coverage")] == ["8aaa", "1.0", "0.8889"]
+    assert float(row["nearest_interface_lddt_ca"]) == pytest.approx(copied.interface_lddt_ca, abs=1e-3)
+    assert float(row["nearest_dockq"]) == pytest.approx(copied.dockq, abs=1e-3)
+    assert float(row["nearest_lddt_ca"]) == pytest.approx(copied.lddt_ca, abs=1e-3)
+    better = float(row["interface_lddt_ca"]) - float(row["nearest_interface_lddt_ca"])
+    assert float(row["better_by"]) == pytest.approx(better, abs=2e-4)
+    assert better > 0
+    line = " of copies of the nearest training complexes, 1 of 1; the prediction is better (iLDDT-CA) on 1 of 1"
+    assert line in said.out
+    assert "9abc: is a training complex, too; it is not copied from itself" in said.out
+    assert "1 of 3 training complexes cannot be read and are not copied (" in said.err
+    for more, error in (
+        ((), "none of 3 training complexes can be read ("),
+        (("--config", str(listed)), "training complexes are not taken from it; give --train_chains"),
+    ):
+        assert score_command(folders, "--held_out", "9xyz", *words, "--structure_dir", str(folders), *more) == 2
+        assert error in capsys.readouterr().err
+    (apart / "8aaa.cif").unlink()
+    assert score_command(folders, "--held_out", "9abc", *words, "--structure_dir", str(apart)) == 0
+    assert "9abc: no copy: there is no training complex with as many chains" in capsys.readouterr().out
