@@ -32,7 +32,7 @@ from evodsp.training.logs import LogRows
 from evodsp.training.recipe import learning_rate
 from evodsp.training.resume import KEY, recount_batches, rename_callbacks, use_settings
 from evodsp.training.run_end import Request
-from evodsp.training.scores import ca_atoms, mean_by_chain, score
+from evodsp.training.scores import ca_atoms, known_scores, mean_by_chain, mean_scores, score
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
 from evodsp.weights.versions import upgrade
@@ -338,7 +338,7 @@ class TrainingModule(LightningModule):
         read = torch.stack([values.double() for values in found.values()], 1).tolist()  # one copy for all
         for index, values in zip(batch["sample_index"].tolist(), read, strict=True):
             chain = names[index] if index < len(names) else str(index)
-            self.scores[chain] = dict(zip(found, values, strict=True))
+            self.scores[chain] = known_scores(dict(zip(found, values, strict=True)))
 
     def _collect(self, stage: str) -> None:
         """Gather the scores of all ranks in the order of the chains; log their means, and each lDDT-CA if there are few."""
@@ -346,8 +346,7 @@ class TrainingModule(LightningModule):
         order = {chain: place for place, chain in enumerate(self.chain_names.get(stage, []))}
         scores = mean_by_chain(parts)
         scores = dict(sorted(scores.items(), key=lambda item: order.get(item[0], 0)))
-        for name in next(iter(scores.values()), {}):
-            mean = sum(values[name] for values in scores.values()) / len(scores)
+        for name, mean in mean_scores(scores).items():
             self.log(f"{stage}/{name}", mean, prog_bar=name == "lddt_ca")
         if len(scores) <= MOST_CHAINS_LOGGED:
             self.log_dict({f"{stage}/lddt_ca/{chain}": values["lddt_ca"] for chain, values in scores.items()})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from evodsp import metrics
 from evodsp.geometry.residues import CA
+from evodsp.losses.total import CHAIN
 from evodsp.model.confidence import compute_plddt
 from evodsp.model.outputs import ModelOutput
 
@@ -21,13 +23,14 @@ def ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Metrics of the predicted CA atoms against the true ones, each [batch]: lDDT and TM-score in 0..1, RMSD in Å.
 
-    plddt: the mean over residues with a true CA, 0..100. plddt_too_high: by how many points it exceeds their lDDT-CA.
+    plddt: the mean over residues with a true CA, 0..100. plddt_too_high: by how many points it exceeds their lDDT-CA. Complexes
+    also have interface_lddt_ca, of the distances between chains alone, which is nan where no true one is below 15 Å.
     """
     atoms = ca_atoms(output, batch)
     mask = atoms[2]
     plddt = (compute_plddt(output.logits["plddt"]) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
     truth = (100 * metrics.lddt_ca(*atoms, per_residue=True) * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    return {
+    found = {
         "lddt_ca": metrics.lddt_ca(*atoms),
         "gdt_ts": metrics.gdt_ts(*atoms),
         "tm_score": metrics.tm_score(*atoms),
@@ -35,6 +38,23 @@ def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "plddt": plddt,
         "plddt_too_high": plddt - truth,
     }
+    if CHAIN in batch:
+        found["interface_lddt_ca"] = metrics.interface_lddt_ca(*atoms, batch[CHAIN][:, -1])
+    return found
+
+
+def known_scores(values: Mapping[str, float]) -> dict[str, float]:
+    """The scores of a chain, without that of an interface if it has none."""
+    return {name: value for name, value in values.items() if name != "interface_lddt_ca" or not math.isnan(value)}
+
+
+def mean_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each score over the chains that have it."""
+    by_name: dict[str, list[float]] = {}
+    for row in scores.values():
+        for name, value in row.items():
+            by_name.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in by_name.items()}
 
 
 def mean_by_chain(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -56,11 +76,14 @@ def score_table(scores: dict[str, dict[str, float]]) -> str:
     """A table of the scores: one line per chain, and their mean."""
     if not scores:
         return "no chains"
-    mean = {name: sum(row[name] for row in scores.values()) / len(scores) for name in next(iter(scores.values()))}
+    mean = mean_scores(scores)
     rows = {**scores, "mean": mean} if len(scores) > 1 else scores
     width = max(len("chain"), *map(len, rows))
     titles = {"lddt_ca": "lDDT-CA", "gdt_ts": "GDT-TS", "tm_score": "TM-score", "rmsd": "RMSD (Å)", "plddt": "pLDDT"}
-    titles["plddt_too_high"] = "pLDDT off"
+    titles |= {"plddt_too_high": "pLDDT off", "interface_lddt_ca": "iLDDT-CA"}
     lines = [f"{'chain':<{width}}" + "".join(f"{titles.get(name, name):>10}" for name in mean)]
-    lines += [f"{chain:<{width}}" + "".join(f"{value:>10.3f}" for value in row.values()) for chain, row in rows.items()]
+    lines += [
+        f"{chain:<{width}}" + "".join(f"{row[name]:>10.3f}" if name in row else f"{'-':>10}" for name in mean)
+        for chain, row in rows.items()
+    ]
     return "\n".join(lines)

@@ -11,11 +11,15 @@ import torch
 from evodsp.cli import main
 from evodsp.data.complexes.source import BY_ENTRY, ComplexFiles
 from evodsp.errors import UserError
+from evodsp.geometry.residues import CA
+from evodsp.parallel.exchange import LocalExchange
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
+from evodsp.training.scores import known_scores, mean_scores, score, score_table
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.complex_files import write_complex
+from tests.builders.random_outputs import leaves_of, output_of
 
 CONFIG = """
 model:
@@ -98,6 +102,27 @@ def test_the_entries_of_a_run(data: DataConfig) -> None:
         find_chains(missing, arrangement="multimer")
     left = find_chains(dataclasses.replace(missing, validation_chains=None), arrangement="multimer")
     assert (left.train, left.missing) == (["1abc"], {"2abc": "alignments"})
+
+
+def test_scores_of_interfaces() -> None:
+    """Catches the score of an interface that counts distances within chains, or stands for all in a mean although a complex has
+    none."""
+    true = 8.0 * torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.0, 0.0])
+    near = torch.stack([true, true])
+    moved = near.clone()
+    moved[0, 3:] += torch.tensor([0.0, 20.0, 0.0])  # one chain away from the other
+    chain = torch.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 1]])
+    leaves = {**leaves_of(2, 6), "positions": torch.zeros(2, 6, 37, 3)}
+    leaves["positions"][:, :, CA] = moved
+    labels = {"all_atom_positions": torch.zeros(2, 6, 37, 3), "all_atom_mask": torch.ones(2, 6, 37)}
+    labels["all_atom_positions"][:, :, CA] = near
+    found = score(output_of(leaves, LocalExchange()), labels | {"asym_id": chain[:, None]})
+    assert found["interface_lddt_ca"][0] == 0
+    assert found["lddt_ca"][0] > 0.5
+    rows = {name: known_scores({key: float(value[k]) for key, value in found.items()}) for k, name in enumerate("ab")}
+    assert "interface_lddt_ca" not in rows["b"]
+    assert mean_scores(rows)["interface_lddt_ca"] == 0
+    assert " - " in f"{score_table(rows).splitlines()[2]} "
 
 
 @pytest.mark.parametrize(

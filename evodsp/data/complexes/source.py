@@ -77,7 +77,8 @@ class ComplexFiles:
 
     def keys(self) -> list[str]:
         """The entries that have alignments of a chain, sorted. Whether all of their chains have some is not checked."""
-        return sorted({split_key(key)[0] for key in self._chains.keys() if key.strip("_") == key})
+        chains = self._chains.keys()
+        return sorted({split_key(key)[0] for key in chains if key.strip("_") == key})
 
     def resolution(self, entry: str) -> float | None:
         """The resolution of the entry's structure in Å, None if the method has none. Raises UserError if its file is missing,
