@@ -66,6 +66,12 @@ def prediction(truth: Assembly, order: str, scale: float = 0.0, names: str = "PQ
     return Assembly("seed_0", tuple(names[: len(order)]), tuple(chains))
 
 
+def without_first(one: Chain, count: int) -> Chain:
+    """The chain without its first residues, in its sequence, too."""
+    fields = ("sequence", "residue_number", "insertion_code", "is_missing", "positions", "mask")
+    return dataclasses.replace(one, **{name: getattr(one, name)[count:] for name in fields})
+
+
 def scored(truth: Assembly, predicted: Assembly):
     return score_complex("9abc", "held-out", truth, Predicted(predicted))
 
@@ -139,16 +145,9 @@ def test_residues_that_are_missing_or_numbered_otherwise() -> None:
     nobody hears of."""
     truth = assembly("ab")
     first, second = prediction(truth, "AB").chains
-    cut = {
-        field.name: getattr(first, field.name)[6:]
-        for field in dataclasses.fields(first)
-        if field.name in ("sequence", "residue_number", "insertion_code", "is_missing", "positions", "mask")
-    }
     unseen = second.mask.copy()
     unseen[10:] = 0
-    shorter = Assembly(
-        "seed_0", ("P", "Q"), (dataclasses.replace(first, **cut), dataclasses.replace(second, mask=unseen))
-    )
+    shorter = Assembly("seed_0", ("P", "Q"), (without_first(first, 6), dataclasses.replace(second, mask=unseen)))
     scores, (interface,), remarks = scored(truth, shorter)
     line = "9abc: chain P of the prediction has another sequence than chain A: 14 of its 20 residues are paired by alignment, "
     assert remarks == [line + "100% identical"]
@@ -165,6 +164,47 @@ def test_residues_that_are_missing_or_numbered_otherwise() -> None:
     assert scores.interface_lddt_ca == pytest.approx(np.mean(counts))
     assert 0 < interface.recovered < interface.contacts
     assert interface.interface_rmsd == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "order", "mapping", "by"),
+    [
+        ("aab", "BAC", "A:Q B:P C:R", "DockQ"),
+        ("aaaaaaa", "CEGBADF", "A:T B:S C:P D:U E:Q F:V G:R", "RMSD"),
+        ("aaaaaaa", "CEGADF", "A:S B:- C:P D:T E:Q F:U G:R", "RMSD"),
+    ],
+)
+def test_copies_may_differ_in_the_residues_that_were_seen(kinds, order, mapping, by) -> None:
+    """Catches copies that are not exchanged, or that are taken for missing, where a file lists the residues seen in each."""
+    whole = assembly(kinds)
+    truth = Assembly("9abc", whole.names, (whole.chains[0], without_first(whole.chains[1], 5), *whole.chains[2:]))
+    scores, interfaces, _ = scored(truth, prediction(whole, order))
+    assert (scores.mapping, scores.mapped_by) == (mapping, by)
+    expected = [0.0 if "B" in (one.first, one.second) and "-" in mapping else 1.0 for one in interfaces]
+    assert [one.dockq for one in interfaces] == pytest.approx(expected, abs=1e-5)
+
+
+def test_sequences_decide_before_places_do() -> None:
+    """Catches two similar chains that are exchanged although each has a sequence of its own."""
+    first, second = assembly("aa").chains
+    second = dataclasses.replace(second, sequence="W" + second.sequence[1:])
+    truth = Assembly("9abc", ("A", "B"), (first, second))
+    exchanged = [dataclasses.replace(one, sequence=other.sequence) for one, other in ((first, second), (second, first))]
+    scores, _, remarks = scored(truth, Assembly("seed_0", ("P", "Q"), tuple(exchanged)))
+    assert (scores.mapping, scores.mapped_by, remarks) == ("A:Q B:P", "sequence", [])
+    assert scores.dockq is not None
+    assert scores.dockq < 0.9
+
+
+def test_larger_complexes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches memory that the number of chains of a file decides."""
+    monkeypatch.setattr("evodsp.inference.score.chain_mapping.MOST_CHAINS", 2)
+    whole = assembly("aab")
+    two = Assembly("9abc", ("A", "B"), whole.chains[:2])
+    assert scored(two, prediction(whole, "AB"))[0].dockq == pytest.approx(1, abs=1e-5)
+    for truth, order in ((two, "ABC"), (whole, "AB")):
+        with pytest.raises(UserError, match="9abc: 3 chains, but complexes of at most 2 are compared"):
+            scored(truth, prediction(whole, order))
 
 
 def test_a_chain_that_moved_loses_its_interfaces_alone() -> None:

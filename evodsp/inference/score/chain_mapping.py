@@ -1,10 +1,11 @@
 """A predicted complex beside the true one: which predicted chain is compared with which true chain, and the scores.
 
-Chains belong together by their sequences. Identical copies may be exchanged: of all mappings the one with the highest DockQ
-counts, the mean over the true interfaces. Where there are too many to try, or no interface, copies are assigned by the RMSD
-after a superposition (`evodsp.losses.permutation.align_chains`).
+Chains belong together by their sequences. Copies may be exchanged: of all mappings whose sequences agree equally well, the one
+with the highest DockQ counts, the mean over the true interfaces. Where there are too many to try, or no interface, copies are
+assigned by the RMSD after a superposition (`evodsp.losses.permutation.align_chains`). Copies may differ in a few residues: a
+PDB file without SEQRES has the residues that were seen in each.
 
-Shapes: L residues of a chain, R of all true chains. Positions in Å.
+Shapes: L residues of a chain, R of all true chains, P pairs of residues. Positions in Å.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations, permutations, product
 
 import numpy as np
@@ -29,7 +31,9 @@ from evodsp.metrics import ChainAtoms, InterfaceScore, TrueInterface
 from evodsp.rng import Draws
 
 SAME_CHAIN = 0.9
-"""Identical residues, as a share of the shorter sequence, from which two chains are taken for the same."""
+"""Identical residues, as a share of the shorter sequence, from which two chains are taken for copies."""
+MOST_CHAINS = 64
+"""Chains of a complex that are compared: the memory to assign copies grows with the third power."""
 MOST_MAPPINGS = 720
 """Mappings that are tried, at most: those of a homohexamer."""
 _DECIMALS = 6
@@ -49,9 +53,14 @@ class ChainMapping:
 
 
 class ComplexComparison:
-    """A true complex and a prediction of it. Raises UserError if they have no chain in common."""
+    """A true complex and a prediction of it. Raises UserError if they have no chain in common, or more than `MOST_CHAINS`."""
 
     def __init__(self, truth: Assembly, predicted: Assembly) -> None:
+        if (most := max(len(truth.chains), len(predicted.chains))) > MOST_CHAINS:
+            raise UserError(
+                f"{truth.pdb_id}: {most} chains, but complexes of at most {MOST_CHAINS} are compared; take another assembly, "
+                "or the asymmetric unit (--assembly null)"
+            )
         self.truth, self.predicted = truth, predicted
         self._true = [_atoms(chain) for chain in truth.chains]
         pairs = combinations(range(len(self._true)), 2)
@@ -60,10 +69,11 @@ class ComplexComparison:
             pair: interface for pair, interface in between if interface is not None
         }
         """The true chains that are in contact, two each."""
-        sequences = dict(zip(truth.entities, (chain.sequence for chain in truth.chains), strict=True))
-        self.likenesses = [_most_like(chain.sequence, sequences) for chain in predicted.chains]
-        """Which true chains each predicted chain is a copy of; None: of none."""
-        if not any(self.likenesses):
+        self._copies = _copies([chain.sequence for chain in truth.chains])
+        firsts = [truth.chains[group[0]].sequence for group in self._copies]
+        self.copies_of = [_most_like(chain.sequence, firsts) for chain in predicted.chains]
+        """The number of the group of true chains that each predicted chain is a copy of; None: of none."""
+        if set(self.copies_of) == {None}:
             raise UserError(
                 f"{truth.pdb_id}: none of the {len(predicted.chains)} predicted chains has the sequence of one of its "
                 f"{len(truth.chains)} chains; compare a prediction with the structure of the same complex"
@@ -76,18 +86,26 @@ class ComplexComparison:
         """The number of true residues with a CA."""
         return int(sum(atoms.mask[:, CA].sum() for atoms in self._true))
 
+    def likeness(self, chain: int, true: int) -> Likeness:
+        """The sequences of a predicted and of a true chain, side by side."""
+        return likeness(self.predicted.chains[chain].sequence, self.truth.chains[true].sequence)
+
     def mapping(self) -> ChainMapping:
-        """The best mapping of predicted to true chains."""
-        members = [
-            ([n for n, e in enumerate(self.truth.entities) if e == entity], self._predicted_of(entity))
-            for entity in sorted(set(self.truth.entities))
-        ]
-        choices = math.prod(math.perm(max(len(true), len(ours)), min(len(true), len(ours))) for true, ours in members)
-        if choices == 1:
-            return ChainMapping(next(_mappings(members)), "sequence")
-        if not self.interfaces or choices > MOST_MAPPINGS:
+        """The best mapping of predicted to true chains: of those whose sequences agree best, the one that fits best."""
+        members = [(true, self._predicted_of(number)) for number, true in enumerate(self._copies)]
+        if math.prod(_choices(true, ours) for true, ours in members) > MOST_MAPPINGS:
             return ChainMapping(self._by_rmsd(members), "RMSD")
-        return ChainMapping(max(_mappings(members), key=lambda chosen: round(self.dockq(chosen), _DECIMALS)), "DockQ")
+        identity: dict[Chosen, float] = {}
+        for chosen in _mappings(members):
+            pairs = ((chain, true) for true, chain in enumerate(chosen) if chain is not None)
+            identity[chosen] = round(math.fsum(self.likeness(*pair).identity for pair in pairs), _DECIMALS)
+        most = max(identity.values())
+        left = [chosen for chosen, value in identity.items() if value == most]
+        if len(left) == 1:
+            return ChainMapping(left[0], "sequence")
+        if not self.interfaces:
+            return ChainMapping(self._by_rmsd(members), "RMSD")
+        return ChainMapping(max(left, key=lambda chosen: round(self.dockq(chosen), _DECIMALS)), "DockQ")
 
     def dockq(self, chosen: Chosen) -> float:
         """Mean DockQ over the true interfaces, of which there is one at least; a missing chain's have 0."""
@@ -124,43 +142,44 @@ class ComplexComparison:
             torch.cat([atoms.mask[:, CA] for atoms in true]).double(),
         )
 
-    def _predicted_of(self, entity: int) -> list[int]:
-        """The predicted chains with the sequence of an entity of the truth."""
-        return [n for n, found in enumerate(self.likenesses) if found is not None and found.entity == entity]
+    def _predicted_of(self, number: int) -> list[int]:
+        """The predicted chains that are copies of a group of true chains."""
+        return [chain for chain, group in enumerate(self.copies_of) if group == number]
 
     def _on_truth(self, chain: int | None, true: int) -> ChainAtoms:
         """The atoms of a predicted chain on the residues of a true one. What it lacks, or all of None, has no atoms."""
-        key = chain, self.truth.entities[true]
-        if key not in self._placed:
-            length = len(self.truth.chains[true])
-            positions, mask = np.zeros((length, 37, 3)), np.zeros((length, 37), bool)
-            if chain is not None and (found := self.likenesses[chain]) is not None:
-                ours, theirs = found.pairs.T
-                positions[theirs] = self.predicted.chains[chain].positions[ours]
-                mask[theirs] = self.predicted.chains[chain].mask[ours] > 0.5
-            self._placed[key] = ChainAtoms(torch.from_numpy(positions), torch.from_numpy(mask))
-        return self._placed[key]
+        if (chain, true) not in self._placed:
+            letters = self.truth.chains[true].sequence
+            if chain is None:
+                none = torch.zeros(len(letters), 37, dtype=torch.bool)
+                self._placed[chain, true] = ChainAtoms(none.unsqueeze(-1).expand(-1, -1, 3).double(), none)
+            else:
+                self._placed[chain, true] = _placed(self.predicted.chains[chain], letters)
+        return self._placed[chain, true]
 
     def _by_rmsd(self, members: Sequence[tuple[list[int], list[int]]]) -> Chosen:
-        """The mapping that `align_chains` finds. Chains without a counterpart face one without atoms."""
-        slots: list[tuple[int | None, int | None, int]] = []  # predicted and true chain, entity
-        for entity, (true, ours) in enumerate(members):
+        """The mapping that `align_chains` finds, by the residues of the longest chain of each group of copies. Chains without a
+        counterpart face one without atoms."""
+        slots: list[tuple[int | None, int | None, int]] = []  # predicted chain, true chain, group
+        for group, (true, ours) in enumerate(members):
             for n in range(max(len(true), len(ours))):
-                slots.append((ours[n] if n < len(ours) else None, true[n] if n < len(true) else None, entity))
-        longest = max(len(chain) for chain in self.truth.chains)
-        positions, mask = torch.zeros(len(slots), longest, 3).double(), torch.zeros(len(slots), longest).double()
+                slots.append((ours[n] if n < len(ours) else None, true[n] if n < len(true) else None, group))
+        longest = [max((self.truth.chains[n].sequence for n in true), key=len) for true, _ in members]
+        positions = torch.zeros(len(slots), max(map(len, longest)), 3).double()
+        mask = torch.zeros_like(positions[..., 0])
         predicted, asym, residue = [], [], []
-        for slot, (chain, true_chain, entity) in enumerate(slots):
+        for slot, (chain, true_chain, group) in enumerate(slots):
             if true_chain is not None:
-                atoms = self._true[true_chain]
+                atoms = _placed(self.truth.chains[true_chain], longest[group])
                 positions[slot, : len(atoms.mask)] = atoms.positions[:, CA]
                 mask[slot, : len(atoms.mask)] = atoms.mask[:, CA].double()
-            shown = self._on_truth(chain, members[entity][0][0])
-            there = shown.mask[:, CA].nonzero()[:, 0]
-            predicted.append(shown.positions[there, CA])
-            asym.append(torch.full_like(there, slot + 1))
-            residue.append(there)
-        truth = TrueChains(positions, mask, [entity for *_, entity in slots])
+            if chain is not None:
+                shown = _placed(self.predicted.chains[chain], longest[group])
+                there = shown.mask[:, CA].nonzero()[:, 0]
+                predicted.append(shown.positions[there, CA])
+                asym.append(torch.full_like(there, slot + 1))
+                residue.append(there)
+        truth = TrueChains(positions, mask, [group for *_, group in slots])
         order = align_chains(torch.cat(predicted), torch.cat(asym), torch.cat(residue), truth, Draws.root(0))
         chosen: list[int | None] = [None] * len(self.truth.chains)
         for (chain, *_), row in zip(slots, order.tolist(), strict=True):
@@ -171,32 +190,53 @@ class ComplexComparison:
 
 @dataclass(frozen=True)
 class Likeness:
-    """The true chains that a predicted one is a copy of, and the residues [P, 2] that correspond: predicted, true."""
+    """Two sequences side by side."""
 
-    entity: int
     identity: float
+    """Identical residues, as a share of the shorter sequence, 0 to 1; 0 if that is shorter than half of the other."""
     pairs: Int64[np.ndarray, "P 2"]
+    """The residues that correspond, from 0."""
 
 
-def _most_like(sequence: str, entities: Mapping[int, str]) -> Likeness | None:
-    """The entity with this sequence, or with the most similar one; None if none is similar enough."""
-    for entity, letters in entities.items():
-        if letters == sequence:
-            return Likeness(entity, 1.0, np.repeat(np.arange(len(letters))[:, None], 2, axis=1))
-    best = None
-    for entity, letters in entities.items():
-        if len(sequence) * len(letters) > MOST_CELLS:
-            continue
-        mine, theirs = plain(sequence), plain(letters)
-        pairs = paired(mine, theirs)
-        identity = same_residues(mine, theirs, pairs) / min(len(mine), len(theirs))
-        if identity >= SAME_CHAIN and (best is None or identity > best.identity):
-            best = Likeness(entity, identity, pairs)
-    return best
+@lru_cache(maxsize=512)
+def likeness(first: str, second: str) -> Likeness:
+    """Equal sequences correspond residue by residue, others by their best alignment (`evodsp.data.similarity.pairs`)."""
+    if first == second:
+        return Likeness(1.0, np.repeat(np.arange(len(first))[:, None], 2, axis=1))
+    shorter, longer = sorted((len(first), len(second)))
+    if 2 * shorter < longer or shorter * longer > MOST_CELLS:
+        return Likeness(0.0, np.zeros((0, 2), np.int64))
+    letters = plain(first), plain(second)
+    pairs = paired(*letters)
+    return Likeness(same_residues(*letters, pairs) / shorter, pairs)
+
+
+def _copies(sequences: Sequence[str]) -> list[list[int]]:
+    """The chains in groups of copies, in the order in which their sequences first occur."""
+    groups: list[list[int]] = []
+    for chain, letters in enumerate(sequences):
+        like = _most_like(letters, [sequences[group[0]] for group in groups])
+        if like is None:
+            groups.append([chain])
+        else:
+            groups[like].append(chain)
+    return groups
+
+
+def _most_like(sequence: str, others: Sequence[str]) -> int | None:
+    """The number of the most similar sequence, of equals the first; None if none is similar enough."""
+    identities = [likeness(sequence, letters).identity for letters in others]
+    best = max(identities, default=0.0)
+    return identities.index(best) if best >= SAME_CHAIN else None
+
+
+def _choices(true: list[int], ours: list[int]) -> int:
+    """The number of ways to give as many true chains as possible a predicted one each."""
+    return math.perm(max(len(true), len(ours)), min(len(true), len(ours)))
 
 
 def _mappings(members: Sequence[tuple[list[int], list[int]]]) -> Iterator[Chosen]:
-    """Every mapping, those in the order of the files first. `members`: true and predicted chains of each entity."""
+    """Every mapping, those in the order of the files first. `members`: true and predicted chains of each group."""
     chains = sum(len(true) for true, _ in members)
     for parts in product(*(_assignments(true, ours) for true, ours in members)):
         chosen: list[int | None] = [None] * chains
@@ -211,6 +251,14 @@ def _assignments(true: list[int], ours: list[int]) -> list[list[tuple[int, int]]
     if len(ours) >= len(true):
         return [list(zip(true, some, strict=True)) for some in permutations(ours, len(true))]
     return [list(zip(some, ours, strict=True)) for some in permutations(true, len(ours))]
+
+
+def _placed(chain: Chain, letters: str) -> ChainAtoms:
+    """The atoms of a chain on the residues of a sequence. Residues without a counterpart have none."""
+    ours, theirs = likeness(chain.sequence, letters).pairs.T
+    positions, mask = np.zeros((len(letters), 37, 3)), np.zeros((len(letters), 37), bool)
+    positions[theirs], mask[theirs] = chain.positions[ours], chain.mask[ours] > 0.5
+    return ChainAtoms(torch.from_numpy(positions), torch.from_numpy(mask))
 
 
 def _atoms(chain: Chain) -> ChainAtoms:

@@ -238,12 +238,13 @@ def _remarks(comparison: ComplexComparison, mapping: ChainMapping) -> Iterator[s
         if chain is None:
             yield f"chain {name} is missing in the prediction, and counts as wrong"
     true_of = {chain: n for n, chain in enumerate(mapping.chains) if chain is not None}
-    for chain, (name, like) in enumerate(zip(predicted.names, comparison.likenesses, strict=True)):
-        if like is None:
+    for chain, (name, copies) in enumerate(zip(predicted.names, comparison.copies_of, strict=True)):
+        if copies is None:
             yield f"chain {name} of the prediction has the sequence of no chain of the structure, and is left out"
         elif chain not in true_of:
             yield f"chain {name} of the prediction is one copy more than the structure has, and is left out"
         elif predicted.chains[chain].sequence != (true := truth.chains[true_of[chain]]).sequence:
+            like = comparison.likeness(chain, true_of[chain])
             yield (
                 f"chain {name} of the prediction has another sequence than chain {truth.names[true_of[chain]]}: "
                 f"{len(like.pairs)} of its {len(true)} residues are paired by alignment, {like.identity:.0%} identical"
