@@ -25,9 +25,11 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32
 
-from evodsp.data.formats.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_structure as read_file
+from evodsp.data.records import Chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name, pdb_chain_name
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.reading.array_files import read_archive
@@ -142,16 +144,29 @@ def read_structure(result: PredictionResult, key: Key, path: Path | None = None)
     two files hold different numbers of residues.
     """
     path = path or result.structure(key)
-    chain, plddt = read_chain(path, "A"), read_plddt(result.folder, key)
-    if len(plddt) != len(chain):
-        raise FileFormatError(path, f"has {len(chain)} residues, but its scores are of {len(plddt)}; {FIX}")
+    chains, plddt = _read_chains(path), read_plddt(result.folder, key)
+    if len(plddt) != (residues := sum(map(len, chains))):
+        raise FileFormatError(path, f"has {residues} residues, but its scores are of {len(plddt)}; {FIX}")
     return PredictedStructure(
         name=result.name,
-        aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
-        positions=chain.positions,
-        mask=chain.mask,
+        aatype=np.array([RESTYPES_WITH_X.index(letter) for chain in chains for letter in chain.sequence]),
+        positions=np.concatenate([chain.positions for chain in chains]),
+        mask=np.concatenate([chain.mask for chain in chains]),
         plddt=plddt,
+        lengths=tuple(map(len, chains)) if len(chains) > 1 else (),
     )
+
+
+def _read_chains(path: Path) -> list[Chain]:
+    """The chains of a structure file, in their order. Raises FileFormatError unless they have the names that predict gives."""
+    found = read_file(path).chains
+    name_of, most = (pdb_chain_name, MOST_IN_PDB) if path.suffix == ".pdb" else (chain_name, MOST_CHAINS)
+    names = [name_of(number) for number in range(min(len(found), most))]
+    if other := sorted(found.keys() - set(names)):
+        raise FileFormatError(
+            path, f"not written by evodsp predict (it has a chain '{other[0]}', not {names[-1]}); {FIX}"
+        )
+    return [found[name] for name in names]
 
 
 def contacts_name(key: Key) -> str:

@@ -18,8 +18,7 @@ import gemmi
 import numpy as np
 from jaxtyping import Float
 
-from evodsp.data.formats.mmcif import read_chain
-from evodsp.data.records import Alignment, Chain
+from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
@@ -36,7 +35,17 @@ from evodsp.inference.pages.residue_charts import (
 )
 from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.result_checks import FIX
-from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
+from evodsp.inference.results import (
+    REPORT,
+    PredictionResult,
+    key_of,
+    read_pae,
+    read_structure,
+    read_timings,
+    read_with_ranking,
+    stem,
+)
+from evodsp.inference.structure_files import PredictedStructure
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -54,20 +63,24 @@ class _Seed:
 
     seed: int
     """Its number on the page: the seed, or the place in the ranking if there are several models."""
-    chain: Chain
-    plddt: Float[np.ndarray, " R"]
+    structure: PredictedStructure
     pae: Float[np.ndarray, "R R"] | None
     """Å."""
     highest: float
     """The largest error that the head can predict, Å."""
 
+    @property
+    def plddt(self) -> Float[np.ndarray, " R"]:
+        """pLDDT, 0 to 100."""
+        return self.structure.plddt
+
 
 def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     """Write the page of the finished result in `folder`. `alignments`: the ones that it was predicted from."""
-    _, ranking = read_with_ranking(folder)
+    result, ranking = read_with_ranking(folder)
     timings = read_timings(folder)
     seeds = [
-        _read_seed(folder, entry, number) for number, entry in zip(_numbers(ranking), ranking["ranking"], strict=True)
+        _read_seed(result, entry, number) for number, entry in zip(_numbers(ranking), ranking["ranking"], strict=True)
     ]
     found = coverage(alignments) if alignments else None
     relaxed = {stem(key): read_relaxation(folder, key) for key in map(key_of, ranking["ranking"])}
@@ -149,16 +162,15 @@ def _numbers(ranking: Mapping[str, Any]) -> list[int]:
     return list(range(len(entries))) if "models" in ranking else [int(entry["seed"]) for entry in entries]
 
 
-def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
+def _read_seed(result: PredictionResult, entry: Mapping[str, Any], number: int) -> _Seed:
     key = key_of(entry)
     pae, highest = None, _FARTHEST
     if "ptm" in entry:
-        pae, highest = read_pae(folder, key)
-    file = folder / entry["structure"]
-    chain, plddt = read_chain(file, "A"), read_plddt(folder, key)
-    if len(plddt) != len(chain) or (pae is not None and len(pae) != len(chain)):
-        raise UserError(f"{file}: has another number of residues than its scores; {FIX}")
-    return _Seed(number, chain, plddt, pae, highest)
+        pae, highest = read_pae(result.folder, key)
+    structure = read_structure(result, key)
+    if pae is not None and len(pae) != len(structure.plddt):
+        raise UserError(f"{result.structure(key)}: has another number of residues than its scores; {FIX}")
+    return _Seed(number, structure, pae, highest)
 
 
 def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int]]:
@@ -192,8 +204,8 @@ def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> 
     rows: list[list[str | int]] = []
     for rank, (entry, one) in enumerate(zip(entries, seeds, strict=True), start=1):
         ptm = [f"{entry['ptm']:.3f}"] if "ptm" in entry else []
-        moved = _superposed(one.chain, seeds[0].chain)[:, CA] - seeds[0].chain.positions[:, CA]
-        both = one.chain.mask[:, CA] > 0.5
+        moved = _superposed(one.structure, seeds[0].structure)[:, CA] - seeds[0].structure.positions[:, CA]
+        both = one.structure.mask[:, CA] > 0.5
         rmsd = f"{math.sqrt((moved[both] ** 2).sum(-1).mean()):.2f}" if both.any() else ""
         model = [str(entry["model"])] if "model" in entry else []
         rows.append(
@@ -232,12 +244,12 @@ def _plain(value: Any) -> str:
 
 def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
     """The data of the script. All seeds have the same atoms, because the sequence decides which there are."""
-    chain = seeds[0].chain
-    residue, atom = np.nonzero(chain.mask > 0.5)
-    step = math.ceil(len(chain) * math.sqrt(len(seeds) / _MOST_CELLS))
+    first = seeds[0].structure
+    residue, atom = np.nonzero(first.mask > 0.5)
+    step = math.ceil(len(first.plddt) * math.sqrt(len(seeds) / _MOST_CELLS))
     return {
-        "sequence": chain.sequence,
-        "residue_names": {letter: RESTYPE_1TO3.get(letter, "UNK") for letter in sorted(set(chain.sequence))},
+        "sequence": first.sequence,
+        "residue_names": {letter: RESTYPE_1TO3.get(letter, "UNK") for letter in sorted(set(first.sequence))},
         "atom_names": ATOM_TYPES,
         "atom_type": _base64(atom.astype("u1")),
         "atom_residue": _base64(residue.astype("<i4")),
@@ -252,7 +264,7 @@ def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
             {
                 "seed": one.seed,
                 "plddt": [round(float(value), 1) for value in one.plddt],
-                "coordinates": _base64((_superposed(one.chain, chain)[residue, atom] * 1000).round().astype("<i4")),
+                "coordinates": _base64((_superposed(one.structure, first)[residue, atom] * 1000).round().astype("<i4")),
                 "pae": None if one.pae is None else _base64(_quantised(_reduced(one.pae, step), one.highest)),
             }
             for one in seeds
@@ -279,12 +291,12 @@ def _reduced(pae: Float[np.ndarray, "R R"], step: int) -> np.ndarray:
     return sums / np.outer(sizes, sizes)
 
 
-def _superposed(chain: Chain, onto: Chain) -> Float[np.ndarray, "R 37 3"]:
-    """Positions of `chain` after superposition of its CA atoms onto those of `onto`, so that seeds lie on one another."""
-    both = (chain.mask[:, CA] > 0.5) & (onto.mask[:, CA] > 0.5)
-    if chain is onto or both.sum() < 3:
-        return chain.positions
-    fixed, moving = ([gemmi.Position(*xyz) for xyz in one.positions[both, CA].tolist()] for one in (onto, chain))
+def _superposed(moved: PredictedStructure, onto: PredictedStructure) -> Float[np.ndarray, "R 37 3"]:
+    """Positions of `moved` after superposition of its CA atoms onto those of `onto`, so that seeds lie on one another."""
+    both = (moved.mask[:, CA] > 0.5) & (onto.mask[:, CA] > 0.5)
+    if moved is onto or both.sum() < 3:
+        return moved.positions
+    fixed, moving = ([gemmi.Position(*xyz) for xyz in one.positions[both, CA].tolist()] for one in (onto, moved))
     transform = gemmi.superpose_positions(fixed, moving).transform
     rotation, shift = np.array(transform.mat.tolist()), np.array(transform.vec.tolist())
-    return chain.positions @ rotation.T + shift
+    return moved.positions @ rotation.T + shift
