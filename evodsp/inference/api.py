@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.inputs import check_single_chain, exists, is_sequence, read_inputs
+from evodsp.inference.inputs import exists, is_sequence, read_inputs
 from evodsp.inference.predict import predict as predict_targets
 from evodsp.inference.prediction import Prediction
 from evodsp.model.alphafold import AlphaFold
@@ -70,8 +70,9 @@ def predict(
 ) -> Prediction | dict[str, Prediction] | list[Prediction]:
     """Predict structures in this process.
 
-    inputs: a sequence in upper-case letters, {name: sequence}, or FASTA or A3M files or folders of them, as the command's
-        inputs (a path, or a list of paths and sequences). Text that begins with '>' is that of a FASTA file.
+    inputs: a sequence in upper-case letters, {name: sequence}, or FASTA, A3M or CSV files or folders, as the command's inputs
+        (a path, or a list of paths and sequences). Text that begins with '>' is that of a FASTA file. The chains of a complex
+        are one sequence with ':' between them.
     alignments: None, to predict from the sequence alone; for a single sequence the text of an A3M file, or the path of an A3M
         or Stockholm file or of a folder of them; for several, {name: text or path}, or the folder of the command's option.
     checkpoint: what `evodsp.load_model` returns, or a path; or several of them, which are ranked together. A model in memory is
@@ -159,7 +160,6 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
                 raise UserError(
                     f"evodsp.predict: the name {name!r} is empty or has blanks; use letters, digits, '_', '-'"
                 )
-            check_single_chain(letters)
             if not is_sequence(letters):
                 raise UserError(f"evodsp.predict: '{name}' is {_short(letters)}, but must be a sequence in upper case")
         return (_fasta(folder, inputs.items()),)
@@ -179,7 +179,6 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
             name = ALONE if len(given) == 1 else f"{ALONE}_{number}"
             paths.append(_fasta(folder, [(name, one)], f"{name}.fasta"))
         elif isinstance(one, str | Path):
-            check_single_chain(one)
             if not exists(str(one)) and str(one) != "-":
                 raise UserError(
                     f"evodsp.predict: {_short(one)} is no file or folder, and no sequence; "

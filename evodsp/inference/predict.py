@@ -286,7 +286,7 @@ def _make_page(job: Job, result: PredictionResult, report: Report, group: Group 
     """Write a target's page; report one that cannot be written."""
 
     def make() -> None:
-        write_target_page(result.folder, job.target.read())
+        write_target_page(result.folder, job.read().alignments)
 
     if problem := from_first(lambda: page_problem(str(result.folder / REPORT), make), group):
         report(f"  {problem}")
@@ -298,7 +298,7 @@ def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Rep
         return
 
     def make() -> None:
-        write_plots(result, job.target.read)
+        write_plots(result, lambda: job.read().alignments)
 
     if problem := from_first(lambda: page_problem(f"{result.folder}: pictures", make), group):
         report(f"  {problem}")

@@ -25,12 +25,16 @@ import modelcif.model
 import modelcif.protocol
 import modelcif.qa_metric
 import numpy as np
+import torch
 from jaxtyping import Float32, Float64, Integer
 
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.geometry.frames import pseudo_beta
 from evodsp.geometry.residues import ATOM_TYPES
 from evodsp.inference.chains import MOST_IN_PDB, ChainSpan, chain_name, pdb_chain_name, spans_of
+from evodsp.inference.complex_scores import ComplexScores
+from evodsp.inference.interfaces import Interface, interfaces_of
 from evodsp.version import __version__
 
 PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
@@ -53,6 +57,8 @@ class AlignedError:
     """The largest error that the head can predict, in Å."""
     ptm: float
     """Predicted TM-score, 0..1."""
+    of_chains: ComplexScores | None = None
+    """The scores of the parts of a complex; None for a single chain."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,16 @@ class PredictedStructure:
         return spans_of(self.lengths or (len(self.aatype),))
 
     @property
+    def interfaces(self) -> tuple[Interface, ...]:
+        """The scores of each chain's interface with each other chain, numbered from 1; none without aligned errors."""
+        if self.aligned_error is None:
+            return ()
+        atoms = (torch.from_numpy(np.asarray(values)) for values in (self.aatype, self.positions, self.mask))
+        beta, beta_mask = (values.numpy() for values in pseudo_beta(*atoms))
+        numbers = np.repeat(np.arange(1, len(self.chains) + 1), [len(chain) for chain in self.chains])
+        return interfaces_of(self.aligned_error.pae, numbers, beta, beta_mask, self.plddt)
+
+    @property
     def ascii_name(self) -> str:
         """The name with '?' for letters outside ASCII, which neither format allows."""
         return self.name.encode("ascii", "replace").decode()
@@ -95,9 +111,11 @@ class PredictedStructure:
 
     @property
     def confidence_line(self) -> str:
-        """For the log, for example 'mean pLDDT 81.2, pTM 0.74'."""
-        ptm = "" if self.aligned_error is None else f", pTM {self.aligned_error.ptm:.2f}"
-        return f"mean pLDDT {self.mean_plddt:.1f}{ptm}"
+        """For the log, for example 'mean pLDDT 81.2, pTM 0.74', and of a complex ', ipTM 0.61'."""
+        error = self.aligned_error
+        ptm = "" if error is None else f", pTM {error.ptm:.2f}"
+        iptm = "" if error is None or error.of_chains is None else f", ipTM {error.of_chains.iptm:.2f}"
+        return f"mean pLDDT {self.mean_plddt:.1f}{ptm}{iptm}"
 
 
 @dataclass(frozen=True)
@@ -109,11 +127,13 @@ class Origin:
     """Predicted TM-score, 0..1; None for models without that head."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings in ranking.json: the parameters' fingerprint, rows, recycling iterations, templates."""
+    iptm: float | None = None
+    """Predicted TM-score of the interfaces, 0..1; None for a single chain."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], settings: Mapping[str, Any]) -> Origin:
         """The origin that an entry of ranking.json tells."""
-        return cls(entry["seed"], entry.get("ptm"), settings)
+        return cls(entry["seed"], entry.get("ptm"), settings, entry.get("iptm"))
 
 
 UNKNOWN = Origin()
@@ -135,6 +155,12 @@ class _PTM(modelcif.qa_metric.Global, modelcif.qa_metric.PTM):
     """Predicted TM-score, 0 to 1"""
 
     name, software = "pTM", None
+
+
+class _IPTM(modelcif.qa_metric.Global, modelcif.qa_metric.IpTM):
+    """Predicted TM-score of the interfaces, 0 to 1"""
+
+    name, software = "ipTM", None
 
 
 class _PAE(modelcif.qa_metric.LocalPairwise, modelcif.qa_metric.PAE):
@@ -193,6 +219,8 @@ def model_cif_text(structure: PredictedStructure, origin: Origin, pae: bool = Fa
     model.qa_metrics.append(_GlobalPLDDT(round(float(local.mean()), 2)))
     if origin.ptm is not None:
         model.qa_metrics.append(_PTM(origin.ptm))
+    if origin.iptm is not None:
+        model.qa_metrics.append(_IPTM(origin.iptm))
     residues = [asym.residue(number) for asym, number in where]
     model.qa_metrics += map(_LocalPLDDT, residues, local.tolist())
     if pae and structure.aligned_error is not None:
@@ -260,7 +288,7 @@ def _software(origin: Origin) -> modelcif.SoftwareGroup:
 
 _PARAMETERS = {
     "seed", "checkpoint", "raw", "recycles", "msa_clusters", "extra_msa", "ensembles", "stop_tolerance", "templates",
-    "precision", "matmul_precision",
+    "precision", "matmul_precision", "pairing",
 }  # fmt: skip
 """The settings that are written. `checkpoint` is the fingerprint of the parameters."""
 

@@ -101,16 +101,34 @@ class ComplexFiles:
                 "complex out"
             )
         folder = self.alignment_dir / query.name
-        alignments = read_alignment_dir(folder, query)
-        msa = merge_alignments(alignments) if alignments else query_only(encode(query.letters))
-        files = pairing_files(folder, self.rule.reads)
-        paired = matched_alignments(parse_alignments((path, None) for path in files), query)
-        if not paired:
-            say_query_paired(str(folder))
-            return msa, None
-        pairing = PairingMsa.of(joined(paired), self.rule.key)
-        # Queries are paired in any case; with keys of their own they would be paired twice.
-        return msa, dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
+        return msa_of(read_alignment_dir(folder, query), query), pairing_msa(folder, query, self.rule)
+
+
+def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatures:
+    """The MSA of a chain; without alignments the query alone."""
+    return merge_alignments(alignments) if alignments else query_only(encode(query.letters))
+
+
+def files_for_pairing(place: Path, rule: PairingRule) -> list[Path]:
+    """The files of a chain whose rows are paired. `place`: the folder of its alignments, or its only alignment."""
+    if place.is_file():
+        return [place] if rule.reads(place.name) else []
+    return pairing_files(place, rule.reads)
+
+
+def pairing_msa(place: Path, query: ProteinSequence, rule: PairingRule) -> PairingMsa | None:
+    """The rows of a chain that are paired with those of others; None, and a warning, if there are none.
+
+    `place`: as for `files_for_pairing`. Raises UserError if a first row is not the query.
+    """
+    files = files_for_pairing(place, rule)
+    paired = matched_alignments(parse_alignments((path, None) for path in files), query)
+    if not paired:
+        say_query_paired(str(place))
+        return None
+    pairing = PairingMsa.of(joined(paired), rule.key)
+    # Queries are paired in any case; with keys of their own they would be paired twice.
+    return dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
 
 
 @cache

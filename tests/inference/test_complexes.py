@@ -1,0 +1,219 @@
+"""Complexes: from files with several chains to structures, rankings and scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import gemmi
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig, as_multimer
+from evodsp.data.complexes.merging import ChainMsas, merge
+from evodsp.data.formats.mmcif import read_structure
+from evodsp.data.records import ProteinSequence
+from evodsp.data.samples.dataset import collate
+from evodsp.data.sources.msa import query_only
+from evodsp.errors import UserError
+from evodsp.features.prediction import complex_sample
+from evodsp.geometry.alphabet import encode
+from evodsp.inference.complex_scores import score_entries
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.passes import structure_of
+from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.results import PredictionResult
+from evodsp.inference.targets import Target
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights, compute_contacts, compute_pae
+from evodsp.model.outputs import ModelOutput, StructureOutput
+from evodsp.parallel.exchange import LocalExchange
+from evodsp.weights.checkpoint import load_model, save_model
+from tests.builders.prediction import read_json, silent
+
+from .conftest import OTHER, QUERY, TRAINED
+
+TINY = ModelConfig.preset("test")
+MULTIMER = as_multimer(
+    replace(
+        TINY,
+        evoformer=replace(TINY.evoformer, blocks=1),
+        templates=TemplateConfig(
+            enabled=True, channels=6, blocks=1, pair_heads=2, pair_head_width=3, triangle_channels=5, checkpoint=False
+        ),
+    )
+)
+SIZES = replace(TRAINED, max_templates=2)
+LETTERS = (QUERY, OTHER, QUERY)
+"""Chains A, B and C: in the model's columns, C stands before B."""
+
+
+def write_model(path: Path, config: ModelConfig, features: FeatureConfig) -> Path:
+    """A checkpoint with random weights."""
+    torch.manual_seed(2)
+    model = AlphaFold(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_model(path, model, features=features)
+    return path
+
+
+@pytest.fixture(scope="session")
+def multimer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny multimer model."""
+    return write_model(tmp_path_factory.mktemp("multimer") / "tiny.ckpt", MULTIMER, SIZES)
+
+
+def settings(root: Path, model: Path, text: str, name: str = "given.fasta", **options: Any) -> PredictConfig:
+    """To predict what a file with this text holds into <root>/out."""
+    (root / name).write_text(text)
+    given = {"seeds": 1, "recycles": 0, "device": "cpu", "msa_clusters": 6, "extra_msa": 4, **options}
+    return PredictConfig(inputs=(root / name,), checkpoint=model, output=root / "out", **given)
+
+
+@pytest.fixture(scope="session")
+def trimer(tmp_path_factory: pytest.TempPathFactory, multimer: Path) -> PredictionResult:
+    """The finished prediction of a complex, whose files tests must not change."""
+    root = tmp_path_factory.mktemp("trimer")
+    return predict(settings(root, multimer, f">trimer\n{':'.join(LETTERS)}\n", seeds=2), silent)[0]
+
+
+def test_chains_are_in_the_order_in_which_they_were_given(trimer: PredictionResult, multimer: Path) -> None:
+    """Catches chains in the order of the model's columns, atoms and pLDDT of another chain, and numbers that go on."""
+    queries = [ProteinSequence(f"trimer_{name}", letters) for name, letters in zip("ABC", LETTERS, strict=True)]
+    merged = merge([ChainMsas(one, query_only(encode(one.letters))) for one in queries])
+    model = load_model(multimer)
+    batch = collate([complex_sample(merged, replace(SIZES, recycles=0, msa_clusters=6, extra_msa=4), seed=1)])
+    with torch.no_grad():
+        output = model(batch)
+    chains = read_structure(trimer.structure(1)).chains
+    assert [chains[name].sequence for name in "ABC"] == list(LETTERS)
+    asym = batch["asym_id"][0, 0]
+    for name, number in (("A", 1), ("B", 3), ("C", 2)):
+        own = output.structure.positions[0, asym == number].numpy()
+        present = chains[name].mask > 0
+        np.testing.assert_allclose(chains[name].positions[present], own[present], atol=1e-3)
+        numbers = chains[name].residue_number
+        np.testing.assert_array_equal(numbers[numbers > 0], 1 + np.flatnonzero(present.any(1)))
+
+
+def test_scores_are_those_of_the_chains_as_given() -> None:
+    """Catches scores, aligned errors or contacts in the order of the model's columns, where C stands before B."""
+    heads = replace(TINY.heads, predicted_aligned_error=True)
+    model = MagicMock(spec=AlphaFold, exchange=LocalExchange(), config=replace(MULTIMER, heads=heads))
+    residues, torch_draws = sum(map(len, LETTERS)), torch.Generator().manual_seed(0)
+    logits = {
+        name: 3 * torch.randn(1, residues, residues, bins, generator=torch_draws)
+        for name, bins in (("predicted_aligned_error", heads.pae_bins), ("distogram", heads.distogram_bins))
+    }
+    structure = MagicMock(spec=StructureOutput)
+    structure.positions = torch.randn(1, residues, 37, 3, generator=torch_draws)
+    structure.mask = torch.ones(1, residues, 37)
+    lengths = [len(LETTERS[place]) for place in (0, 2, 1)]
+    asym = torch.tensor([1, 2, 3]).repeat_interleave(torch.tensor(lengths))[None]
+    batch = {
+        "aatype": torch.arange(residues).int()[None, None] % 20,
+        "seq_mask": torch.ones(1, 1, residues),
+        "asym_id": asym[None],
+    }
+    output = ModelOutput({}, structure, {**logits, "plddt": torch.randn(1, residues, 5, generator=torch_draws)})
+    chains = tuple(
+        Target(ProteinSequence(f"x_{name}", letters), None) for name, letters in zip("ABC", LETTERS, strict=True)
+    )
+    one = structure_of(Target(ProteinSequence("x", "".join(LETTERS)), None, chains=chains), batch, output, model)
+
+    assert one.lengths == tuple(map(len, LETTERS))
+    error = one.aligned_error
+    assert error is not None
+    assert error.of_chains is not None
+    assert one.contacts is not None
+    pae, contacts = (
+        compute_pae(logits["predicted_aligned_error"]),
+        compute_contacts(logits["distogram"], 2.3125, 21.6875),
+    )
+    columns = dict(zip("ABC", (asym[0] == 1, asym[0] == 3, asym[0] == 2), strict=True))
+    for chain in one.chains:
+        np.testing.assert_array_equal(one.positions[chain.residues], structure.positions[0, columns[chain.name]])
+        for other in one.chains:
+            place = np.ix_(columns[chain.name], columns[other.name])
+            np.testing.assert_array_equal(error.pae[chain.residues, other.residues], pae[0].numpy()[place])
+            np.testing.assert_array_equal(one.contacts[chain.residues, other.residues], contacts[0].numpy()[place])
+    weights = compute_contact_weights(logits["distogram"], 2.3125, 21.6875)
+    found = compute_complex_confidence(logits["predicted_aligned_error"], weights, torch.ones(1, residues), asym, 3)
+    entries = score_entries(error.of_chains, one.interfaces, "ABC")
+    assert entries["iptm"] == pytest.approx(float(found.iptm), abs=1e-3)
+    assert entries["actifptm"] == pytest.approx(float(found.actifptm), abs=1e-4)
+    assert list(entries["per_chain_ptm"].values()) == pytest.approx(found.chain_ptm[0, [0, 2, 1]].tolist(), abs=1e-4)
+    for pair, place in (("A-B", (0, 2)), ("A-C", (0, 1)), ("B-C", (2, 1))):
+        assert entries["pairwise_iptm"][pair] == pytest.approx(float(found.pair_iptm[0][place]), abs=1e-4)
+        assert entries["pairwise_actifptm"][pair] == pytest.approx(float(found.pair_actifptm[0][place]), abs=1e-4)
+    assert len(set(entries["pairwise_iptm"].values())) == 3, "the test tells pairs apart"
+
+
+def test_identical_chains_are_one_entity(trimer: PredictionResult) -> None:
+    """Catches an entity for each chain."""
+    block = gemmi.cif.read(str(trimer.structure())).sole_block()
+    assert [row[0] for row in block.find("_entity.", ["id"])] == ["1", "2"]
+    assert [list(row) for row in block.find("_struct_asym.", ["id", "entity_id"])] == [
+        ["A", "1"],
+        ["B", "2"],
+        ["C", "1"],
+    ]
+
+
+def test_complexes_are_ranked_by_their_interfaces(trimer: PredictionResult) -> None:
+    """Catches a ranking by pTM or pLDDT, and a ranking_debug.json that AlphaFold-Multimer's readers do not understand."""
+    ranking = read_json(trimer.folder / "ranking.json")
+    assert ranking["ranked_by"] == "0.8 ipTM + 0.2 pTM"
+    scores = [0.8 * entry["iptm"] + 0.2 * entry["ptm"] for entry in ranking["ranking"]]
+    assert scores == sorted(scores, reverse=True)
+    debug = read_json(trimer.folder / "ranking_debug.json")
+    assert debug["order"] == [f"seed_{entry['seed']}" for entry in ranking["ranking"]]
+    assert list(debug["iptm+ptm"].values()) == pytest.approx(scores, abs=1e-4)
+    assert list(debug["iptm+ptm"]) == debug["order"]
+    scored = read_json(trimer.folder / "seed_0_scores.json")
+    assert {"A-B", "B-A", "C-B"} <= scored["ipsae"].keys() == scored["pdockq2"].keys()
+    assert scored["pdockq"].keys() == scored["contacts"].keys() == {"A-B", "A-C", "B-C"}
+
+
+def test_a_complex_needs_a_multimer_model(tmp_path: Path, checkpoint: Path) -> None:
+    """Catches chains that a model of single chains reads as one, and a run that ends because of one record."""
+    outcome = predict_records(settings(tmp_path, checkpoint, f">two\n{QUERY}:{OTHER}\n>one\n{OTHER}\n"), silent)
+    assert [result.name for result in outcome.results] == ["one"]
+    (failure,) = outcome.failures
+    assert failure.name == "two"
+    assert "a complex of 2 chains, but" in failure.reason
+    assert "give a multimer model" in failure.reason
+
+
+def test_a_single_chain_is_a_complex_of_one(tmp_path: Path, multimer: Path) -> None:
+    """Catches a multimer model that predicts complexes only, or ranks a single chain by interfaces that it has not."""
+    lines: list[str] = []
+    config = settings(tmp_path, multimer, f">one\n{OTHER}\n")
+    (result,) = predict(config, lines.append)
+    assert read_json(result.folder / "ranking.json")["ranked_by"] == "pTM"
+    assert not (result.folder / "ranking_debug.json").exists()
+    assert "iptm" not in read_json(result.folder / "seed_0_scores.json")
+    assert "pairing" not in read_json(result.folder / "ranking.json")["settings"]
+    with pytest.raises(UserError, match="multimer model, for which templates are not read yet; leave --templates out"):
+        predict(replace(config, templates=tmp_path), silent)
+
+
+def test_results_of_complexes_are_kept(tmp_path: Path, multimer: Path) -> None:
+    """Catches a complex that is predicted again, a format that is not added, and results of other chains that are kept."""
+    config = settings(tmp_path, multimer, f">two\n{QUERY}:{OTHER}\n")
+    (first,) = predict(config, silent)
+    before = first.structure().read_bytes()
+    (kept,) = predict(replace(config, format="pdb"), silent)
+    chains = read_structure(kept.structure()).chains
+    assert [chain.sequence for chain in chains.values()] == [QUERY, OTHER]
+    assert first.structure().read_bytes() == before
+    assert predict(config, silent)[0].kept
+    with pytest.raises(UserError, match=r"holds results of another run \(sequence: "):
+        predict(settings(tmp_path, multimer, f">two\n{QUERY + OTHER}\n"), silent)
+    with pytest.raises(UserError, match=r"pairing: species there, none now"):
+        predict(settings(tmp_path, multimer, f">two\n{QUERY}:{OTHER}\n", pairing="none"), silent)
