@@ -90,9 +90,8 @@ _Msas = Mapping[str, tuple[MsaFeatures, PairingMsa | None]]
 def _of_chains(target: Target) -> _Msas:
     found: dict[str, tuple[MsaFeatures, PairingMsa | None]] = {}
     for letters, part in target.distinct.items():
-        place, rule = part.alignments, target.rule
-        paired = None if place is None or rule is None else pairing_msa(place, part.query, rule)
-        found[letters] = msa_of(part.read(), part.query), paired
+        msa, place, rule = msa_of(part.read(), part.query), part.alignments, target.rule
+        found[letters] = msa, None if place is None or rule is None else pairing_msa(place, part.query, rule)
     return found
 
 
