@@ -30,11 +30,14 @@ from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights, compute_contacts, compute_pae
 from evodsp.model.outputs import ModelOutput, StructureOutput
+from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
+from tests.ranks import RankPool
 
-from .conftest import OTHER, QUERY, TRAINED
+from .conftest import OTHER, QUERY, TRAINED, write_alignment
+from .test_parallel_predict import predict_on_rank
 
 TINY = ModelConfig.preset("test")
 MULTIMER = as_multimer(
@@ -217,3 +220,29 @@ def test_results_of_complexes_are_kept(tmp_path: Path, multimer: Path) -> None:
         predict(settings(tmp_path, multimer, f">two\n{QUERY + OTHER}\n"), silent)
     with pytest.raises(UserError, match=r"pairing: species there, none now"):
         predict(settings(tmp_path, multimer, f">two\n{QUERY}:{OTHER}\n", pairing="none"), silent)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.verify), 3])
+def test_several_ranks_predict_what_one_does(tmp_path: Path, multimer: Path, pool: RankPool, ranks: int) -> None:
+    """Catches scores of one rank's rows only, and ranks that disagree about the passes or the order of the chains."""
+    write_alignment(tmp_path / "alignments" / "x_A", QUERY)
+    options = {"recycles": 4, "stop_tolerance": 1e3, "alignments": tmp_path / "alignments"}
+    single = settings(tmp_path, multimer, f">x\n{':'.join(LETTERS)}\n", **options)
+    (one,) = predict(single, silent)
+    config = replace(single, output=tmp_path / "sharded", parallel=SequenceConfig(ranks))
+    assert pool.run(ranks, predict_on_rank, config) == [["x"]] * ranks
+    files = [folder / "x" for folder in (single.output, config.output)]
+    first, second = ([*read_structure(folder / "seed_0.cif").chains.values()] for folder in files)
+    for a, b in zip(first, second, strict=True):
+        assert a.sequence == b.sequence
+        np.testing.assert_allclose(a.positions, b.positions, atol=2e-3)
+    scores, sharded = (read_json(folder / "seed_0_scores.json") for folder in files)
+    assert scores.keys() == sharded.keys()
+    for key, value in scores.items():
+        ours, theirs = ([*x.values()] if isinstance(x, dict) else x for x in (value, sharded[key]))
+        np.testing.assert_allclose(ours, theirs, atol=0.011, err_msg=key)
+    assert "iptm" in scores
+    passes = [len(read_json(folder / "timings.json")["seeds"][0]["pass_seconds"]) for folder in files]
+    assert passes == [3, 3], "one more pass after the structure has settled in the second"
+    assert predict(replace(config, parallel=SequenceConfig()), silent)[0].kept
+    assert one.folder == files[0]
