@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import string
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +25,17 @@ from evodsp.data.sources.msa import query_only
 from evodsp.errors import UserError
 from evodsp.features.prediction import complex_sample
 from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import CA
+from evodsp.inference.api import predict as api_predict
+from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name
 from evodsp.inference.complex_scores import score_entries
 from evodsp.inference.config import PredictConfig
+from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict, predict_records
-from evodsp.inference.results import PredictionResult
+from evodsp.inference.prediction import Prediction
+from evodsp.inference.results import PredictionResult, _read_chains
+from evodsp.inference.structure_files import PredictedStructure, structure_text
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights, compute_contacts, compute_pae
@@ -38,6 +48,7 @@ from tests.ranks import RankPool
 
 from .conftest import OTHER, QUERY, TRAINED, write_alignment
 from .test_parallel_predict import predict_on_rank
+from .test_target_page import embedded
 
 TINY = ModelConfig.preset("test")
 MULTIMER = as_multimer(
@@ -246,3 +257,89 @@ def test_several_ranks_predict_what_one_does(tmp_path: Path, multimer: Path, poo
     assert passes == [3, 3], "one more pass after the structure has settled in the second"
     assert predict(replace(config, parallel=SequenceConfig()), silent)[0].kept
     assert one.folder == files[0]
+
+
+def test_the_page_shows_chains(trimer: PredictionResult) -> None:
+    """Catches a page that draws the chains as one, residues numbered through, and a table of interfaces of another pair."""
+    page = (trimer.folder / "report.html").read_text()
+    data = embedded(page)
+    chains = [(chain["name"], chain["start"], chain["end"]) for chain in data["chains"]]
+    assert chains == [("A", 0, 22), ("B", 22, 32), ("C", 32, 54)]
+    assert len({chain["colour"] for chain in data["chains"]}) == 3
+    assert "Predicted structure of 3 chains, 54 residues." in page
+    borders = re.search(r'<svg class="borders".*?</svg>', page, re.DOTALL)
+    assert borders is not None
+    assert re.findall(r'y1="([\d.]+)" y2="([\d.]+)"', borders[0])[:2] == [("40.741", "40.741"), ("59.259", "59.259")]
+    charts = re.findall(r'<svg[^>]*class="along".*?</svg>', page, re.DOTALL)
+    assert charts
+    assert all(chart.count('class="border"') == 2 for chart in charts)
+    scores = read_json(trimer.folder / f"seed_{trimer.best}_scores.json")
+    for pair in ("A-B", "A-C", "B-C"):
+        back = "-".join(reversed(pair.split("-")))
+        cells = [
+            f"{scores['pairwise_iptm'][pair]:.3f}",
+            f"{max(scores['ipsae'][pair], scores['ipsae'][back]):.3f}",
+            f"{scores['pdockq'][pair]:.3f}",
+            f"{max(scores['pdockq2'][pair], scores['pdockq2'][back]):.3f}",
+            f"{scores['contacts'][pair]:,}",
+        ]
+        assert re.search(rf"<td[^>]*>{pair}</td>\s*" + r"\s*".join(f"<td[^>]*>{cell}</td>" for cell in cells), page), (
+            pair
+        )
+    index = (trimer.folder.parent / "index.html").read_text()
+    assert ">ipTM<" in index
+
+
+def test_edited_scores_of_a_complex_are_one_line(trimer: PredictionResult, tmp_path: Path) -> None:
+    """Catches a KeyError for a pair that somebody has deleted, and numbers that are none."""
+    folder = Path(shutil.copytree(trimer.folder, tmp_path / "x"))
+    scores = folder / f"seed_{trimer.best}_scores.json"
+    content = read_json(scores)
+    for broken in ({"A-B": 0.1}, [], {"A-B": "x", "A-C": 0.1, "B-C": 0.1}):
+        scores.write_text(json.dumps({**content, "pairwise_iptm": broken}))
+        with pytest.raises(UserError, match=r"_scores\.json: not written by evodsp predict \(pairwise_iptm of A-"):
+            write_target_page(folder, [])
+
+
+def test_predictions_of_complexes_in_python(tmp_path: Path, multimer: Path, trimer: PredictionResult) -> None:
+    """Catches chains that Python does not take or does not tell apart, and a trace that links them."""
+    one = api_predict(f"{QUERY}:{OTHER}", checkpoint=multimer, report=silent, recycles=0, device="cpu", msa_clusters=6)
+    assert [chain.name for chain in one.chains] == ["A", "B"]
+    assert [one.sequence[chain.residues] for chain in one.chains] == [QUERY, OTHER]
+    assert one.positions[one.chains[1].residues].shape == (len(OTHER), 37, 3)
+    entry = read_json(one.folder / "ranking.json")["ranking"][0]
+    assert (one.iptm, one.ptm) == (entry["iptm"], entry["ptm"])
+    assert f"ipTM {one.iptm:.2f}" in repr(one)
+    assert "2 chains" in one._repr_html_()
+    read = Prediction.read(trimer.folder)
+    assert [chain.start for chain in read.chains] == [0, 22, 32]
+    assert read.to_cif() == trimer.structure().read_text()
+    assert {line[21] for line in read.to_pdb().splitlines() if line.startswith("ATOM")} == {"A", "B", "C"}
+    # Links: one less than residues in each chain, and none at X, which has no CA and is inside of A and C.
+    assert str(read.show().picture).count('stroke="white"') == 54 - 3 - 4
+
+
+def test_many_chains(tmp_path: Path) -> None:
+    """Catches names that repeat after Z, chains that are read in the order A, AA, B, and a PDB file without names for all."""
+    assert [chain_name(number) for number in (0, 25, 26, 51, 52, MOST_CHAINS - 1)] == ["A", "Z", "AA", "AZ", "BA", "ZZ"]
+    residues = MOST_IN_PDB + 1
+    mask = np.zeros((residues, 37), np.float32)
+    mask[:, CA] = 1
+    rng = np.random.default_rng(0)
+    positions = rng.normal(size=(residues, 37, 3)).astype(np.float32) * 50
+    aatype = np.delete(np.arange(20), 7)[
+        np.arange(residues) % 19
+    ]  # chains of glycine alone are no polypeptides in mmCIF
+    many = PredictedStructure("x", aatype, positions, mask, np.full(residues, 50, np.float32), (1,) * residues)
+    names = [chain.name for chain in many.chains]
+    block = gemmi.cif.read_string(structure_text(many, "cif")).sole_block()
+    assert list(dict.fromkeys(block.find_values("_atom_site.auth_asym_id"))) == names
+    assert len(block.find_values("_entity.id")) == 19
+    with pytest.raises(UserError, match=r"x: 63 chains, but a PDB file holds 62; use --format cif"):
+        structure_text(many, "pdb")
+    fewer = replace(many, lengths=(2, *(1,) * (residues - 2)))
+    text = structure_text(fewer, "pdb")
+    found = list(dict.fromkeys(line[21] for line in text.splitlines() if line.startswith("ATOM")))
+    assert "".join(found) == string.ascii_uppercase + string.ascii_lowercase + string.digits
+    (tmp_path / "x.cif").write_text(structure_text(many, "cif"))
+    assert "".join(chain.sequence for chain in _read_chains(tmp_path / "x.cif")) == many.sequence
