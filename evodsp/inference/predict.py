@@ -160,7 +160,8 @@ def _predict_job(
 ) -> PredictionResult | RecordFailure:
     """Predict one record, unless its results are kept, and report the outcome. `place`: its number among all records, for the
     log."""
-    report(f"{place} {job.target.query.name}: {counted(len(job.target.query), 'residue')}")
+    chains = f"{counted(len(job.target.chains), 'chain')}, " if job.target.chains else ""
+    report(f"{place} {job.target.query.name}: {chains}{counted(len(job.target.query), 'residue')}")
     for note in job.target.notes:
         report(f"  {note}")
     if job.stored is not None and job.kept:

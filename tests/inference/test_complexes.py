@@ -26,17 +26,18 @@ from evodsp.errors import UserError
 from evodsp.features.prediction import complex_sample
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
+from evodsp.inference.api import as_given_files
 from evodsp.inference.api import predict as api_predict
 from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name
-from evodsp.inference.complex_scores import score_entries
+from evodsp.inference.complex_scores import ComplexScores, score_entries
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.prediction import Prediction
-from evodsp.inference.results import PredictionResult, _read_chains
-from evodsp.inference.structure_files import PredictedStructure, structure_text
-from evodsp.inference.targets import Target
+from evodsp.inference.results import PredictionResult, _read_chains, write_results
+from evodsp.inference.structure_files import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.targets import Target, find_targets
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights, compute_contacts, compute_pae
 from evodsp.model.outputs import ModelOutput, StructureOutput
@@ -116,10 +117,12 @@ def test_chains_are_in_the_order_in_which_they_were_given(trimer: PredictionResu
 
 
 def test_scores_are_those_of_the_chains_as_given() -> None:
-    """Catches scores, aligned errors or contacts in the order of the model's columns, where C stands before B."""
+    """Catches scores, aligned errors or contacts in the order of the model's columns: A, D, B, C."""
+    letters = (QUERY, OTHER, OTHER, QUERY)
+    number_of = {"A": 1, "D": 2, "B": 3, "C": 4}
     heads = replace(TINY.heads, predicted_aligned_error=True)
     model = MagicMock(spec=AlphaFold, exchange=LocalExchange(), config=replace(MULTIMER, heads=heads))
-    residues, torch_draws = sum(map(len, LETTERS)), torch.Generator().manual_seed(0)
+    residues, torch_draws = sum(map(len, letters)), torch.Generator().manual_seed(0)
     logits = {
         name: 3 * torch.randn(1, residues, residues, bins, generator=torch_draws)
         for name, bins in (("predicted_aligned_error", heads.pae_bins), ("distogram", heads.distogram_bins))
@@ -127,20 +130,19 @@ def test_scores_are_those_of_the_chains_as_given() -> None:
     structure = MagicMock(spec=StructureOutput)
     structure.positions = torch.randn(1, residues, 37, 3, generator=torch_draws)
     structure.mask = torch.ones(1, residues, 37)
-    lengths = [len(LETTERS[place]) for place in (0, 2, 1)]
-    asym = torch.tensor([1, 2, 3]).repeat_interleave(torch.tensor(lengths))[None]
+    lengths = torch.tensor([len(QUERY), len(QUERY), len(OTHER), len(OTHER)])
+    asym = torch.tensor([1, 2, 3, 4]).repeat_interleave(lengths)[None]
     batch = {
         "aatype": torch.arange(residues).int()[None, None] % 20,
         "seq_mask": torch.ones(1, 1, residues),
         "asym_id": asym[None],
     }
     output = ModelOutput({}, structure, {**logits, "plddt": torch.randn(1, residues, 5, generator=torch_draws)})
-    chains = tuple(
-        Target(ProteinSequence(f"x_{name}", letters), None) for name, letters in zip("ABC", LETTERS, strict=True)
-    )
-    one = structure_of(Target(ProteinSequence("x", "".join(LETTERS)), None, chains=chains), batch, output, model)
+    named = zip("ABCD", letters, strict=True)
+    chains = tuple(Target(ProteinSequence(f"x_{name}", own), None) for name, own in named)
+    one = structure_of(Target(ProteinSequence("x", "".join(letters)), None, chains=chains), batch, output, model)
 
-    assert one.lengths == tuple(map(len, LETTERS))
+    assert one.lengths == tuple(map(len, letters))
     error = one.aligned_error
     assert error is not None
     assert error.of_chains is not None
@@ -149,7 +151,7 @@ def test_scores_are_those_of_the_chains_as_given() -> None:
         compute_pae(logits["predicted_aligned_error"]),
         compute_contacts(logits["distogram"], 2.3125, 21.6875),
     )
-    columns = dict(zip("ABC", (asym[0] == 1, asym[0] == 3, asym[0] == 2), strict=True))
+    columns = {name: asym[0] == number for name, number in number_of.items()}
     for chain in one.chains:
         np.testing.assert_array_equal(one.positions[chain.residues], structure.positions[0, columns[chain.name]])
         for other in one.chains:
@@ -157,15 +159,17 @@ def test_scores_are_those_of_the_chains_as_given() -> None:
             np.testing.assert_array_equal(error.pae[chain.residues, other.residues], pae[0].numpy()[place])
             np.testing.assert_array_equal(one.contacts[chain.residues, other.residues], contacts[0].numpy()[place])
     weights = compute_contact_weights(logits["distogram"], 2.3125, 21.6875)
-    found = compute_complex_confidence(logits["predicted_aligned_error"], weights, torch.ones(1, residues), asym, 3)
-    entries = score_entries(error.of_chains, one.interfaces, "ABC")
+    found = compute_complex_confidence(logits["predicted_aligned_error"], weights, torch.ones(1, residues), asym, 4)
+    entries = score_entries(error.of_chains, one.interfaces, "ABCD")
     assert entries["iptm"] == pytest.approx(float(found.iptm), abs=1e-3)
     assert entries["actifptm"] == pytest.approx(float(found.actifptm), abs=1e-4)
-    assert list(entries["per_chain_ptm"].values()) == pytest.approx(found.chain_ptm[0, [0, 2, 1]].tolist(), abs=1e-4)
-    for pair, place in (("A-B", (0, 2)), ("A-C", (0, 1)), ("B-C", (2, 1))):
+    for name, number in number_of.items():
+        assert entries["per_chain_ptm"][name] == pytest.approx(float(found.chain_ptm[0, number - 1]), abs=1e-4)
+    for pair in ("A-B", "A-C", "A-D", "B-C", "B-D", "C-D"):
+        place = tuple(number_of[name] - 1 for name in pair.split("-"))
         assert entries["pairwise_iptm"][pair] == pytest.approx(float(found.pair_iptm[0][place]), abs=1e-4)
         assert entries["pairwise_actifptm"][pair] == pytest.approx(float(found.pair_actifptm[0][place]), abs=1e-4)
-    assert len(set(entries["pairwise_iptm"].values())) == 3, "the test tells pairs apart"
+    assert len(set(entries["pairwise_iptm"].values())) == 6, "the test tells pairs apart"
 
 
 def test_identical_chains_are_one_entity(trimer: PredictionResult) -> None:
@@ -192,6 +196,24 @@ def test_complexes_are_ranked_by_their_interfaces(trimer: PredictionResult) -> N
     scored = read_json(trimer.folder / "seed_0_scores.json")
     assert {"A-B", "B-A", "C-B"} <= scored["ipsae"].keys() == scored["pdockq2"].keys()
     assert scored["pdockq"].keys() == scored["contacts"].keys() == {"A-B", "A-C", "B-C"}
+
+
+def test_interfaces_weigh_more_than_the_whole(tmp_path: Path) -> None:
+    """Catches a ranking by pTM, and one that takes both scores for equally important."""
+    mask = np.zeros((4, 37), np.float32)
+    mask[:, CA] = 1
+    given = {0: (0.9, 0.3), 1: (0.5, 0.45), 2: (0.1, 0.5)}  # pTM, ipTM
+    structures = {}
+    for seed, (ptm, iptm) in given.items():
+        pairs = np.zeros((2, 2), np.float32)
+        scores = ComplexScores(iptm, iptm, np.zeros(2, np.float32), pairs, pairs)
+        error = AlignedError(np.ones((4, 4), np.float32), 31.75, ptm, scores)
+        atoms = np.arange(4 * 37 * 3, dtype=np.float32).reshape(4, 37, 3)
+        structures[seed] = PredictedStructure("x", np.zeros(4, int), atoms, mask, mask[:, CA] * 50, (2, 2), error)
+    result = write_results(tmp_path, structures, "cif", {}, "x")
+    assert list(result.mean_plddt) == [1, 0, 2]
+    debug = {"iptm+ptm": {"seed_1": 0.46, "seed_0": 0.42, "seed_2": 0.42}, "order": ["seed_1", "seed_0", "seed_2"]}
+    assert read_json(tmp_path / "ranking_debug.json") == debug
 
 
 def test_a_complex_needs_a_multimer_model(tmp_path: Path, checkpoint: Path) -> None:
@@ -317,6 +339,22 @@ def test_predictions_of_complexes_in_python(tmp_path: Path, multimer: Path, trim
     assert {line[21] for line in read.to_pdb().splitlines() if line.startswith("ATOM")} == {"A", "B", "C"}
     # Links: one less than residues in each chain, and none at X, which has no CA and is inside of A and C.
     assert str(read.show().picture).count('stroke="white"') == 54 - 3 - 4
+
+
+def test_alignments_of_chains_in_python(tmp_path: Path) -> None:
+    """Catches alignments of chains that are no record's, and one that is left out because nobody knows whose it is."""
+    text = f">q\n{OTHER}\n>h\n{OTHER[:-1]}W\n"
+    given = as_given_files({"x": f"{QUERY}:{OTHER}"}, {"x_B": text}, None, tmp_path)
+    assert given.alignments is not None
+    ((target,), _) = find_targets(given.inputs, given.alignments)
+    assert [chain.alignments for chain in target.chains] == [None, tmp_path / "alignments" / "x_B.a3m"]
+    for inputs, alignments in (({"x": f"{QUERY}:{OTHER}"}, {"x": text}), (f"{QUERY}:{OTHER}", text)):
+        with pytest.raises(
+            UserError, match=r"one alignment for the 2 chains of '\w+'; give \{'\w+_A': alignment, '\w+_B'"
+        ):
+            as_given_files(inputs, alignments, None, tmp_path)
+    with pytest.raises(UserError, match=r"an alignment for 'x_C', which is no record\. Did you mean 'x_"):
+        as_given_files({"x": f"{QUERY}:{OTHER}"}, {"x_C": text}, None, tmp_path)
 
 
 def test_many_chains(tmp_path: Path) -> None:
