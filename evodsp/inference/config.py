@@ -119,8 +119,8 @@ class PredictConfig:
     predict in turn, and their predictions are ranked together."""
     weights: str | list[str] | None = None
     """AlphaFold2's published parameters by name, instead of or beside checkpoints: model_1 to model_5, model_1_ptm to
-    model_5_ptm; several as with --checkpoint. They are read from weights_folder, and fetched first if they are not there
-    (about 360 MiB each)."""
+    model_5_ptm, for complexes model_1_multimer_v3 to model_5_multimer_v3; several as with --checkpoint. They are read from
+    weights_folder, and fetched first if they are not there (about 360 MiB each)."""
     weights_folder: Path | None = None
     """Folder of `params_<name>.npz`. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     weights_url: str | None = None

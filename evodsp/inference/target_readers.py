@@ -27,7 +27,7 @@ def _check_single(target: Target, model: Path) -> None:
     if target.chains:
         raise UserError(
             f"{target.query.name}: a complex of {len(target.chains)} chains, but {model} is a model of single chains; give a "
-            "multimer model with --checkpoint, or each chain as a record of its own"
+            "multimer model (--weights model_1_multimer_v3, or --checkpoint), or each chain as a record of its own"
         )
 
 
