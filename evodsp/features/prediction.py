@@ -1,4 +1,4 @@
-"""The features of a chain whose structure is to be predicted."""
+"""The features of a chain, or of a complex, whose structure is to be predicted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
+from evodsp.data.complexes.merging import MergedMsa
 from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.samples.complex_features import complex_features
 from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
@@ -44,8 +46,28 @@ def prediction_sample(
     else:
         msa = query_only(aatype.astype(np.int8))
     sets = (config.recycles + 1) * ensembles
-    whole, draws = replace(config, crop_size=None), Draws.root(seed).at("prediction")
-    raw = raw_features(aatype, msa, whole, draws, sets, piece(0, len(aatype)), templates)
-    features = with_features(collate([{name: torch.from_numpy(values) for name, values in raw.items()}]), whole)
+    whole = replace(config, crop_size=None)
+    raw = raw_features(aatype, msa, whole, _draws(seed), sets, piece(0, len(aatype)), templates)
+    features = _features(raw, whole)
     found = 0 if templates is None else len(templates.names)
     return {name: values[0, :, :found] if name in TEMPLATE_AXES else values[0] for name, values in features.items()}
+
+
+def complex_sample(merged: MergedMsa, config: FeatureConfig, seed: int, ensembles: int = 1) -> Sample:
+    """Features of a whole complex for prediction, as `prediction_sample` makes those of a chain.
+
+    All of the `max_templates` templates are absent, but there: AlphaFold-Multimer's model takes the mean over its templates,
+    and has no mask of them.
+    """
+    sets, whole = (config.recycles + 1) * ensembles, replace(config, crop_size=None)
+    raw = complex_features(merged, whole, _draws(seed), sets, piece(0, merged.msa.shape[1]))
+    return {name: values[0] for name, values in _features(raw, whole).items()}
+
+
+def _draws(seed: int) -> Draws:
+    return Draws.root(seed).at("prediction")
+
+
+def _features(raw: dict[str, np.ndarray], config: FeatureConfig) -> Sample:
+    """The features of a batch with one sample."""
+    return with_features(collate([{name: torch.from_numpy(values) for name, values in raw.items()}]), config)

@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.inputs import check_single_chain, exists, is_sequence, read_inputs
+from evodsp.inference.inputs import InputRecord, exists, is_sequence, read_inputs
 from evodsp.inference.predict import predict as predict_targets
 from evodsp.inference.prediction import Prediction
 from evodsp.model.alphafold import AlphaFold
@@ -70,10 +70,12 @@ def predict(
 ) -> Prediction | dict[str, Prediction] | list[Prediction]:
     """Predict structures in this process.
 
-    inputs: a sequence in upper-case letters, {name: sequence}, or FASTA or A3M files or folders of them, as the command's
-        inputs (a path, or a list of paths and sequences). Text that begins with '>' is that of a FASTA file.
+    inputs: a sequence in upper-case letters, {name: sequence}, or FASTA, A3M or CSV files or folders, as the command's inputs
+        (a path, or a list of paths and sequences). Text that begins with '>' is that of a FASTA file. The chains of a complex
+        are one sequence with ':' between them.
     alignments: None, to predict from the sequence alone; for a single sequence the text of an A3M file, or the path of an A3M
-        or Stockholm file or of a folder of them; for several, {name: text or path}, or the folder of the command's option.
+        or Stockholm file or of a folder of them; for several, {name: text or path}, or the folder of the command's option. The
+        chains of a complex have names of their own: those of the sequence 'x' are 'x_A', 'x_B', ….
     checkpoint: what `evodsp.load_model` returns, or a path; or several of them, which are ranked together. A model in memory is
         copied and stays as it is. None where the option `weights` names AlphaFold2's parameters.
     output: folder for the files of `evodsp predict`; what it holds already is kept. None: they are in a temporary folder
@@ -159,7 +161,6 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
                 raise UserError(
                     f"evodsp.predict: the name {name!r} is empty or has blanks; use letters, digits, '_', '-'"
                 )
-            check_single_chain(letters)
             if not is_sequence(letters):
                 raise UserError(f"evodsp.predict: '{name}' is {_short(letters)}, but must be a sequence in upper case")
         return (_fasta(folder, inputs.items()),)
@@ -179,7 +180,6 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
             name = ALONE if len(given) == 1 else f"{ALONE}_{number}"
             paths.append(_fasta(folder, [(name, one)], f"{name}.fasta"))
         elif isinstance(one, str | Path):
-            check_single_chain(one)
             if not exists(str(one)) and str(one) != "-":
                 raise UserError(
                     f"evodsp.predict: {_short(one)} is no file or folder, and no sequence; "
@@ -204,10 +204,15 @@ def _alignment_folder(given: Alignments, inputs: Sequence[Path], folder: Path) -
     if given is None:
         return None
     if isinstance(given, Mapping):
-        known = [record.query.name for record in read_inputs(inputs)[0]]
+        records = read_inputs(inputs)[0]
+        known = [one.name for record in records for one in (record.query, *record.chains)]
         for name in given:
             if name not in known:
                 raise UserError(f"evodsp.predict: an alignment for '{name}', which is no record.{nearest(name, known)}")
+        for record in records:
+            own = given.get(record.query.name)
+            if record.chains and own is not None and (_is_text(own) or not Path(own).is_dir()):
+                raise _one_for_chains(record)
         for name, one in given.items():
             _put_alignment(folder / "alignments", name, one)
         return folder / "alignments"
@@ -223,8 +228,19 @@ def _alignment_folder(given: Alignments, inputs: Sequence[Path], folder: Path) -
             f"evodsp.predict: one alignment for {len(records) + len(failures)} sequences; give a folder of alignments, "
             "or {name: alignment}"
         )
+    if records and records[0].chains:
+        raise _one_for_chains(records[0])
     _put_alignment(folder / "alignments", "alignment", given)
     return folder / "alignments"
+
+
+def _one_for_chains(record: InputRecord) -> UserError:
+    """The error for an alignment of a complex that does not say of which chain it is."""
+    names = ", ".join(f"'{chain.name}': alignment" for chain in record.chains[:2])
+    return UserError(
+        f"evodsp.predict: one alignment for the {len(record.chains)} chains of '{record.query.name}'; give {{{names}}}, or "
+        "ColabFold's A3M file of all chains as the input"
+    )
 
 
 def _put_alignment(folder: Path, name: str, given: str | Path) -> None:

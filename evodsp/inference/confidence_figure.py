@@ -4,6 +4,7 @@ late."""
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -32,8 +33,12 @@ def confidence_figure(
     highest: float,
     contacts: Float[np.ndarray, "R R"] | None,
     title: str,
+    borders: Sequence[int] = (),
 ) -> Figure:
-    """pLDDT (0..100) along the sequence; beside it contact probabilities, and aligned errors (Å, up to `highest`), if known."""
+    """pLDDT (0..100) along the sequence; beside it contact probabilities, and aligned errors (Å, up to `highest`), if known.
+
+    `borders`: the first residue of each chain of a complex but the first one's, from 0.
+    """
     squares = sum(one is not None for one in (contacts, pae))
     figure = ConfidenceFigure(figsize=(6.0 + 4.2 * squares, 4.0), layout="constrained")
     FigureCanvasAgg(figure)
@@ -49,6 +54,11 @@ def confidence_figure(
         image = _square(axes := next(panels), pae, colours, highest)
         axes.set(xlabel="scored residue", ylabel="aligned residue", title="Predicted aligned error")
         figure.colorbar(image, ax=axes, label="error (Å)", shrink=0.9)
+    for border in borders:
+        for axes in (curve, *others):
+            axes.axvline(border + 0.5, color="#202020", linewidth=0.8)
+        for axes in others:
+            axes.axhline(border + 0.5, color="#202020", linewidth=0.8)
     figure.suptitle(title, fontsize=12)
     return figure
 

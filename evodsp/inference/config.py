@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from evodsp.config import KernelsConfig, MatmulPrecision, check_matmul, check_preset
 from evodsp.data.templates.dates import parse_latest_date
@@ -18,6 +18,9 @@ from evodsp.ranges import COUNT, POSITIVE, SIZE, check_numbers, memory_size
 from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name
+
+Pairing = Literal["species", "entry", "none"]
+"""Which rows of the alignments of different chains are paired."""
 
 _OF_MEMORY = (
     "device", "precision", "working_memory", "msa_clusters", "extra_msa", "ensembles", "kernels", "plan", "parallel",
@@ -89,13 +92,21 @@ class PredictConfig:
     """
 
     inputs: Sequence[Path] = ()
-    """FASTA files, A3M files (the first sequence is predicted, the file is its alignment), folders of either, or - for
-    standard input. Every record gets a folder in the output, named by the first word of its header, or by its A3M file."""
+    """FASTA files, A3M files (the first sequence is predicted, the file is its alignment), folders of either, CSV files with
+    columns id and sequence, or - for standard input. Every record gets a folder in the output, named by the first word of its
+    header, or by its A3M file. A sequence with ':' between chains is a complex, and so is ColabFold's A3M file of several
+    chains; both need a multimer model."""
+    complex: bool = False
+    """The records of each FASTA or CSV file are the chains of one complex, which is named as the file."""
     fasta: Path | None = None
     """A single input, for command lines of earlier versions."""
     alignments: Path | None = None
     """Folder of alignments (.a3m, .sto) with one sub-folder or one file per record, named as the record; the files of a single
-    record may also lie directly in the folder. A record without alignments is predicted from its sequence alone."""
+    record may also lie directly in the folder. A record without alignments is predicted from its sequence alone. The chains of
+    a complex have one each: `<record>_A`, or A in the folder of the record; identical chains need theirs once."""
+    pairing: Pairing = "species"
+    """Which rows of different chains of a complex are paired: those of one species in uniprot_hits (species), those of one
+    entry, 1abc of 1abc_A, in all alignments (entry), or none but the queries (none)."""
     msa_server: str | None = None
     """Address of a server with ColabFold's protocol, which searches alignments for records that have none. Their sequences are
     sent there. The alignments are kept in `<output>/_alignments`. A name and a password may stand before the host
@@ -108,8 +119,8 @@ class PredictConfig:
     predict in turn, and their predictions are ranked together."""
     weights: str | list[str] | None = None
     """AlphaFold2's published parameters by name, instead of or beside checkpoints: model_1 to model_5, model_1_ptm to
-    model_5_ptm; several as with --checkpoint. They are read from weights_folder, and fetched first if they are not there
-    (about 360 MiB each)."""
+    model_5_ptm, for complexes model_1_multimer_v3 to model_5_multimer_v3; several as with --checkpoint. They are read from
+    weights_folder, and fetched first if they are not there (about 360 MiB each)."""
     weights_folder: Path | None = None
     """Folder of `params_<name>.npz`. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     weights_url: str | None = None
@@ -214,6 +225,8 @@ class PredictConfig:
             memory_size("--working_memory", self.working_memory)
         if self.precision not in ("fp32", "bf16"):
             raise UserError(f"--precision is '{self.precision}', but must be 'fp32' or 'bf16'")
+        if self.pairing not in get_args(Pairing):
+            raise UserError(f"--pairing is '{self.pairing}', but must be 'species', 'entry' or 'none'")
         if self.relax not in ("none", "best", "all"):
             raise UserError(f"--relax is '{self.relax}', but must be 'none', 'best' or 'all'")
         if self.format not in ("cif", "pdb"):

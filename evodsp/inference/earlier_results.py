@@ -203,7 +203,7 @@ def result_settings(
     """
     return {
         "numerics": NUMERICS,
-        "sequence": target.query.letters,
+        "sequence": target.sequence,
         "alignments": target.digest,
         "checkpoint": checkpoint,
         "raw": raw,
@@ -215,4 +215,6 @@ def result_settings(
         # None for the default: earlier versions, which had no other, wrote no entry.
         "precision": passes.precision if passes.half else None,
         "matmul_precision": None if passes.matmul_precision == "highest" else passes.matmul_precision,
+        # Only where rows of different chains can be paired: the files of single chains have no entry.
+        **({"pairing": target.pairing} if target.pairs else {}),
     }

@@ -1,8 +1,12 @@
-"""The inputs of a prediction: FASTA and A3M files, folders of either, standard input. The records in them are read here.
+"""The inputs of a prediction: FASTA, A3M and CSV files, folders of the first two, standard input. Their records are read here.
 
 A file is A3M if its name says so (.a3m, .a3m.gz): its first sequence is the query, its name the record's, and the file is the
-record's alignment. Everything else is FASTA. Of a folder, files are read whose names say that they are one of both. Standard
-input is A3M if its rows are aligned (`name_if_a3m`); then the record has the name of its first sequence.
+record's alignment. It is a table of sequences if its name says so (.csv). Everything else is FASTA. Of a folder, files are read
+whose names say that they are FASTA or A3M. Standard input is A3M if its rows are aligned (`name_if_a3m`); then the record has
+the name of its first sequence.
+
+A record is a complex if there is ':' between its chains, if its A3M file is ColabFold's alignment of a complex, or if all
+records of a file are to be one complex, which has the file's name.
 """
 
 from __future__ import annotations
@@ -15,37 +19,42 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.data.formats import SUBSTITUTES, check_name, read_fasta
+from evodsp.data.formats import SUBSTITUTES, check_name, query_of_complex, read_fasta, read_sequence_table
 from evodsp.data.formats.a3m import name_if_a3m, query_of_a3m
-from evodsp.data.formats.fasta import SINGLE_CHAINS
+from evodsp.data.formats.fasta import FastaRecord
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
+from evodsp.inference.chains import MOST_CHAINS, chain_name
 from evodsp.inference.failures import RecordFailure
 from evodsp.packaged import where_packaged
 
 STANDARD_INPUT = Path("-")
 _FASTA = (".fasta", ".fa", ".faa", ".fas")
 _A3M = (".a3m",)
+_TABLE = (".csv",)
 _SHORTEST_OF_BASES = 16
 """Shorter sequences of these letters may well be peptides."""
 
 
 @dataclass(frozen=True)
 class InputRecord:
-    """A sequence to predict, as it was given."""
+    """A sequence or a complex to predict, as it was given."""
 
     query: ProteinSequence
+    """Of a complex: the sequences of all chains, joined."""
     alignment: Path | None
-    """The A3M file that it is the first sequence of; None for FASTA."""
+    """The A3M file that it is the first row of; None for FASTA and tables."""
     notes: tuple[str, ...]
     """Lines for the log: the user has to know them about this record."""
     piped: bytes | None = None
     """The content of `alignment` if it is no file, but standard input."""
+    chains: tuple[ProteinSequence, ...] = ()
+    """The chains of a complex; () for a single chain. Chain A of the record x is x_A; one that was a record keeps its name."""
 
 
-def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[RecordFailure]]:
+def read_inputs(inputs: Sequence[Path], one_complex: bool = False) -> tuple[list[InputRecord], list[RecordFailure]]:
     """The records of all inputs, in the order in which they are given (files of a folder by name); and a failure for each
-    broken one.
+    broken one. `one_complex`: whether the records of each FASTA file or table are the chains of one complex.
 
     A file that cannot be read is a RecordFailure under its path. Raises UserError if an input does not exist, is given twice,
     or is a folder without a file to read.
@@ -55,7 +64,7 @@ def read_inputs(inputs: Sequence[Path]) -> tuple[list[InputRecord], list[RecordF
     places: dict[str, str] = {}
     for path in _files(inputs):
         try:
-            found = list(_records(path))
+            found = list(_records(path, one_complex))
         except UserError as error:
             failures.append(RecordFailure(str(path), str(error)))
             continue
@@ -104,20 +113,12 @@ def _files(inputs: Sequence[Path]) -> list[Path]:
 
 
 def is_sequence(given: object) -> bool:
-    """Whether a value is the letters of a sequence, and not a path: upper-case letters, blanks and '*', and no such file."""
+    """Whether a value is the letters of a sequence, and not a path: upper-case letters, blanks, '*', ':' between chains; and no
+    such file."""
     if not isinstance(given, str):
         return False
-    letters = "".join(given.split()).removesuffix("*")
+    letters = "".join(given.split()).removesuffix("*").replace(":", "")
     return letters.isalpha() and letters.isascii() and letters.isupper() and not exists(given)
-
-
-def check_single_chain(given: object) -> None:
-    """Raise UserError for the chains of a complex, sequences with ':' between them, as other programs take them."""
-    if isinstance(given, str) and ":" in given and is_sequence(given.replace(":", "")) and not exists(given):
-        raise UserError(
-            f"{given[:40]}: no such file; if ':' separates the chains of a complex: {SINGLE_CHAINS}, so give each of them as a "
-            "sequence of its own"
-        )
 
 
 def exists(path: str) -> bool:
@@ -129,7 +130,6 @@ def exists(path: str) -> bool:
 
 
 def _files_of(path: Path) -> list[Path]:
-    check_single_chain(str(path))
     if is_sequence(str(path)):
         raise UserError(
             f"{str(path)[:40]}: no such file or folder; if it is a sequence, write it into a FASTA file: a line '>name', then "
@@ -137,7 +137,7 @@ def _files_of(path: Path) -> list[Path]:
         )
     if not path.is_dir():
         if not path.exists():
-            fix = where_packaged(path) or "; give FASTA or A3M files, or '-' for standard input"
+            fix = where_packaged(path) or "; give FASTA, A3M or CSV files, or '-' for standard input"
             raise UserError(f"{path}: no such file or folder{fix}")
         return [path]
     try:
@@ -163,7 +163,7 @@ def _kind(file: Path, suffixes: Sequence[str]) -> bool:
     return name.endswith(tuple(suffixes)) and not name.startswith(".")
 
 
-def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
+def _records(path: Path, one_complex: bool) -> Iterator[tuple[str, str, InputRecord | UserError]]:
     """The name of each record, its place for messages, and the record. Raises UserError for a file that cannot be read."""
     piped = _standard_input() if path == STANDARD_INPUT else None
     source = path if piped is None else Path("standard input")
@@ -172,13 +172,15 @@ def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
     if _kind(path, _A3M):
         name = path.name.removesuffix(".gz")[: -len(".a3m")]
         check_name(path, name)
-        letters, alternatives = query_of_a3m(path, piped)
-        notes = (*(_substitutions() if alternatives else ()), *_maybe_nucleotides(name, letters))
-        if piped is not None:
-            notes = (*notes, f"standard input is A3M: '{name}' and its alignment")
-        yield name, str(path), InputRecord(ProteinSequence(name, letters), path, notes, piped)
+        yield name, str(path), _record_of_a3m(path, name, piped)
         return
-    read = list(read_fasta(source, substitute=True, data=piped))
+    if _kind(path, _TABLE):
+        read = read_sequence_table(path)
+    else:
+        read = list(read_fasta(source, substitute=True, data=piped, several=True))
+    if one_complex:
+        yield _joined(source if piped is None else Path("standard_input"), read)
+        return
     for record in read:
         place = f"{source}:{record.line}"
         if isinstance(record.sequence, UserError):
@@ -188,7 +190,62 @@ def _records(path: Path) -> Iterator[tuple[str, str, InputRecord | UserError]]:
             notes = (*notes, *_maybe_nucleotides(record.name, record.sequence.letters))
             if piped is not None and record is read[0]:
                 notes = (*notes, *_maybe_an_alignment([other.sequence for other in read]))
-            yield record.name, place, InputRecord(record.sequence, None, notes)
+            try:
+                chains = _named(record.name, record.chains)
+            except UserError as error:
+                yield record.name, place, error
+                continue
+            yield record.name, place, InputRecord(record.sequence, None, notes, chains=chains)
+
+
+def _record_of_a3m(path: Path, name: str, piped: bytes | None) -> InputRecord:
+    """The record of an A3M file. Raises UserError if the file cannot be read."""
+    several = query_of_complex(path, piped)
+    chains: tuple[ProteinSequence, ...] = ()
+    if several is None:
+        letters, alternatives = query_of_a3m(path, piped)
+    else:
+        _check_number(name, sum(several.copies))
+        copied = zip(several.sequences, several.copies, strict=True)
+        chains = _named(name, [sequence for sequence, copies in copied for _ in range(copies)])
+        letters, alternatives = "".join(chain.letters for chain in chains), several.substituted
+    notes = (*(_substitutions() if alternatives else ()), *_maybe_nucleotides(name, letters))
+    if piped is not None:
+        notes = (*notes, f"standard input is A3M: '{name}' and its alignment")
+    return InputRecord(ProteinSequence(name, letters), path, notes, piped, chains)
+
+
+def _joined(path: Path, read: Sequence[FastaRecord]) -> tuple[str, str, InputRecord | UserError]:
+    """The complex whose chains are the records of a file: its name, the file, and its record or what is wrong with it."""
+    name = path.name.removesuffix(".gz").partition(".")[0]
+    chains: list[ProteinSequence] = []
+    try:
+        check_name(path, name)
+        for record in read:
+            if isinstance(record.sequence, UserError):
+                raise record.sequence
+            chains += _named(record.name, record.chains) or [record.sequence]
+        _check_number(name, len(chains))
+    except UserError as error:
+        return name, str(path), error
+    letters = "".join(chain.letters for chain in chains)
+    notes = (
+        *(_substitutions() if any(record.substituted for record in read) else ()),
+        *_maybe_nucleotides(name, letters),
+    )
+    several = tuple(chains) if len(chains) > 1 else ()
+    return name, str(path), InputRecord(ProteinSequence(name, letters), None, notes, chains=several)
+
+
+def _named(name: str, chains: Sequence[str]) -> tuple[ProteinSequence, ...]:
+    """The chains of the record `name`. Raises UserError if there are too many."""
+    _check_number(name, len(chains))
+    return tuple(ProteinSequence(f"{name}_{chain_name(k)}", letters) for k, letters in enumerate(chains))
+
+
+def _check_number(name: str, chains: int) -> None:
+    if chains > MOST_CHAINS:
+        raise UserError(f"{name}: {chains:,} chains, but a complex has at most {MOST_CHAINS}; give fewer of them")
 
 
 def _maybe_nucleotides(name: str, letters: str) -> tuple[str, ...]:

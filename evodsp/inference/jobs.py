@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evodsp.config import FeatureConfig, check_of_one_chain
+from evodsp.config import ArrangementName, FeatureConfig
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
@@ -33,6 +33,8 @@ from evodsp.inference.plot_files import check_matplotlib
 from evodsp.inference.relaxation import check_openmm
 from evodsp.inference.run_log import LOG
 from evodsp.inference.search import SEARCHED, with_searched
+from evodsp.inference.target_msas import TargetMsa
+from evodsp.inference.target_readers import READERS
 from evodsp.inference.targets import Target, find_targets, find_templates, takes_no_templates, template_source
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.model.alphafold import AlphaFold
@@ -40,7 +42,7 @@ from evodsp.output import check_output_folder
 from evodsp.parallel.group import Group
 from evodsp.planner.prediction import pair_share
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
-from evodsp.weights.checkpoint import load_features, load_model
+from evodsp.weights.checkpoint import load_config, load_features, load_model
 
 _OURS = (INDEX, BESIDE, FAILURES, LOG, SEARCHED)
 """Names of files and folders that a run itself writes into its output."""
@@ -66,6 +68,12 @@ class Job:
     """Whether all files are there already."""
     model: str | None
     """Name of the model in the target's folder; None if it is the only one."""
+    arrangement: ArrangementName
+    """The arrangement of the model."""
+
+    def read(self) -> TargetMsa:
+        """The target's alignments, as the model takes them. Raises UserError if one is broken or of another sequence."""
+        return READERS[self.arrangement].read(self.target)
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,7 @@ def check_launch(config: PredictConfig) -> None:
     inputs, failures = read_inputs_and_models(config), list[RecordFailure]()
     for model, trained in inputs.models:
         features = feature_config(config.sizes, trained)
-        check = partial(check_target_fits_ranks, config.parallel.sequence, features)
+        check = partial(_check_size, config.parallel.sequence, features, model)
         if not all(_failure(target.query.name, partial(check, target)) for target in inputs.targets):
             return
         # slower: finds out which results exist already and are kept
@@ -121,19 +129,34 @@ def _failure(name: str, check: Callable[[], object]) -> list[RecordFailure]:
 
 def read_inputs_and_models(config: PredictConfig) -> RunInputs:
     """The records and the models. Raises UserError if one of the files or folders is missing or wrong."""
-    targets, failures = find_targets(config.sources, config.alignments)
+    targets, failures = find_targets(config.sources, config.alignments, config.complex, config.pairing)
     check_output_folder(config.output)
     if config.relax != "none":
         check_openmm()
     if config.plots:
         check_matplotlib()
-    models = [(model, load_features(model.path, config.preset)) for model in find_models(_model_files(config))]
-    for _, trained in models:
+    models = [
+        (
+            replace(model, arrangement=load_config(model.path, config.preset).arrangement),
+            load_features(model.path, config.preset),
+        )
+        for model in find_models(_model_files(config))
+    ]
+    for model, trained in models:
         feature_config(config.sizes, trained)  # checks the sizes
+        _check_templates(config, model)
     failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
     targets = [target for target in targets if target.query.name not in _OURS]
     targets, unfound = with_searched(targets, config.output, config.msa_server, config.msa_server_limits)
     return RunInputs(targets, [*failures, *unfound], models)
+
+
+def _check_templates(config: PredictConfig, model: NamedModel) -> None:
+    if config.templates is not None and not READERS[model.arrangement].reads_templates:
+        raise UserError(
+            f"--templates is {config.templates}, but {model.path} is a multimer model, for which templates are not read yet; "
+            "leave --templates out"
+        )
 
 
 def _check_name(target: Target) -> None:
@@ -162,11 +185,10 @@ def prepare(
     Rank 0 answers the others after each target, because thousands of targets take longer than ranks may wait for one another.
     """
     features = feature_config(config.sizes, trained)
-    jobs, failures = _jobs(named, inputs, config, features, partial(_check, features, ranks), group)
+    jobs, failures = _jobs(named, inputs, config, features, partial(_check, features, ranks, named), group)
     model = None
     if any(job.seeds for job in jobs):
         model = from_first(lambda: load_model(named.path, config.raw, config.preset), group)
-        check_of_one_chain(model.config)
         if config.templates is not None and not model.config.templates.enabled:
             raise takes_no_templates(config.templates, named.path)
         features = with_template_row(features, model.config.templates.enabled)
@@ -177,10 +199,16 @@ def prepare(
     return ModelWork(jobs, failures, features, model)
 
 
-def _check(features: FeatureConfig, ranks: int, target: Target) -> None:
-    """Raise UserError if a target's alignments cannot be read, or it is too short for the ranks."""
+def _check(features: FeatureConfig, ranks: int, model: NamedModel, target: Target) -> None:
+    """Raise UserError if a target's alignments cannot be read, or the model or the ranks do not take it."""
+    _check_size(ranks, features, model, target)
     with memory_errors(target.query.name, len(target.query), torch.device("cpu")):
-        target.read()
+        READERS[model.arrangement].read(target)
+
+
+def _check_size(ranks: int, features: FeatureConfig, model: NamedModel, target: Target) -> None:
+    """Raise UserError if a target has several chains, and the model does not; or if it is too short for the ranks."""
+    READERS[model.arrangement].check(target, model.path)
     check_target_fits_ranks(ranks, features, target)
 
 
@@ -231,7 +259,7 @@ def _jobs(
             check(target)
         kept = stored is not None and stored.has_all(wanted, config.format, config.pae_in_cif)
         called = model.name if stored is None else stored.model
-        return Job(target, templates, line, seconds, settings, stored, missing, kept, called)
+        return Job(target, templates, line, seconds, settings, stored, missing, kept, called, model.arrangement)
 
     def job_or_failure(target: Target) -> Job | RecordFailure:
         try:

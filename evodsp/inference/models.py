@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from evodsp.config import FeatureConfig
+from evodsp.config import ArrangementName, FeatureConfig
 from evodsp.data.samples.feature_axes import check_config
 from evodsp.errors import UserError
 from evodsp.inference.config import SizeSettings
@@ -36,6 +36,8 @@ class NamedModel:
     """None if the run has one model; file names then have no model prefix."""
     digest: str
     """The fingerprint of its file."""
+    arrangement: ArrangementName = "monomer"
+    """The arrangement of its parts (`ModelConfig.arrangement`)."""
 
 
 def find_models(given: Sequence[Path]) -> list[NamedModel]:

@@ -5,19 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int64, Integer
 
+from evodsp.data.complexes.entities import columns_of, entities_of
+from evodsp.inference.complex_scores import ComplexScores
 from evodsp.inference.config import PassSettings
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm, highest_pae
+from evodsp.model.confidence import (
+    compute_complex_confidence,
+    compute_contact_weights,
+    compute_contacts,
+    compute_pae,
+    compute_plddt,
+    compute_ptm,
+    highest_pae,
+)
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
 from evodsp.progress import progress
@@ -83,18 +93,60 @@ def structure_of(
 ) -> PredictedStructure:
     """The first sample of `output`, without padding, on the host. Every rank must call this.
 
-    Contacts and aligned errors, which are residues squared numbers, are on the first rank only: it writes the files.
+    The columns of the batch are those of `columns_of`; the residues and scores of a complex are in the order in which its
+    chains were given. Contacts and aligned errors, which are residues squared numbers, are on the first rank only: it writes
+    the files.
     """
     length = len(target.query)  # residues after these are padding
+    entities = entities_of([part.query for part in target.parts])
+    columns = columns_of(entities)
+    error, contacts = _aligned_error(length, batch, output, model), _contacts(length, batch, output, model)
+    if target.chains:
+        places = np.argsort([member for entity in entities for member in entity.members])
+        scores = _complex_scores(places, batch, output, model)
+        error = None if error is None else replace(error, pae=_reordered(error.pae, columns), of_chains=scores)
+        contacts = None if contacts is None else _reordered(contacts, columns)
     return PredictedStructure(
         name=target.query.name,
-        aatype=batch["aatype"][0, 0, :length].cpu().numpy(),
-        positions=output.structure.positions[0, :length].float().cpu().numpy(),
-        mask=output.structure.mask[0, :length].float().cpu().numpy(),
-        plddt=compute_plddt(output.logits["plddt"].float())[0, :length].cpu().numpy(),
-        aligned_error=_aligned_error(length, batch, output, model),
-        contacts=_contacts(length, batch, output, model),
+        aatype=batch["aatype"][0, 0, :length].cpu().numpy()[columns],
+        positions=output.structure.positions[0, :length].float().cpu().numpy()[columns],
+        mask=output.structure.mask[0, :length].float().cpu().numpy()[columns],
+        plddt=compute_plddt(output.logits["plddt"].float())[0, :length].cpu().numpy()[columns],
+        lengths=tuple(len(chain.query) for chain in target.chains),
+        aligned_error=error,
+        contacts=contacts,
     )
+
+
+def _reordered(pairs: Float32[np.ndarray, "L L"], columns: Int64[np.ndarray, " L"]) -> Float32[np.ndarray, "L L"]:
+    return pairs[np.ix_(columns, columns)]
+
+
+def _complex_scores(
+    places: Integer[np.ndarray, " C"], batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+) -> ComplexScores | None:
+    """The scores of the C chains and their interfaces; None without a head for aligned errors. Every rank must call this.
+
+    `places`: of each chain, in the order in which they were given, among the chains of the columns.
+    """
+    if "predicted_aligned_error" not in output.logits:
+        return None
+    heads, logits = model.config.heads, output.logits["predicted_aligned_error"][:1]
+    edges = heads.distogram_min_distance, heads.distogram_max_distance
+    found = compute_complex_confidence(
+        logits,
+        compute_contact_weights(output.logits["distogram"][:1], *edges),
+        batch["seq_mask"][:1, -1].to(logits.device).float(),
+        batch["asym_id"][:1, -1].to(logits.device),
+        len(places),
+        heads.pae_max_error,
+        model.exchange,
+    )
+    pair_iptm, pair_actifptm = (
+        x[0].cpu().numpy()[np.ix_(places, places)] for x in (found.pair_iptm, found.pair_actifptm)
+    )
+    chain_ptm = found.chain_ptm[0].cpu().numpy()[places]
+    return ComplexScores(float(found.iptm[0]), float(found.actifptm[0]), chain_ptm, pair_iptm, pair_actifptm)
 
 
 def _contacts(

@@ -160,7 +160,8 @@ def _predict_job(
 ) -> PredictionResult | RecordFailure:
     """Predict one record, unless its results are kept, and report the outcome. `place`: its number among all records, for the
     log."""
-    report(f"{place} {job.target.query.name}: {counted(len(job.target.query), 'residue')}")
+    chains = f"{counted(len(job.target.chains), 'chain')}, " if job.target.chains else ""
+    report(f"{place} {job.target.query.name}: {chains}{counted(len(job.target.query), 'residue')}")
     for note in job.target.notes:
         report(f"  {note}")
     if job.stored is not None and job.kept:
@@ -286,7 +287,7 @@ def _make_page(job: Job, result: PredictionResult, report: Report, group: Group 
     """Write a target's page; report one that cannot be written."""
 
     def make() -> None:
-        write_target_page(result.folder, job.target.read())
+        write_target_page(result.folder, job.read().alignments)
 
     if problem := from_first(lambda: page_problem(str(result.folder / REPORT), make), group):
         report(f"  {problem}")
@@ -298,7 +299,7 @@ def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Rep
         return
 
     def make() -> None:
-        write_plots(result, job.target.read)
+        write_plots(result, lambda: job.read().alignments)
 
     if problem := from_first(lambda: page_problem(f"{result.folder}: pictures", make), group):
         report(f"  {problem}")

@@ -19,6 +19,7 @@ from jaxtyping import Float32
 from evodsp.errors import UserError
 from evodsp.files import whole_file, whole_folder
 from evodsp.geometry.residues import CA
+from evodsp.inference.chains import ChainSpan
 from evodsp.inference.pages.residue_charts import pae_uri, strip, trace
 from evodsp.inference.results import (
     REPORT,
@@ -55,6 +56,8 @@ class RankedStructure:
     """Mean pLDDT over the residues, 0..100."""
     ptm: float | None
     """Predicted TM-score, 0..1; None if the model has no head for it."""
+    iptm: float | None
+    """Predicted TM-score of the interfaces of a complex, 0..1; None for a single chain, or without the head."""
     origin: Origin = field(repr=False)
     holder: object = field(default=None, repr=False, compare=False)
     """The holder of the `Prediction`, which keeps the folder."""
@@ -87,8 +90,13 @@ class RankedStructure:
 
     @property
     def sequence(self) -> str:
-        """One letter for each residue."""
+        """One letter for each residue, of all chains."""
         return self._structure.sequence
+
+    @property
+    def chains(self) -> tuple[ChainSpan, ...]:
+        """The chains, in their order: `positions[chain.residues]` are those of one of them."""
+        return self._structure.chains
 
     def to_cif(self, pae: bool = False) -> str:
         """The structure as ModelCIF text. `pae`: whether it holds the aligned errors, if there are any."""
@@ -110,7 +118,9 @@ class RankedStructure:
                 "pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'"
             ) from error
         highest = 0.0 if self._errors is None else self._errors.highest
-        return confidence_figure(self.plddt, self.pae, highest, self.contacts, f"{self.result.name}, {_called(self)}")
+        borders = [chain.start for chain in self.chains[1:]]
+        title = f"{self.result.name}, {_called(self)}"
+        return confidence_figure(self.plddt, self.pae, highest, self.contacts, title, borders)
 
     @cached_property
     def _structure(self) -> PredictedStructure:
@@ -126,7 +136,7 @@ class Prediction(PredictionResult):
     """The predictions of one target. Its arrays and texts belong to the best one, `ranked[0]`."""
 
     ranked: tuple[RankedStructure, ...] = ()
-    """All seeds and models, best first: by pTM, or by mean pLDDT if a model has no pTM."""
+    """All seeds and models, best first: by pTM, or by mean pLDDT if a model has no pTM; complexes by 0.8 ipTM + 0.2 pTM."""
     holder: object = field(default=None, repr=False, compare=False)
     """Removes the folder when nothing refers to it any more, if the user named no output folder."""
 
@@ -148,6 +158,7 @@ class Prediction(PredictionResult):
                 entry.get("model"),
                 float(entry["mean_plddt"]),
                 entry.get("ptm"),
+                entry.get("iptm"),
                 Origin.of(entry, settings[entry["model"]] if "model" in entry else ranking["settings"]),
                 holder,
             )
@@ -188,9 +199,19 @@ class Prediction(PredictionResult):
         return self.ranked[0].ptm
 
     @property
+    def iptm(self) -> float | None:
+        """Predicted TM-score of the interfaces, 0..1; None for a single chain, or without the head."""
+        return self.ranked[0].iptm
+
+    @property
     def sequence(self) -> str:
-        """One letter for each residue."""
+        """One letter for each residue, of all chains."""
         return self.ranked[0].sequence
+
+    @property
+    def chains(self) -> tuple[ChainSpan, ...]:
+        """The chains, as in `RankedStructure.chains`."""
+        return self.ranked[0].chains
 
     def to_cif(self, pae: bool = False) -> str:
         """The best structure as ModelCIF text. `pae`: whether it holds the aligned errors, if there are any."""
@@ -233,7 +254,7 @@ class Prediction(PredictionResult):
             raise UserError(f"height is {height}, but must be at least 1 pixel")
         best = self.ranked[0]
         page = (self.folder / REPORT).read_text(encoding="utf-8")
-        return PageView(page, str(trace(best.positions[:, CA], best.mask[:, CA], best.plddt)), height)
+        return PageView(page, str(trace(best.positions[:, CA], best.mask[:, CA], best.plddt, best.chains)), height)
 
     def __repr__(self) -> str:
         return f"Prediction({self.name}: {', '.join(self._figures())})"
@@ -241,12 +262,14 @@ class Prediction(PredictionResult):
     def _figures(self) -> list[str]:
         best = self.ranked[0]
         ptm = [] if best.ptm is None else [f"pTM {best.ptm:.2f}"]
+        ptm += [] if best.iptm is None else [f"ipTM {best.iptm:.2f}"]
         count = len(self.ranked)
         return [f"{count} structure{'s' * (count > 1)}", f"best mean pLDDT {best.mean_plddt:.1f}", *ptm]
 
     def _repr_html_(self) -> str:
         best = self.ranked[0]
-        figures = [f"{len(best.plddt):,} residues", *self._figures()]
+        chains = [f"{len(best.chains)} chains"] if len(best.chains) > 1 else []
+        figures = [f"{len(best.plddt):,} residues", *chains, *self._figures()]
         cells = [
             (_called(one), f"{one.mean_plddt:.1f}", "" if one.ptm is None else f"{one.ptm:.2f}") for one in self.ranked
         ]

@@ -4,7 +4,8 @@ OpenMM, an extra (`pip install 'evodsp[relax]'`), minimises the energy of AMBER9
 10 kcal/mol/Å² hold every heavy atom where it was predicted. Residues with violations then lose their springs, and the energy is
 minimised again, at most three times in all. Hydrogens are not kept. The same structure gives the same result on one machine.
 
-pdbfixer, which AlphaFold2 uses before, is not needed: a prediction has all heavy atoms but the chain's last oxygen.
+pdbfixer, which AlphaFold2 uses before, is not needed: a prediction has all heavy atoms but the last oxygen of each chain. The
+chains of a complex are not bonded to one another, but for disulphide bridges.
 Shapes: R residues, atom37 order.
 """
 
@@ -33,6 +34,7 @@ from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA
 from evodsp.inference.result_checks import check_relaxation, read_object
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
+from evodsp.losses.chains import unique_residue_numbers
 from evodsp.losses.violation import violating_residues
 
 Which = Literal["none", "best", "all"]
@@ -153,6 +155,7 @@ def _check_chain(structure: PredictedStructure) -> None:
     if not bad.any():
         near = np.array([(np.linalg.norm(ca - one, axis=-1) < _TOO_NEAR).sum() > 1 for one in ca])
         torn = np.linalg.norm(np.diff(ca, axis=0), axis=-1) > _TOO_FAR
+        torn[[chain.start - 1 for chain in structure.chains[1:]]] = False
         bad = near.copy()
         bad[1:] |= torn
         bad[:-1] |= torn
@@ -274,14 +277,17 @@ class _Chain:
     def _heavy(self, app: Any) -> tuple[Any, Float[np.ndarray, "atoms 3"]]:
         """The topology of the heavy atoms, and their positions in Å."""
         one, topology, positions = self._structure, app.Topology(), []
-        chain = topology.addChain("A")
+        chains = {chain.start: chain.name for chain in one.chains}
+        last = {chain.end - 1 for chain in one.chains}
         for number, letter in enumerate(one.sequence):
+            if number in chains:
+                chain = topology.addChain(chains[number])
             residue = topology.addResidue(RESTYPE_1TO3[letter], chain)
             for slot in np.flatnonzero(one.mask[number] > 0.5):
                 name = ATOM_TYPES[slot]
                 topology.addAtom(name, app.Element.getBySymbol(name[0]), residue)
                 positions.append(one.positions[number, slot].astype(np.float64))
-            if number == len(one.sequence) - 1 and one.mask[number, ATOM_ORDER["OXT"]] <= 0.5:
+            if number in last and one.mask[number, ATOM_ORDER["OXT"]] <= 0.5:
                 topology.addAtom("OXT", app.Element.getBySymbol("O"), residue)
                 positions.append(_last_oxygen(*(one.positions[number, ATOM_ORDER[name]] for name in ("CA", "C", "O"))))
         topology.createStandardBonds()
@@ -334,6 +340,8 @@ def _violations(
     to14 = partial(atom37_to_atom14, aatype=aatype)
     atom14 = to14(torch.from_numpy(np.asarray(positions, np.float64)))
     mask = to14(torch.from_numpy(structure.mask).double())
-    found = violating_residues(atom14, mask, torch.arange(len(aatype)), aatype)
+    chain = torch.repeat_interleave(torch.tensor([len(one) for one in structure.chains]))[None]
+    numbers = unique_residue_numbers(torch.arange(len(aatype))[None], chain)[0]
+    found = violating_residues(atom14, mask, numbers, aatype)
     named = {kind: residues.numpy() for kind, residues in found.items()}
     return {**named, "any": np.logical_or.reduce(list(named.values()))}

@@ -1,11 +1,13 @@
 """The files in the folder of one target's predictions.
 
     <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
-                    seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm
+                    seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm;
+                                            of a complex those of its chains and interfaces (`complex_scores`)
                     seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
                     seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
                     seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
                     ranking.json            seeds, best first, and the settings of the run
+                    ranking_debug.json      of complexes: the ranking as AlphaFold-Multimer writes it
                     timings.json            seconds per stage, peak memory
                     report.html             all of this to look at (`evodsp.inference.pages.target_page`)
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +27,12 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float32
 
-from evodsp.data.formats.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_structure as read_file
+from evodsp.data.records import Chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name, pdb_chain_name
+from evodsp.inference.complex_scores import score_entries
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.reading.array_files import read_archive
@@ -35,9 +40,10 @@ from evodsp.reading.text_files import json_of, read_bytes, read_json
 from evodsp.version import __version__
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
+_RANKING_DEBUG = "ranking_debug.json"
 OURS = re.compile(
     r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|seed_\d+_contacts\.npz|seed_\d+_confidence\.png"
-    r"|alignment_coverage\.png|ranking\.json|timings\.json|report\.html"
+    r"|alignment_coverage\.png|ranking(_debug)?\.json|timings\.json|report\.html"
 )
 """Names of the files that predict writes into a target's folder. All others are the user's."""
 _CONTACT_STEPS = 255
@@ -142,16 +148,29 @@ def read_structure(result: PredictionResult, key: Key, path: Path | None = None)
     two files hold different numbers of residues.
     """
     path = path or result.structure(key)
-    chain, plddt = read_chain(path, "A"), read_plddt(result.folder, key)
-    if len(plddt) != len(chain):
-        raise FileFormatError(path, f"has {len(chain)} residues, but its scores are of {len(plddt)}; {FIX}")
+    chains, plddt = _read_chains(path), read_plddt(result.folder, key)
+    if len(plddt) != (residues := sum(map(len, chains))):
+        raise FileFormatError(path, f"has {residues} residues, but its scores are of {len(plddt)}; {FIX}")
     return PredictedStructure(
         name=result.name,
-        aatype=np.array([RESTYPES_WITH_X.index(letter) for letter in chain.sequence]),
-        positions=chain.positions,
-        mask=chain.mask,
+        aatype=np.array([RESTYPES_WITH_X.index(letter) for chain in chains for letter in chain.sequence]),
+        positions=np.concatenate([chain.positions for chain in chains]),
+        mask=np.concatenate([chain.mask for chain in chains]),
         plddt=plddt,
+        lengths=tuple(map(len, chains)) if len(chains) > 1 else (),
     )
+
+
+def _read_chains(path: Path) -> list[Chain]:
+    """The chains of a structure file, in their order. Raises FileFormatError unless they have the names that predict gives."""
+    found = read_file(path).chains
+    name_of, most = (pdb_chain_name, MOST_IN_PDB) if path.suffix == ".pdb" else (chain_name, MOST_CHAINS)
+    names = [name_of(number) for number in range(min(len(found), most))]
+    if other := sorted(found.keys() - set(names)):
+        raise FileFormatError(
+            path, f"not written by evodsp predict (it has a chain '{other[0]}', not {names[-1]}); {FIX}"
+        )
+    return [found[name] for name in names]
 
 
 def contacts_name(key: Key) -> str:
@@ -239,13 +258,19 @@ def write_results(
         scores: dict[str, Any] = {"plddt": [round(float(p), 2) for p in structure.plddt]}
         if (error := structure.aligned_error) is not None:
             scores |= {"max_pae": round(float(error.pae.max()), 2), "pae": _matrix(error), **_ptm(structure)}
+            if error.of_chains is not None:
+                names = [chain.name for chain in structure.chains]
+                scores |= score_entries(error.of_chains, structure.interfaces, names)
             (folder / pae_name(key)).write_text(pae_text(error), encoding="utf-8")
         if structure.contacts is not None:
             _write_contacts(folder / contacts_name(key), structure.contacts)
         (folder / scores_name(key)).write_text(json.dumps(scores, allow_nan=False) + "\n", encoding="utf-8")
-    # Models without a PAE head have no pTM: then only pLDDT compares all.
-    score, called = ("ptm", "pTM") if all("ptm" in entry for entry in entries) else ("mean_plddt", "mean pLDDT")
-    entries.sort(key=lambda entry: (-entry[score], -entry["mean_plddt"], stem(key_of(entry))))
+    called, score = _ranking(entries)
+    entries.sort(key=lambda entry: (-score(entry), -entry["mean_plddt"], stem(key_of(entry))))
+    if called == _MULTIMER_RANKING:
+        order = [stem(key_of(entry)) for entry in entries]
+        scores_by_name = {name: round(score(entry), 4) for name, entry in zip(order, entries, strict=True)}
+        write_json(folder / _RANKING_DEBUG, {"iptm+ptm": scores_by_name, "order": order})
     made_with = {"settings": dict(settings)} if model is None else {"models": {**models, model: dict(settings)}}
     write_json(
         folder / RANKING,
@@ -262,12 +287,25 @@ def write_results(
     )
 
 
+_MULTIMER_RANKING = "0.8 ipTM + 0.2 pTM"
+
+
+def _ranking(entries: Sequence[Mapping[str, Any]]) -> tuple[str, Callable[[Mapping[str, Any]], float]]:
+    """What all predictions of a target can be ranked by: its name, and the function of an entry."""
+    if all("iptm" in entry for entry in entries):
+        return _MULTIMER_RANKING, lambda entry: 0.8 * entry["iptm"] + 0.2 * entry["ptm"]
+    if all("ptm" in entry for entry in entries):
+        return "pTM", lambda entry: float(entry["ptm"])
+    # Models without a PAE head have no pTM: then only pLDDT compares all.
+    return "mean pLDDT", lambda entry: float(entry["mean_plddt"])
+
+
 def _identity(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: entry[name] for name in ("model", "seed") if name in entry}
 
 
 def _confidences(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: entry[name] for name in ("mean_plddt", "ptm") if name in entry}
+    return {name: entry[name] for name in ("mean_plddt", "ptm", "iptm") if name in entry}
 
 
 def pae_text(error: AlignedError) -> str:
@@ -285,8 +323,11 @@ def _matrix(error: AlignedError) -> list[list[float]]:
 
 
 def _ptm(structure: PredictedStructure) -> dict[str, float]:
-    """The entry of the JSON files; empty for models without a PAE head."""
-    return {} if structure.aligned_error is None else {"ptm": round(structure.aligned_error.ptm, 3)}
+    """The entries of the JSON files; none for models without a PAE head."""
+    if (error := structure.aligned_error) is None:
+        return {}
+    iptm = {} if error.of_chains is None else {"iptm": round(error.of_chains.iptm, 3)}
+    return {"ptm": round(error.ptm, 3), **iptm}
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

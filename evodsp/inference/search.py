@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +32,9 @@ def run(settings: SearchConfig, words: list[str]) -> int:
     records, broken = read_inputs(settings.inputs)
     if not records:
         raise UserError(broken[0].reason)
-    queries = [record.query for record in records if record.alignment is None]
+    queries = [
+        query for record in records if record.alignment is None for query in distinct(record.chains or [record.query])
+    ]
     failed = [failure.reason for failure in broken]
     unfound = search_missing(queries, settings.output, searcher)
     failed += [str(error) for error in unfound.values() if not isinstance(error, NoAnswerError)]
@@ -82,16 +84,41 @@ def with_searched(
     if address is None:
         return list(targets), []
     folder, searcher = output / SEARCHED, MsaServer(address, limits)
-    missing = [target.query for target in targets if target.alignments is None]
-    wanted = [query for query in missing if not has_files(folder / query.name)]
+    missing = {target.query.name: _lacking(target) for target in targets}
+    wanted = [query for queries in missing.values() for query in queries if not has_files(folder / query.name)]
     with output_errors(output):
         failed = search_missing(wanted, folder, searcher) if wanted else {}
-    found = [
-        # The last note of such a target says 'no alignments'; it becomes where these came from.
-        replace(target, alignments=folder / target.query.name, notes=(*target.notes[:-1], _ORIGIN))
-        if target.alignments is None
-        else target
-        for target in targets
-        if target.query.name not in failed
-    ]
-    return found, [RecordFailure(name, str(error)) for name, error in failed.items()]
+    found: list[Target] = []
+    failures: list[RecordFailure] = []
+    for target in targets:
+        names = [query.name for query in missing[target.query.name]]
+        if lost := [name for name in names if name in failed]:
+            failures.append(RecordFailure(target.query.name, str(failed[lost[0]])))
+        else:
+            found.append(_with_alignments(target, {name: folder / name for name in names}))
+    return found, failures
+
+
+def _lacking(target: Target) -> list[ProteinSequence]:
+    """The distinct sequences of a target that have no alignments."""
+    if target.alignments is not None:
+        return []
+    return [one.query for one in target.distinct.values() if one.alignments is None]
+
+
+def _with_alignments(target: Target, found: Mapping[str, Path]) -> Target:
+    """The target with the alignments that were `found`, by the names of chains; none if it had all."""
+    if not found:
+        return target
+    chains = tuple(replace(one, alignments=found.get(one.query.name, one.alignments)) for one in target.chains)
+    # The last note of such a target says 'no alignments'; it becomes where these came from.
+    notes = (*target.notes[:-1], _ORIGIN)
+    return replace(target, alignments=found.get(target.query.name), chains=chains, notes=notes)
+
+
+def distinct(chains: Sequence[ProteinSequence]) -> list[ProteinSequence]:
+    """The first chain of each sequence."""
+    found: dict[str, ProteinSequence] = {}
+    for chain in chains:
+        found.setdefault(chain.letters, chain)
+    return list(found.values())

@@ -18,19 +18,18 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
-from evodsp.data.records import Alignment
 from evodsp.data.samples.dataset import collate
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
-from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import memory_entries, memory_errors
 from evodsp.inference.estimate import check_needs
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.jobs import Job
 from evodsp.inference.passes import SeedRun, block_progress, run_passes, structure_of
-from evodsp.inference.run_log import Report, counted
+from evodsp.inference.run_log import Report
 from evodsp.inference.structure_files import PredictedStructure
+from evodsp.inference.target_msas import TargetMsa
 from evodsp.inference.targets import Target
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
@@ -69,21 +68,18 @@ def predict_seeds(
     target, device = job.target, next(model.parameters()).device
     start = time.perf_counter()
 
-    def read() -> list[Alignment]:
+    def read() -> TargetMsa:
         with memory_errors(target.query.name, len(target.query), device):
-            return target.read()
+            return job.read()
 
     try:
-        alignments = on_first(read, group) or []
+        msa = on_first(read, group)
     except UserError as error:
         yield RecordFailure(target.query.name, str(error))
         return
     seconds_before = job.templates_seconds + time.perf_counter() - start
-    rows = sum(map(len, alignments))
-    report(
-        f"  read {counted(rows, 'sequence')} in {counted(len(alignments), 'alignment')}, "
-        f"{time.perf_counter() - start:.1f} s"
-    )
+    rows = 0 if msa is None else sum(map(len, msa.alignments))  # the first rank alone reads, and writes the files
+    report(f"  {'' if msa is None else msa.line}, {time.perf_counter() - start:.1f} s")
     if model.config.templates.enabled:
         report(f"  {job.templates_line}")
     if device.type == "cuda":
@@ -115,7 +111,7 @@ def predict_seeds(
     since = time.perf_counter()
     for seed in job.seeds:
         try:
-            batch, seconds = _batch(job, alignments, features, seed, settings.ensembles, device, report, group)
+            batch, seconds = _batch(job, msa, features, seed, settings.ensembles, device, report, group)
             if seed == job.seeds[0]:
                 ask = partial(check_needs, target.query.name, len(target.query), batch, model, settings, try_anyway)
                 if line := from_first(ask, group):
@@ -147,7 +143,7 @@ def _is_rank_0() -> bool:
 
 def _batch(
     job: Job,
-    alignments: list[Alignment],
+    msa: TargetMsa | None,
     features: FeatureConfig,
     seed: int,
     ensembles: int,
@@ -155,10 +151,10 @@ def _batch(
     report: Report,
     group: Group | None,
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """A seed's features, on every rank, and the seconds they took. Only the first rank of `group` has `alignments`."""
+    """A seed's features, on every rank, and the seconds they took. Only the first rank of `group` has `msa`."""
     target = job.target
     start = time.perf_counter()
-    make = partial(_features, target, alignments, features, seed, job.templates, ensembles)
+    make = partial(_features, target, msa, features, seed, job.templates, ensembles)
     with memory_errors(target.query.name, len(target.query), device, group):
         batch = tensors_from_first(make, device, group)
     seconds = time.perf_counter() - start
@@ -168,14 +164,15 @@ def _batch(
 
 def _features(
     target: Target,
-    alignments: list[Alignment],
+    msa: TargetMsa | None,
     features: FeatureConfig,
     seed: int,
     templates: TemplateFeatures,
     ensembles: int,
 ) -> dict[str, torch.Tensor]:
     with memory_errors(target.query.name, len(target.query), torch.device("cpu")):
-        return collate([prediction_sample(target.query, alignments, features, seed, templates, ensembles)])
+        assert msa is not None, "only the first rank makes features"
+        return collate([msa.sample(features, seed, templates, ensembles)])
 
 
 def _predict_seed(

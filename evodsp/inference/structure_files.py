@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -25,11 +25,16 @@ import modelcif.model
 import modelcif.protocol
 import modelcif.qa_metric
 import numpy as np
+import torch
 from jaxtyping import Float32, Float64, Integer
 
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.geometry.frames import pseudo_beta
 from evodsp.geometry.residues import ATOM_TYPES
+from evodsp.inference.chains import MOST_IN_PDB, ChainSpan, chain_name, pdb_chain_name, spans_of
+from evodsp.inference.complex_scores import ComplexScores
+from evodsp.inference.interfaces import Interface, interfaces_of
 from evodsp.version import __version__
 
 PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
@@ -44,7 +49,7 @@ _PDB_MOST_SERIALS = 99_999
 
 @dataclass(frozen=True)
 class AlignedError:
-    """The predicted aligned error of one chain, and the TM-score predicted from it."""
+    """The predicted aligned error of a structure, and the TM-score predicted from it."""
 
     pae: Float32[np.ndarray, "R R"]
     """Expected error of each residue's CA (second axis), seen from each residue's backbone frame (first axis), in Å."""
@@ -52,11 +57,13 @@ class AlignedError:
     """The largest error that the head can predict, in Å."""
     ptm: float
     """Predicted TM-score, 0..1."""
+    of_chains: ComplexScores | None = None
+    """The scores of the parts of a complex; None for a single chain."""
 
 
 @dataclass(frozen=True)
 class PredictedStructure:
-    """One predicted chain. Residues are numbered from 1; residues of type X have no atoms."""
+    """One predicted chain, or the chains of a complex. Residues of each are numbered from 1; those of type X have no atoms."""
 
     name: str
     aatype: Integer[np.ndarray, " R"]
@@ -67,7 +74,8 @@ class PredictedStructure:
     """1 where the atom exists."""
     plddt: Float32[np.ndarray, " R"]
     """0..100."""
-    chain_id: str = "A"
+    lengths: tuple[int, ...] = ()
+    """Number of residues of each chain, in their order; () for a single chain."""
     aligned_error: AlignedError | None = None
     """None if the model has no head for it."""
     contacts: Float32[np.ndarray, "R R"] | None = None
@@ -76,6 +84,21 @@ class PredictedStructure:
     @property
     def sequence(self) -> str:
         return "".join(RESTYPES_WITH_X[code] for code in self.aatype)
+
+    @property
+    def chains(self) -> tuple[ChainSpan, ...]:
+        """The chains, in their order."""
+        return spans_of(self.lengths or (len(self.aatype),))
+
+    @property
+    def interfaces(self) -> tuple[Interface, ...]:
+        """The scores of each chain's interface with each other chain, numbered from 1; none without aligned errors."""
+        if self.aligned_error is None:
+            return ()
+        atoms = (torch.from_numpy(np.asarray(values)) for values in (self.aatype, self.positions, self.mask))
+        beta, beta_mask = (values.numpy() for values in pseudo_beta(*atoms))
+        numbers = np.repeat(np.arange(1, len(self.chains) + 1), [len(chain) for chain in self.chains])
+        return interfaces_of(self.aligned_error.pae, numbers, beta, beta_mask, self.plddt)
 
     @property
     def ascii_name(self) -> str:
@@ -88,9 +111,11 @@ class PredictedStructure:
 
     @property
     def confidence_line(self) -> str:
-        """For the log, for example 'mean pLDDT 81.2, pTM 0.74'."""
-        ptm = "" if self.aligned_error is None else f", pTM {self.aligned_error.ptm:.2f}"
-        return f"mean pLDDT {self.mean_plddt:.1f}{ptm}"
+        """For the log, for example 'mean pLDDT 81.2, pTM 0.74', and of a complex ', ipTM 0.61'."""
+        error = self.aligned_error
+        ptm = "" if error is None else f", pTM {error.ptm:.2f}"
+        iptm = "" if error is None or error.of_chains is None else f", ipTM {error.of_chains.iptm:.2f}"
+        return f"mean pLDDT {self.mean_plddt:.1f}{ptm}{iptm}"
 
 
 @dataclass(frozen=True)
@@ -102,11 +127,13 @@ class Origin:
     """Predicted TM-score, 0..1; None for models without that head."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The settings in ranking.json: the parameters' fingerprint, rows, recycling iterations, templates."""
+    iptm: float | None = None
+    """Predicted TM-score of the interfaces, 0..1; None for a single chain."""
 
     @classmethod
     def of(cls, entry: Mapping[str, Any], settings: Mapping[str, Any]) -> Origin:
         """The origin that an entry of ranking.json tells."""
-        return cls(entry["seed"], entry.get("ptm"), settings)
+        return cls(entry["seed"], entry.get("ptm"), settings, entry.get("iptm"))
 
 
 UNKNOWN = Origin()
@@ -130,6 +157,12 @@ class _PTM(modelcif.qa_metric.Global, modelcif.qa_metric.PTM):
     name, software = "pTM", None
 
 
+class _IPTM(modelcif.qa_metric.Global, modelcif.qa_metric.IpTM):
+    """Predicted TM-score of the interfaces, 0 to 1"""
+
+    name, software = "ipTM", None
+
+
 class _PAE(modelcif.qa_metric.LocalPairwise, modelcif.qa_metric.PAE):
     """Expected error of the second residue's CA, seen from the first residue's backbone frame, in Å"""
 
@@ -144,11 +177,14 @@ class _Protein(modelcif.Entity):
 
 
 class _Model(modelcif.model.AbInitioModel):
-    """The atoms of a structure, in the order of residues and of atom37."""
+    """The atoms of a structure, in the order of residues and of atom37. `places`: the chain and the number of each residue."""
 
-    def __init__(self, structure: PredictedStructure, asym: modelcif.AsymUnit, name: str) -> None:
-        super().__init__(assembly=modelcif.Assembly((asym,), name="predicted chain"), name=name)
-        self._structure, self._asym = structure, asym
+    def __init__(
+        self, structure: PredictedStructure, places: Sequence[tuple[modelcif.AsymUnit, int]], name: str
+    ) -> None:
+        asyms = tuple(dict.fromkeys(asym for asym, _ in places))
+        super().__init__(assembly=modelcif.Assembly(asyms, name=_what(structure)), name=name)
+        self._structure, self._places = structure, places
 
     def get_atoms(self) -> Iterator[modelcif.model.Atom]:
         one = self._structure
@@ -156,10 +192,9 @@ class _Model(modelcif.model.AbInitioModel):
         for residue, atom in zip(*np.nonzero(one.mask > 0.5), strict=True):
             x, y, z = one.positions[residue, atom].astype(np.float64)
             name = ATOM_TYPES[atom]
+            asym, number = self._places[residue]
             # The first letter of every heavy atom of the 20 amino acids is its element.
-            yield modelcif.model.Atom(
-                self._asym, int(residue) + 1, name, name[0], x, y, z, biso=plddt[residue], occupancy=1.0
-            )
+            yield modelcif.model.Atom(asym, number, name, name[0], x, y, z, biso=plddt[residue], occupancy=1.0)
 
 
 def model_cif_text(structure: PredictedStructure, origin: Origin, pae: bool = False) -> str:
@@ -169,17 +204,24 @@ def model_cif_text(structure: PredictedStructure, origin: Origin, pae: bool = Fa
     if _NEVER_FIRST.match(name):
         name = f"_{name}"
     system = modelcif.System(title=f"Prediction of {name}; B-factors are pLDDT", id=name)
-    target = _Protein(["UNK" if letter == "X" else letter for letter in structure.sequence], description=name)
-    asym = modelcif.AsymUnit(target, details="predicted chain", strand_id=structure.chain_id)
-    model = _Model(structure, asym, "model" if origin.seed is None else f"seed {origin.seed}")
+    entities, places = _entities(structure, name), _places(structure)
+    asyms = {
+        chain.name: modelcif.AsymUnit(entities[_letters_of(structure, chain)], "predicted chain", strand_id=chain.name)
+        for chain in structure.chains
+    }
+    where = [(asyms[chain], number) for chain, number in places]
+    model = _Model(structure, where, "model" if origin.seed is None else f"seed {origin.seed}")
     present = (structure.mask > 0.5).any(-1)
     for residue in np.nonzero(~present)[0].tolist():
-        model.not_modeled_residue_ranges.append(modelcif.model.NotModeledResidueRange(asym, residue + 1, residue + 1))
+        asym, number = where[residue]
+        model.not_modeled_residue_ranges.append(modelcif.model.NotModeledResidueRange(asym, number, number))
     local = _confidence(structure)
     model.qa_metrics.append(_GlobalPLDDT(round(float(local.mean()), 2)))
     if origin.ptm is not None:
         model.qa_metrics.append(_PTM(origin.ptm))
-    residues = [asym.residue(number) for number in range(1, len(local) + 1)]
+    if origin.iptm is not None:
+        model.qa_metrics.append(_IPTM(origin.iptm))
+    residues = [asym.residue(number) for asym, number in where]
     model.qa_metrics += map(_LocalPLDDT, residues, local.tolist())
     if pae and structure.aligned_error is not None:
         errors = np.round(structure.aligned_error.pae.astype(np.float64), 2).tolist()
@@ -189,13 +231,40 @@ def model_cif_text(structure: PredictedStructure, origin: Origin, pae: bool = Fa
     protocol = modelcif.protocol.Protocol()
     protocol.steps.append(
         modelcif.protocol.ModelingStep(
-            input_data=modelcif.data.DataGroup([target]), output_data=model, software=_software(origin)
+            input_data=modelcif.data.DataGroup([*entities.values()]), output_data=model, software=_software(origin)
         )
     )
     system.protocols.append(protocol)
     text = io.StringIO()
     modelcif.dumper.write(text, [system])
     return text.getvalue()
+
+
+def _what(structure: PredictedStructure) -> str:
+    return "predicted complex" if structure.lengths else "predicted chain"
+
+
+def _places(structure: PredictedStructure) -> list[tuple[str, int]]:
+    """The name of the chain of each residue, and its number in the chain, from 1."""
+    return [(chain.name, number) for chain in structure.chains for number in range(1, len(chain) + 1)]
+
+
+def _letters_of(structure: PredictedStructure, chain: ChainSpan) -> str:
+    return structure.sequence[chain.residues]
+
+
+def _entities(structure: PredictedStructure, name: str) -> dict[str, _Protein]:
+    """The entity of each sequence, in the order in which they first occur. `name`: of the structure."""
+    named: dict[str, list[str]] = {}
+    for chain in structure.chains:
+        named.setdefault(_letters_of(structure, chain), []).append(chain.name)
+    return {
+        letters: _Protein(
+            ["UNK" if letter == "X" else letter for letter in letters],
+            description=name if len(named) == 1 else f"{name}, {' and '.join(chains)}",
+        )
+        for letters, chains in named.items()
+    }
 
 
 def _confidence(structure: PredictedStructure) -> Float64[np.ndarray, " R"]:
@@ -219,7 +288,7 @@ def _software(origin: Origin) -> modelcif.SoftwareGroup:
 
 _PARAMETERS = {
     "seed", "checkpoint", "raw", "recycles", "msa_clusters", "extra_msa", "ensembles", "stop_tolerance", "templates",
-    "precision", "matmul_precision",
+    "precision", "matmul_precision", "pairing",
 }  # fmt: skip
 """The settings that are written. `checkpoint` is the fingerprint of the parameters."""
 
@@ -253,21 +322,24 @@ def pdb_text(structure: PredictedStructure) -> str:
     """
     _check_pdb_limits(structure)
     block = gemmi.cif.read_string(model_cif_text(structure, UNKNOWN)).sole_block()
-    return gemmi.make_structure_from_block(block).make_pdb_string(gemmi.PdbWriteOptions(cryst1_record=False))
+    made = gemmi.make_structure_from_block(block)
+    for number in range(len(structure.chains)):
+        if (short := pdb_chain_name(number)) != (name := chain_name(number)):
+            made.rename_chain(name, short)
+    return made.make_pdb_string(gemmi.PdbWriteOptions(cryst1_record=False))
 
 
 def _check_pdb_limits(structure: PredictedStructure) -> None:
     positions = np.round(structure.positions[structure.mask > 0.5].astype(np.float64), 3)
     atoms = len(positions)
     fix = "; use --format cif"
-    if len(structure.aatype) > _PDB_MOST_RESIDUES:
-        raise UserError(
-            f"{structure.name}: {len(structure.aatype):,} residues, but a PDB file holds {_PDB_MOST_RESIDUES:,}{fix}"
-        )
-    if atoms + 1 > _PDB_MOST_SERIALS:  # TER takes a serial number too
-        raise UserError(f"{structure.name}: {atoms:,} atoms, but a PDB file holds {_PDB_MOST_SERIALS - 1:,}{fix}")
-    if len(structure.chain_id) != 1:
-        raise UserError(f"{structure.name}: chain '{structure.chain_id}', but a PDB file's is a single character{fix}")
+    if (chains := len(structure.chains)) > MOST_IN_PDB:
+        raise UserError(f"{structure.name}: {chains} chains, but a PDB file holds {MOST_IN_PDB}{fix}")
+    if (longest := max(map(len, structure.chains))) > _PDB_MOST_RESIDUES:
+        of = f" in chain {max(structure.chains, key=len).name}" if structure.lengths else ""
+        raise UserError(f"{structure.name}: {longest:,} residues{of}, but a PDB file holds {_PDB_MOST_RESIDUES:,}{fix}")
+    if atoms + chains > _PDB_MOST_SERIALS:  # the TER of each chain takes a serial number too
+        raise UserError(f"{structure.name}: {atoms:,} atoms, but a PDB file holds {_PDB_MOST_SERIALS - chains:,}{fix}")
     if positions.max() > 9999.999 or positions.min() < -999.999:
         raise UserError(
             f"{structure.name}: coordinates {positions.min():.3f} to {positions.max():.3f} Å, "

@@ -1,17 +1,19 @@
 """The targets of a prediction: the records of the inputs, paired with their alignments and templates before a model is loaded.
 
-A record's alignments are a folder or a file of its name. A record without any is predicted from its sequence alone. Template
-hits are read from search results beside the alignments, and their structures from a folder.
+A record's alignments are a folder or a file of its name; a complex has those of its chains. A record without any is predicted
+from its sequence alone. Template hits are read from search results beside the alignments, and their structures from a folder.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from evodsp.config import FeatureConfig
+from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, PairingRule, files_for_pairing
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.similarity.sequences import sequences
@@ -31,11 +33,14 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.data.templates.template_chains import TemplateChains
 from evodsp.errors import UserError, nearest
-from evodsp.inference.config import TemplateSettings
+from evodsp.inference.chains import chain_name
+from evodsp.inference.config import Pairing, TemplateSettings
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import InputRecord, read_inputs
 from evodsp.packaged import where_packaged
 
+RULES: Mapping[Pairing, PairingRule | None] = MappingProxyType({"species": BY_SPECIES, "entry": BY_ENTRY, "none": None})
+"""Which rows of different chains are paired, by the option --pairing."""
 _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
@@ -44,12 +49,48 @@ class Target:
     """One record, and where its alignments are."""
 
     query: ProteinSequence
+    """Of a complex: the sequences of all chains, joined."""
     alignments: Path | None
-    """A folder, or a single file; None: predicted from the sequence alone."""
+    """A folder, or a single file; None: predicted from the sequence alone. Of a complex: ColabFold's alignment of all of it."""
     notes: tuple[str, ...] = ()
     """Lines for the log: the user has to know them about this record."""
     piped: bytes | None = None
     """The content of `alignments` if it is no file, but standard input."""
+    chains: tuple[Target, ...] = ()
+    """The chains of a complex, in their order, each with its own alignments; () for a single chain."""
+    pairing: Pairing = "species"
+    """Which rows of different chains are paired."""
+
+    @property
+    def parts(self) -> tuple[Target, ...]:
+        """The chains: of a single chain this target itself."""
+        return self.chains or (self,)
+
+    @property
+    def sequence(self) -> str:
+        """The letters of all chains, with ':' between them."""
+        return ":".join(part.query.letters for part in self.parts)
+
+    @property
+    def distinct(self) -> dict[str, Target]:
+        """For each sequence of the chains the first of those that have it, or the first of these with alignments."""
+        found: dict[str, Target] = {}
+        for part in self.parts:
+            known = found.setdefault(part.query.letters, part)
+            if known.alignments is None and part.alignments is not None:
+                found[part.query.letters] = part
+        return found
+
+    @property
+    def pairs(self) -> bool:
+        """Whether there are rows of different chains that can be paired: chains of one sequence are not paired, and ColabFold's
+        alignment of a complex says itself what is."""
+        return bool(self.chains) and len(self.distinct) > 1 and self.alignments is None
+
+    @property
+    def rule(self) -> PairingRule | None:
+        """The rule for pairing; None where nothing is paired."""
+        return RULES[self.pairing] if self.pairs else None
 
     @property
     def folder(self) -> Path | None:
@@ -62,7 +103,17 @@ class Target:
         """A fingerprint of the alignments' names and contents, to recognise the inputs of an earlier result."""
         if self.piped is not None and self.alignments is not None:
             return fingerprint((self.alignments.name, hashlib.blake2b(self.piped).hexdigest()))
+        if self.chains and self.alignments is None:
+            files = [
+                (number, path) for number, one in enumerate(self.distinct.values()) for path in one._read_by(self.rule)
+            ]
+            return fingerprint(*((f"{number}/{path.name}", content_digest(path)) for number, path in files))
         return fingerprint(*((path.name, content_digest(path)) for path in self.files()))
+
+    def _read_by(self, rule: PairingRule | None) -> list[Path]:
+        """The alignments of a chain, and the files of it whose rows are paired, sorted by name."""
+        paired = [] if rule is None or self.alignments is None else files_for_pairing(self.alignments, rule)
+        return sorted({*self.files(), *paired}, key=lambda path: path.name)
 
     def files(self) -> list[Path]:
         """The alignments, sorted by name."""
@@ -77,30 +128,35 @@ class Target:
         return matched_alignments(parse_alignments((path, self.piped) for path in self.files()), self.query)
 
 
-def find_targets(inputs: Sequence[Path], alignments: Path | None) -> tuple[list[Target], list[RecordFailure]]:
+def find_targets(
+    inputs: Sequence[Path], alignments: Path | None, one_complex: bool = False, pairing: Pairing = "species"
+) -> tuple[list[Target], list[RecordFailure]]:
     """Pair every record of the inputs with its alignments; a record that cannot be predicted becomes a failure.
 
     `inputs`: the files that `read_inputs` takes; A3M files are alignments themselves. `alignments`: None, or a folder with
     one sub-folder or one file (<name>.a3m, .sto) per record, named as the record; the files of a single record may also lie
-    directly in it. Raises UserError if a file or folder is missing or of another kind.
+    directly in it. The chains of a complex have folders or files <name>_<chain>, or those of the chain's name (A, B, …) in the
+    folder <name>; those of a single record may also lie directly in `alignments`. `one_complex`: see `read_inputs`. `pairing`:
+    which rows of different chains are paired. Raises UserError if a file or folder is missing or of another kind.
     """
     if alignments is not None and alignments.is_file():
         raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")
     if alignments is not None and not alignments.is_dir():
         fix = where_packaged(alignments) or "; check --alignments"
         raise UserError(f"{alignments}: no such folder of alignments{fix}")
-    records, failures = read_inputs(inputs)
+    records, failures = read_inputs(inputs, one_complex)
     targets: list[Target] = []
     alone = len(records) + len(failures) == 1
     for record in records:
         query = record.query
         try:
-            if not query.letters.strip("X"):
-                raise UserError(
-                    f"{query.name}: all {len(query)} residues are X, so there are no atoms to predict; leave it out"
-                )
-            target = _target(record, alignments, alone)
-            targets.append(replace(target, notes=(*record.notes, *target.notes)))
+            for chain in record.chains or [query]:
+                if not chain.letters.strip("X"):
+                    raise UserError(
+                        f"{chain.name}: all {len(chain)} residues are X, so there are no atoms to predict; leave it out"
+                    )
+            target = (_complex if record.chains else _target)(record, alignments, alone)
+            targets.append(replace(target, notes=(*record.notes, *target.notes), pairing=pairing))
         except UserError as error:
             failures.append(RecordFailure(query.name, str(error)))
     return targets, failures
@@ -123,6 +179,34 @@ def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target
             close = f" {stems[query.name].name} there holds none: alignments are {ALIGNMENTS} files"
     note = f"no alignments for '{query.name}'{where}: predicted from its sequence alone, which is much less accurate."
     return Target(query, None, (note + close,))
+
+
+def _complex(record: InputRecord, alignments: Path | None, alone: bool) -> Target:
+    """The target of a complex. `alone`: whether there is no other record."""
+    name = record.query.name
+    if record.alignment is not None:
+        chains = tuple(Target(chain, None) for chain in record.chains)
+        return Target(record.query, record.alignment, (), record.piped, chains)
+
+    def found(chain: ProteinSequence, letter: str) -> Path | None:
+        if alignments is None:
+            return None
+        named = (_alignments_of(one, alignments, False) for one in (chain.name, f"{name}_{letter}"))
+        folders = [alignments / name, *([alignments] if alone else [])]
+        within = (_alignments_of(letter, folder, False) for folder in folders)
+        return next((path for path in (*named, *within) if path is not None), None)
+
+    chains = tuple(Target(chain, found(chain, chain_name(k))) for k, chain in enumerate(record.chains))
+    target = Target(record.query, None, chains=chains)
+    lacking = [one.query.name for one in target.distinct.values() if one.alignments is None]
+    notes: tuple[str, ...] = ()
+    if lacking:
+        where = "" if alignments is None else f" in {alignments}"
+        alone_only = (
+            "predicted from its sequence alone" if len(lacking) == 1 else "each is predicted from its sequence alone"
+        )
+        notes = (f"no alignments for {', '.join(lacking)}{where}: {alone_only}, which is much less accurate.",)
+    return replace(target, notes=notes)
 
 
 def _alignments_of(name: str, alignments: Path, alone: bool) -> Path | None:

@@ -32,8 +32,8 @@ from evodsp.progress import progress
 from evodsp.reading.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
 from evodsp.reading.quoting import quoted
 
-NAMES = tuple(f"model_{number}{head}" for head in ("", "_ptm") for number in range(1, 6))
-"""The monomer models of AlphaFold2."""
+NAMES = tuple(f"model_{number}{kind}" for kind in ("", "_ptm", "_multimer_v3") for number in range(1, 6))
+"""The models in DeepMind's archive: those of AlphaFold2, and AlphaFold-Multimer's of version 3."""
 PUBLISHED = "https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
 FOLDER_VARIABLE = "EVODSP_WEIGHTS"
 SUMS = "SHA256SUMS"

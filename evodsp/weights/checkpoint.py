@@ -132,6 +132,13 @@ def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> d
     return {name.removeprefix(PREFIX): value for name, value in chosen.items()}
 
 
+def load_config(path: str | Path, preset: str | None = None) -> ModelConfig:
+    """The sizes of a model, with the arguments of `load_features`. Raises UserError if the file cannot be read."""
+    if is_parameter_file(path):
+        return ModelConfig.preset(preset or preset_of(Path(path)))
+    return _config(path, _own_checkpoint(path, preset))
+
+
 def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
     """The feature sizes that a checkpoint's model was validated with; without an entry, the defaults of `FeatureConfig`.
 

@@ -165,7 +165,7 @@ def prediction(work: Path) -> Path:
     mask[:, 1] = 1
     error = AlignedError(np.ones((6, 6), np.float32), 31.75, 0.8)
     contacts = np.full((6, 6), 0.5, np.float32)
-    one = PredictedStructure("x", np.zeros(6, int), positions, mask, 90 - number, "A", error, contacts)
+    one = PredictedStructure("x", np.zeros(6, int), positions, mask, 90 - number, (), error, contacts)
     write_results(folder / "x", {0: one, 1: one}, "cif", {"date": str(date(2026, 1, 1))}, "x")
     write_json(folder / "x" / TIMINGS, {"name": "x", "model_seconds": 3.25})
     return folder

@@ -30,6 +30,8 @@ from evodsp.data.templates.source import TemplateSource
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.pages.batch_page import batch_page
 from evodsp.inference.prediction import Prediction
+from evodsp.inference.target_msas import ComplexMsa
+from evodsp.inference.targets import find_targets
 from evodsp.planner.device import load_device, load_link
 from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
@@ -73,6 +75,8 @@ def subjects(work: Path) -> list[Subject]:
     database = {"s001_A": {"db": "a.db", "files": [["b.a3m", 0, len(a3m)], ["u.sto", len(a3m), len(sto)]]}}
     small_a3m = b">q\nMKTA\n>h x\nM-tK.TX*\n>ss_pred\nHHH\n"
     fasta = b">s1 d\nMKTAYI\nAKQR\n>s2|x\nmkt *\n"
+    chains, table = b">s1\nMKT:AYI\n:MKT\n>s2\nMKT\n", b'id,sequence\ns1,MKT:AYI\ns2,"M\nKT"\n'
+    complex_a3m = b"#3,4\t2,1\n>101\t102\nMKTAYIA\n>a\tb\nMk-RAYI-\n>u\nMK-----\n>v\n---aAYIA\n"
     obsolete = b"OBSLTE    31-JUL-94 116L     216L\nOBSLTE    29-JAN-96 125D     1AW6\n"
     quarantine = b'{"chain": "a", "sample": 3, "reason": "x", "time": "t"}\n'
     configs: list[Files] = [
@@ -89,6 +93,7 @@ def subjects(work: Path) -> list[Subject]:
     return [
         Subject("alignment", alignments, (each(parse_alignment_file),)),
         Subject("input", [{"a.fasta": fasta}, {"a.a3m": a3m}], (each(lambda p: read_inputs([p])),)),
+        Subject("complex", [{"a.fasta": chains}, {"a.csv": table}, {"a.a3m": complex_a3m}], (each(_complexes),)),
         Subject("hits", [*hits, {"hmm_output.sto": seeds.HMM}], (each(lambda p: parse_search_result(p, _QUERY)),)),
         Subject("templates", [template], (lambda f: TemplateSource.open(f / "structures").find(f / "q_A", _QUERY),)),
         Subject("obsolete.dat", [{"obsolete.dat": obsolete}], (each(parse_obsolete),)),
@@ -198,6 +203,13 @@ def _record(path: Path) -> None:
 
 def _release_date(folder: Path) -> object:
     return StructureFolder(folder).release_date("s001")
+
+
+def _complexes(path: Path) -> None:
+    """The records of a file, and the MSA of each."""
+    targets, _ = find_targets([path], None)
+    for target in targets:
+        assert len(ComplexMsa.read(target).merged.msa) > 0
 
 
 def _database(folder: Path) -> None:

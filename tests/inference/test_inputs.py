@@ -16,7 +16,7 @@ from evodsp.errors import UserError
 from evodsp.inference import command
 from evodsp.inference.api import as_given_files
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.inputs import as_files, read_inputs
+from evodsp.inference.inputs import InputRecord, as_files, read_inputs
 from evodsp.inference.predict import predict, predict_records
 from tests.builders.prediction import silent
 
@@ -201,18 +201,89 @@ def test_bases_are_told_from_residues(suffix: str, letters: str, warned: bool, t
     assert any("'x' looks like DNA or RNA" in note for note in record.notes) == warned
 
 
-def test_chains_of_a_complex_are_told_so(tmp_path: Path) -> None:
-    """Catches chains that are fused to one, and a message about a missing file."""
-    (tmp_path / "x.a3m").write_text("#3,3\t1,1\n>101\nACDEFG\n")
-    (tmp_path / "y.fasta").write_text(">y\nACD:EFG\n>z\nACD\n")
-    records, failures = read_inputs([tmp_path / "x.a3m", tmp_path / "y.fasta"])
-    assert [record.query.name for record in records] == ["z"]
-    assert ["complex" in failure.reason for failure in failures] == [True, True]
-    for given in ("ACD:EFG", {"x": "ACD:EFG"}, ["ACD", "ACD:EFG"]):
-        with pytest.raises(UserError, match="ACD:EFG: no such file; if ':' separates the chains of a complex"):
-            as_given_files(given, None, None, tmp_path)
-    with pytest.raises(UserError, match="ACD:EFG: no such file; if ':' separates the chains of a complex"):
+def _chains(record: InputRecord) -> list[tuple[str, str]]:
+    return [(chain.name, chain.letters) for chain in record.chains]
+
+
+def test_colons_stand_between_chains(tmp_path: Path) -> None:
+    """Catches chains that are fused to one, a single chain that becomes a complex, and names that go astray."""
+    (tmp_path / "x.fasta").write_text(">two\nACu:\nEFG*\n>one\nACD\n>none\nACD::EF\n>end\nACD:\n")
+    (two, one), failures = read_inputs([tmp_path / "x.fasta"])
+    assert _chains(two) == [("two_A", "ACC"), ("two_B", "EFG")]
+    assert two.query.letters == "ACCEFG"
+    assert (one.query.letters, one.chains) == ("ACD", ())
+    assert [failure.reason.partition("x.fasta:")[2] for failure in failures] == [
+        "6: chain 2 of 'none' is empty; write its residues, or remove a ':'",
+        "8: chain 2 of 'end' is empty; write its residues, or remove a ':'",
+    ]
+    with pytest.raises(UserError, match="ACD:EFG: no such file or folder; if it is a sequence, write it into a FASTA"):
         read_inputs([Path("ACD:EFG")])
+    (path,) = as_given_files("ACD:EFG", None, None, tmp_path).inputs
+    assert [chain.letters for chain in read_inputs([path])[0][0].chains] == ["ACD", "EFG"]
+
+
+def test_more_chains_than_names(tmp_path: Path) -> None:
+    """Catches a complex that no name of one or two letters can count, and an A3M file that asks for a billion chains."""
+    (tmp_path / "x.fasta").write_text(f">many\n{':'.join(['AC'] * 703)}\n")
+    (tmp_path / "y.a3m").write_text("#2\t999999999\n>101\nAC\n")
+    records, failures = read_inputs([tmp_path / "x.fasta", tmp_path / "y.a3m"])
+    assert not records
+    assert [failure.reason for failure in failures] == [
+        "many: 703 chains, but a complex has at most 702; give fewer of them",
+        "y: 999,999,999 chains, but a complex has at most 702; give fewer of them",
+    ]
+
+
+def test_the_records_of_a_file_are_one_complex(tmp_path: Path) -> None:
+    """Catches records that stay alone, a complex without its file's name, and chains that lose the names of their records."""
+    (tmp_path / "1abc.fasta").write_text(">1abc_D first\nACD\n>1abc_E\nEFG:EFG\n")
+    (tmp_path / "bad.fasta").write_text(">a\nACD\n>b\nA1C\n")
+    (tmp_path / "one.fasta").write_text(">a\nACD\n")
+    (record, one), (failure,) = read_inputs(
+        [tmp_path / "1abc.fasta", tmp_path / "bad.fasta", tmp_path / "one.fasta"], one_complex=True
+    )
+    assert record.query.name == "1abc"
+    assert _chains(record) == [("1abc_D", "ACD"), ("1abc_E_A", "EFG"), ("1abc_E_B", "EFG")]
+    assert (one.query.name, one.chains) == ("one", ())
+    assert failure.name == "bad"
+    assert "bad.fasta:4: illegal letter '1' in sequence 'b'" in failure.reason
+
+
+def test_tables_of_sequences(tmp_path: Path) -> None:
+    """Catches columns that are taken by their place, lines that are counted wrongly, and quoted cells that are not."""
+    (tmp_path / "x.csv").write_text('\ufeffsequence, ID,note\nACD:EFG,two,"a,\nb"\n\nacd,one,\nA1,bad,\nAC,two,\n')
+    (two, one), failures = read_inputs([tmp_path / "x.csv"])
+    assert _chains(two) == [("two_A", "ACD"), ("two_B", "EFG")]
+    assert (one.query.name, one.query.letters, one.chains) == ("one", "ACD", ())
+    reasons = [failure.reason.partition("x.csv:")[2] for failure in failures]
+    assert [reason[:20] for reason in reasons] == ["6: illegal letter '1", "7: the name 'two' wa"]
+    for text, reason in (
+        ("name,sequence\na,ACD\n", "x.csv:1: a table without a column 'id'"),
+        ("id,sequence\n", "x.csv: a table without a record"),
+        ("id,sequence\na\n", "x.csv:2: 1 cells, but the first line has 2 columns"),
+        (f"id,sequence\na,{'A' * 200_000}\n", "x.csv:2: not a CSV table"),
+    ):
+        (tmp_path / "x.csv").write_text(text)
+        (failure,) = read_inputs([tmp_path / "x.csv"])[1]
+        assert reason in failure.reason
+
+
+def test_colabfolds_alignments_of_complexes(tmp_path: Path) -> None:
+    """Catches copies that are lost, columns of another chain, and first lines that do not fit the first row."""
+    (tmp_path / "x.a3m").write_text("#3,2\t2,1\n>101\t102\nACDEF\n>h\nACDE-\n")
+    ((record,), failures) = read_inputs([tmp_path / "x.a3m"])
+    assert not failures
+    assert _chains(record) == [("x_A", "ACD"), ("x_B", "ACD"), ("x_C", "EF")]
+    assert record.query.letters == "ACDACDEF"
+    for first, reason in (
+        ("#3,3\t1,1", "x.a3m:1: its first line says 3 + 3 = 6 columns, but its first row has 5"),
+        ("#3,2\t1", "x.a3m:1: its first line has 2 lengths, but 1 numbers of copies"),
+        ("#3,2\t1,0", "x.a3m:1: its first line has a number of copies of 0"),
+        ("#5,0\t1,1", "x.a3m:1: its first line has a length of 0"),
+    ):
+        (tmp_path / "x.a3m").write_text(f"{first}\n>101\t102\nACDEF\n>h\nACDE-\n")
+        (failure,) = read_inputs([tmp_path / "x.a3m"])[1]
+        assert reason in failure.reason
 
 
 def test_a_link_to_nothing_in_a_folder_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from evodsp.config import KernelsConfig, check_matmul
 from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.errors import UserError
-from evodsp.inference import jobs, results, seeds
+from evodsp.inference import jobs, results, seeds, target_msas
 from evodsp.inference import predict as module
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
@@ -95,13 +95,13 @@ def test_sizes_are_those_of_training(workplace):
 
 def test_sizes_given_take_the_place_of_those_of_training(workplace, monkeypatch):
     """Catches a flag that changes other sizes too: masking and template rows stay as in training."""
-    seen, real = [], seeds.prediction_sample
+    seen, real = [], target_msas.prediction_sample
 
     def spy(query, alignments, config, *rest):
         seen.append(config)
         return real(query, alignments, config, *rest)
 
-    monkeypatch.setattr(seeds, "prediction_sample", spy)
+    monkeypatch.setattr(target_msas, "prediction_sample", spy)
     lines: list[str] = []
     found = predict(workplace.change(**{**dict.fromkeys(SIZES), "extra_msa": 4}, seeds=1), lines.append)[0]
     assert set(seen) == {replace(TRAINED, crop_size=None, uniform_recycling=False, extra_msa=4)}

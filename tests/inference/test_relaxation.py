@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import gemmi
@@ -75,6 +76,27 @@ def test_springs_hold_atoms(monkeypatch: pytest.MonkeyPatch) -> None:
         strong.setattr(relaxation, "_STIFFNESS", 10_000.0)
         tight = relax(good, CPU).rmsd
     assert tight < 0.05 < relax(good, CPU).rmsd < 0.3 < loose
+
+
+def test_chains_of_a_complex_are_not_bonded() -> None:
+    """Catches a bond from one chain's end to the next one's beginning, and a chain without its last oxygen."""
+    from openmm import app
+
+    one = structure(residues=9)
+    moved = one.positions + np.float32([25, 0, 0]) * one.mask[..., None]
+    both = {name: np.concatenate([getattr(one, name)] * 2) for name in ("aatype", "mask", "plddt")}
+    pair = replace(one, **both, positions=np.concatenate([one.positions, moved]), lengths=(9, 9))
+    found = relax(pair, CPU)
+    assert found.violations_before["bond"] == found.violations_after["any"] == 0
+    assert found.rmsd < 0.5
+    assert found.structure.lengths == (9, 9)
+    ends = found.structure.positions[[8, 9], CA]
+    assert np.linalg.norm(ends[0] - ends[1]) > 15
+    topology, _ = relaxation._Chain(pair, CPU)._heavy(app)
+    assert [len([*chain.residues()]) for chain in topology.chains()] == [9, 9]
+    assert sum(atom.name == "OXT" for atom in topology.atoms()) == 2
+    # Chains of one residue have no next one to be near to.
+    _check_chain(replace(pair, lengths=(1,) * 18, positions=pair.positions * 10))
 
 
 def test_what_cannot_be_relaxed_is_said() -> None:

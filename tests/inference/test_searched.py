@@ -11,7 +11,7 @@ from evodsp.cli import main
 from evodsp.data.records import ProteinSequence
 from evodsp.inference import search
 from evodsp.inference.search import with_searched
-from evodsp.inference.targets import Target
+from evodsp.inference.targets import Target, find_targets
 from evodsp.search.limits import ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError
 from evodsp.search.server import MsaServer
@@ -45,6 +45,34 @@ def test_a_server_that_is_gone_costs_only_what_it_would_have_found(
     assert [(failure.name, failure.reason) for failure in failures] == [
         ("lost", "http://host: gone"), ("lost_too", "http://host: gone"),
     ]  # fmt: skip
+
+
+class Finding(MsaServer):
+    """Finds alignments of each sequence, and remembers which it was asked for."""
+
+    most, asked = 10, list[str]()
+
+    def search(self, sequences: Sequence[str], say: object) -> list[Found]:  # type: ignore[override]
+        self.asked.extend(sequences)
+        return [Found({"x.a3m": f">q\n{letters}\n".encode()}) for letters in sequences]
+
+
+def test_chains_of_a_complex_are_searched_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches chains that are searched as one sequence, copies that are searched twice, and found rows that are not read."""
+    monkeypatch.setattr(search, "MsaServer", Finding)
+    (tmp_path / "x.fasta").write_text(">x\nMKT:GST:MKT:AAA\n")
+    write = tmp_path / "given" / "x_D"
+    write.mkdir(parents=True)
+    (write / "x.a3m").write_text(">q\nAAA\n")
+    targets, _ = find_targets([tmp_path / "x.fasta"], tmp_path / "given")
+    (target,), failures = with_searched(targets, tmp_path, "http://host", ServerLimits())
+    assert not failures
+    assert sorted(Finding.asked) == ["GST", "MKT"]
+    found = tmp_path / "_alignments"
+    assert [chain.alignments for chain in target.chains] == [found / "x_A", found / "x_B", None, write]
+    assert target.alignments is None
+    (note,) = target.notes
+    assert note.startswith("alignments of a server's search")
 
 
 def test_the_command_of_a_search_says_that_the_server_is_gone(

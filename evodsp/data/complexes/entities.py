@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import UserError
@@ -70,3 +70,11 @@ def chain_ids(entities: Sequence[Entity]) -> ChainIds:
         sym_id=per_residue([copy for _, copy, _ in copies]),
         residue_index=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
     )
+
+
+def columns_of(entities: Sequence[Entity]) -> Int64[np.ndarray, " R"]:
+    """The column of each residue, of the chains in the order in which they were listed. Columns are those of `chain_ids`."""
+    chains = [(member, len(entity.letters)) for entity in entities for member in entity.members]
+    starts = np.cumsum([0, *(length for _, length in chains)])
+    places = sorted((member, start, length) for (member, length), start in zip(chains, starts.tolist(), strict=False))
+    return np.concatenate([np.arange(start, start + length) for _, start, length in places])

@@ -19,9 +19,10 @@ from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing
+from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, pairing_files, parse_alignments
 from evodsp.data.sources.layout import split_key
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.sources.query_check import matched_alignments
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
@@ -108,16 +109,41 @@ class ComplexFiles:
                 f"{self.alignment_dir}: no alignments of {names}; run the search for one of these chains, or leave the "
                 "complex out"
             )
-        folder = self.alignment_dir / query.name
         alignments = self._chains.alignments(query.name, query)
-        msa = merge_alignments(alignments) if alignments else query_only(encode(query.letters))
         paired = self._chains.alignments_for_pairing(query.name, query, self.rule.reads)
-        if not paired:
-            say_query_paired(str(folder))
-            return msa, None
-        pairing = PairingMsa.of(joined(paired), self.rule.key)
-        # Queries are paired in any case; with keys of their own they would be paired twice.
-        return msa, dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
+        return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / query.name))
+
+
+def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatures:
+    """The MSA of a chain; without alignments the query alone."""
+    return merge_alignments(alignments) if alignments else query_only(encode(query.letters))
+
+
+def files_for_pairing(place: Path, rule: PairingRule) -> list[Path]:
+    """The files of a chain whose rows are paired. `place`: the folder of its alignments, or its only alignment."""
+    if place.is_file():
+        return [place] if rule.reads(place.name) else []
+    return pairing_files(place, rule.reads)
+
+
+def pairing_msa(place: Path, query: ProteinSequence, rule: PairingRule) -> PairingMsa | None:
+    """The rows of a chain that are paired with those of others; None, and a warning, if there are none.
+
+    `place`: as for `files_for_pairing`. Raises UserError if a first row is not the query.
+    """
+    files = files_for_pairing(place, rule)
+    paired = matched_alignments(parse_alignments(((path, None) for path in files), rule.reads), query)
+    return _pairing_of(paired, rule, str(place))
+
+
+def _pairing_of(alignments: Sequence[Alignment], rule: PairingRule, place: str) -> PairingMsa | None:
+    """The rows for pairing of the alignments of one chain, which lie in `place`; None, and a warning, if there are none."""
+    if not alignments:
+        say_query_paired(place)
+        return None
+    pairing = PairingMsa.of(joined(alignments), rule.key)
+    # Queries are paired in any case; with keys of their own they would be paired twice.
+    return dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
 
 
 @cache

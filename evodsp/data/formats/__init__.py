@@ -5,11 +5,13 @@ then only names the file in messages. A malformed file is a FileFormatError with
 """
 
 from evodsp.data.formats.a3m import parse_a3m
+from evodsp.data.formats.complex_a3m import parse_complex_a3m, query_of_complex
 from evodsp.data.formats.fasta import SUBSTITUTES, FastaRecord, check_name, parse_fasta, read_fasta
 from evodsp.data.formats.hhr import parse_hhr
 from evodsp.data.formats.hmmsearch import parse_hmmsearch
 from evodsp.data.formats.obsolete import parse_obsolete
 from evodsp.data.formats.preparsed import parse_preparsed
+from evodsp.data.formats.sequence_table import read_sequence_table
 from evodsp.data.formats.stockholm import parse_stockholm
 
 PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
@@ -22,11 +24,14 @@ __all__ = [
     "FastaRecord",
     "check_name",
     "parse_a3m",
+    "parse_complex_a3m",
     "parse_fasta",
     "parse_hhr",
     "parse_hmmsearch",
     "parse_obsolete",
     "parse_preparsed",
     "parse_stockholm",
+    "query_of_complex",
     "read_fasta",
+    "read_sequence_table",
 ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, INSERTION, SKIPPED, byte_table
-from evodsp.data.formats.fasta import SUBSTITUTES, split_records, translate
+from evodsp.data.formats.fasta import SUBSTITUTES, sizes_of_complex, split_records, translate
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
@@ -70,10 +70,15 @@ def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
 def name_if_a3m(data: bytes) -> str | None:
     """The name of the first sequence if text that no file's name describes is A3M; None if it is FASTA, or neither.
 
-    It is A3M if most rows have as many columns as the first, and there are gaps or insertions, which FASTA has not.
+    It is A3M if it is ColabFold's alignment of a complex, or if most rows have as many columns as the first, and there are gaps
+    or insertions, which FASTA has not.
     """
     try:
-        records = split_records("", text_of("", data), "an A3M").without("ss_")
+        text = text_of("", data)
+        first, _, rest = text.partition(b"\n")
+        if sizes_of_complex(first):
+            return split_records("", rest, "an A3M").without("ss_").names()[0]
+        records = split_records("", text, "an A3M").without("ss_")
     except FileFormatError:
         return None
     rows = [row.translate(None, BLANKS) for row in records.rows]

@@ -20,14 +20,14 @@ from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPES_WITH_X
 from evodsp.reading.text_files import text_of
 
-_FASTA = byte_table({c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES)
+_LETTERS = {c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES
+_BETWEEN_CHAINS = ":"
+_FASTA, _FASTA_OF_CHAINS = byte_table(_LETTERS), byte_table(_LETTERS | {_BETWEEN_CHAINS: 0})
 SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}
 """The replacements of letters that are no amino acid in a query: the same as in alignments, so that both agree."""
 _STOP = b"*"
 _COPIES = re.compile(rb"#((?:\d{1,9},)*\d{1,9})[ \t]+((?:\d{1,9},)*\d{1,9})\s*$")
 """ColabFold's first line of an alignment: the lengths of the chains, and the number of copies of each."""
-_BETWEEN_CHAINS = ":"
-SINGLE_CHAINS = "evodsp predicts and trains on single chains"
 _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>]|^[.-]')
 _LONGEST_NAME = 200
 
@@ -42,6 +42,8 @@ class FastaRecord:
     sequence: ProteinSequence | FileFormatError
     substituted: bool
     """Whether letters had to be replaced or left out."""
+    chains: tuple[str, ...] = ()
+    """The letters of each chain of a complex, which the sequence joins; () for a single chain."""
 
 
 def parse_fasta(path: str | Path) -> list[ProteinSequence]:
@@ -60,11 +62,14 @@ def parse_fasta(path: str | Path) -> list[ProteinSequence]:
     return sequences
 
 
-def read_fasta(path: str | Path, substitute: bool = False, data: bytes | None = None) -> list[FastaRecord]:
+def read_fasta(
+    path: str | Path, substitute: bool = False, data: bytes | None = None, several: bool = False
+) -> list[FastaRecord]:
     """Like `parse_fasta`, but a broken record has its error in the place of its sequence.
 
     `substitute`: the letters of `SUBSTITUTES` are replaced, and a '*' at the end, which stands for a stop codon, is left out.
-    `data`: the file's bytes, if they were read already; `path` then names them in messages.
+    `data`: the file's bytes, if they were read already; `path` then names them in messages. `several`: whether a record may
+    have several chains, with ':' between them.
 
     Raises FileFormatError for a file that is not FASTA.
     """
@@ -73,14 +78,23 @@ def read_fasta(path: str | Path, substitute: bool = False, data: bytes | None = 
     line_of_name: dict[str, int] = {}
     for index, name in enumerate(records.names()):
         given = records.only(index)
-        record = _substituted(given) if substitute else given
-        sequence: ProteinSequence | FileFormatError
-        try:
-            sequence = _sequence(record, name, line_of_name)
-        except FileFormatError as error:
-            sequence = error
-        found.append(FastaRecord(name, given.header_lines[0], sequence, record.bodies != given.bodies))
+        found.append(read_record(given, name, given.header_lines[0], line_of_name, substitute, several))
     return found
+
+
+def read_record(
+    given: Records, name: str, line: int, line_of_name: dict[str, int], substitute: bool, several: bool
+) -> FastaRecord:
+    """A single record, or its error. `line`: the place of its name. `line_of_name`: the names in use, with their lines. The
+    others are as in `read_fasta`."""
+    record = _substituted(given) if substitute else given
+    sequence: ProteinSequence | FileFormatError
+    chains: tuple[str, ...] = ()
+    try:
+        sequence, chains = _sequence(record, name, line, line_of_name, several)
+    except FileFormatError as error:
+        sequence = error
+    return FastaRecord(name, line, sequence, record.bodies != given.bodies, chains)
 
 
 def _substituted(record: Records) -> Records:
@@ -97,20 +111,28 @@ def _both_cases(substitutes: Mapping[str, str]) -> tuple[list[str], list[str]]:
     return letters, [*substitutes.values()] * 2
 
 
-def _sequence(record: Records, name: str, line_of_name: dict[str, int]) -> ProteinSequence:
-    """The sequence of a single record. `line_of_name`: the names in use, with their lines."""
-    path, line, row = record.path, record.header_lines[0], record.rows[0]
+def _sequence(
+    record: Records, name: str, line: int, line_of_name: dict[str, int], several: bool
+) -> tuple[ProteinSequence, tuple[str, ...]]:
+    """The sequence of a single record, and the letters of its chains if it has several."""
+    path, row = record.path, record.rows[0]
     check_name(path, name, line)
     if name in line_of_name:
         first = line_of_name[name]
         raise FileFormatError(path, f"the name '{name}' was used on line {first} already; rename one of the two", line)
     line_of_name[name] = line
-    translate(record, _FASTA, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)")
+    table = _FASTA_OF_CHAINS if several else _FASTA
+    translate(record, table, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)")
     letters = row.translate(None, BLANKS).decode().upper()
     if not letters:
         raise FileFormatError(path, f"sequence '{name}' is empty; add its residues or remove its header", line)
     description = record.headers[0].strip()[len(name) :].strip()
-    return ProteinSequence(name=name, letters=letters, description=description)
+    chains = tuple(letters.split(_BETWEEN_CHAINS))
+    if "" in chains:
+        empty = chains.index("") + 1
+        message = f"chain {empty} of '{name}' is empty; write its residues, or remove a '{_BETWEEN_CHAINS}'"
+        raise FileFormatError(path, message, line)
+    return ProteinSequence(name=name, letters="".join(chains), description=description), chains if chains[1:] else ()
 
 
 @dataclass(frozen=True)
@@ -157,8 +179,8 @@ def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     lines = data.splitlines()
     starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
     for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
-        if number == 1 and (sizes := _COPIES.match(line)):
-            _refuse_complex(path, *(field.decode().split(",") for field in sizes.groups()))
+        if number == 1 and (sizes := sizes_of_complex(line)):
+            _refuse_complex(path, *sizes)
         if line.strip() and not line.startswith(b"#"):
             raise FileFormatError(path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number)
     if not starts:
@@ -169,18 +191,24 @@ def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     return Records(path, headers, [start + 1 for start in starts], bodies, rows)
 
 
-def _refuse_complex(path: str | Path, lengths: list[str], copies: list[str]) -> None:
-    """Raise FileFormatError unless ColabFold's first line is that of one chain, once."""
-    if len(lengths) == len(copies) == 1 and int(copies[0]) == 1:
-        return
+def sizes_of_complex(line: bytes) -> tuple[list[int], list[int]] | None:
+    """The lengths and the copies that the first line of ColabFold's alignment of a complex lists; None if this line is none, or
+    that of one chain, once."""
+    if not (found := _COPIES.match(line)):
+        return None
+    lengths, copies = ([int(number) for number in field.split(b",")] for field in found.groups())
+    return None if len(lengths) == 1 and copies == [1] else (lengths, copies)
+
+
+def _refuse_complex(path: str | Path, lengths: list[int], copies: list[int]) -> None:
     if len(lengths) == 1:
-        what, fix = f"{int(copies[0])} copies of a chain", "remove the line to have one copy"
+        what, fix = f"{copies[0]} copies of a chain", "remove the line to have one copy"
     else:
         what, fix = f"{len(lengths)} chains in one row", "give the alignment of each chain"
     raise FileFormatError(
         path,
-        f"ColabFold's alignment of a complex: its first line says {what} (lengths {', '.join(lengths[:5])}; copies "
-        f"{', '.join(copies[:5])}); {SINGLE_CHAINS}: {fix}",
+        f"ColabFold's alignment of a complex: its first line says {what} (lengths {', '.join(map(str, lengths[:5]))}; copies "
+        f"{', '.join(map(str, copies[:5]))}), but this is to be one chain's; {fix} (evodsp predict takes the file as an input)",
         1,
     )
 
@@ -196,8 +224,8 @@ def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n
         if letter == _BETWEEN_CHAINS:
             raise FileFormatError(
                 records.path,
-                f"sequence '{records.names()[row]}' has '{letter}', which separates the chains of a complex; {SINGLE_CHAINS}: "
-                "give each chain as a sequence of its own",
+                f"sequence '{records.names()[row]}' has '{letter}', which separates the chains of a complex, but a "
+                "sequence here is one chain; give each chain as a sequence of its own",
                 line,
             )
         raise FileFormatError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -54,8 +54,8 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
         except UserError:
             continue  # not a result of ours, or one that predict would refuse to keep
         means.append(result.mean_plddt[result.best])
-        ptm = ranking["ranking"][0].get("ptm")
-        rows.append(_row(folder, result.name, plddt, means[-1], ptm, len(result.mean_plddt)))
+        scores = {name: ranking["ranking"][0].get(key) for name, key in _SCORES.items()}
+        rows.append(_row(folder, result.name, plddt, means[-1], scores, len(result.mean_plddt)))
     page = Page("Predictions", f"{len(rows):,} {'target' if len(rows) == 1 else 'targets'}, best prediction of each")
     page.style(_STYLE)
     page.figures(
@@ -65,8 +65,8 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
             "failed": f"{len(failures):,}",
         }
     )
-    # Of models without a PAE head no target has a pTM.
-    columns = {name: kind for name, kind in _HEADINGS.items() if name != "pTM" or any(row["pTM"] for row in rows)}
+    # Of models without a PAE head no target has a pTM, and no single chain has an ipTM.
+    columns = {name: kind for name, kind in _HEADINGS.items() if name not in _SCORES or any(row[name] for row in rows)}
     page.template("inference/pages/targets.html.j2", columns=columns, rows=rows)
     if len(means) > 4:
         counts, _ = np.histogram(means, bins=20, range=(0, 100))
@@ -78,11 +78,22 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
 
 
 _ALONG = "pLDDT along the sequence"
-_HEADINGS = {"target": False, "residues": True, "mean pLDDT": True, "pTM": True, "predictions": True, _ALONG: False}
+_SCORES = {"pTM": "ptm", "ipTM": "iptm"}
+"""Columns that may be empty, and their entries in ranking.json."""
+_HEADINGS = {
+    "target": False,
+    "residues": True,
+    "mean pLDDT": True,
+    **dict.fromkeys(_SCORES, True),
+    "predictions": True,
+    _ALONG: False,
+}
 """Headings of the columns, and whether their cells are numbers."""
 
 
-def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | None, seeds: int) -> dict[str, str]:
+def _row(
+    folder: Path, name: str, plddt: np.ndarray, mean: float, scores: Mapping[str, float | None], seeds: int
+) -> dict[str, str]:
     """The cells, by column, and the address of the target's page."""
     pieces = np.array([piece.mean() for piece in np.array_split(plddt, min(_STRIP, len(plddt)))])
     return {
@@ -90,7 +101,7 @@ def _row(folder: Path, name: str, plddt: np.ndarray, mean: float, ptm: float | N
         "page": f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else "",
         "residues": f"{len(plddt):,}",
         "mean pLDDT": f"{mean:.1f}",
-        "pTM": "" if ptm is None else f"{ptm:.2f}",
+        **{column: "" if score is None else f"{score:.2f}" for column, score in scores.items()},
         "predictions": f"{seeds}",
         _ALONG: strip(pieces, f"pLDDT from {plddt.min():.0f} to {plddt.max():.0f}", kind="strip"),
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxtyping import Float, UInt8
 from markupsafe import Markup
 from PIL import Image
 
+from evodsp.inference.chains import ChainSpan
 from evodsp.inference.pages.coverage import Coverage
 from evodsp.report.charts import Frame, Mark, mark, path, picture
 
@@ -28,6 +29,8 @@ PAE_COLOURS = ((0, 68, 27), (49, 163, 84), (161, 217, 155), (247, 252, 245))
 _IDENTITY_COLOURS = ((178, 24, 43), (244, 165, 130), (146, 197, 222), (33, 102, 172))
 """Colours from no identity to all letters equal."""
 _TRACE, _MARGIN = 360, 14
+_NAME = 8.0
+"""Half of the room of a letter in a chain's name, in pixels."""
 
 
 def band_colour(plddt: float) -> str:
@@ -35,8 +38,8 @@ def band_colour(plddt: float) -> str:
     return next(colour for lower, colour, _ in BANDS if plddt >= lower)
 
 
-def plddt_chart(plddt: Mapping[int, Float[np.ndarray, " R"]], shown: int) -> Markup:
-    """pLDDT along the sequence, a line for each seed; only the line of the seed `shown` is visible."""
+def plddt_chart(plddt: Mapping[int, Float[np.ndarray, " R"]], shown: int, chains: Sequence[ChainSpan] = ()) -> Markup:
+    """pLDDT along the sequence, a line for each seed; only the line of the seed `shown` is visible. `chains`: of a complex."""
     marks, top = [], 100.0
     for lower, colour, name in BANDS:
         y, height = _y(top / 100), _y(lower / 100) - _y(top / 100)
@@ -47,11 +50,12 @@ def plddt_chart(plddt: Mapping[int, Float[np.ndarray, " R"]], shown: int) -> Mar
     for seed, values in plddt.items():
         hidden = None if seed == shown else ""
         marks.append(mark("polyline", kind="plddt", data_seed=seed, points=_points(values, 100.0), hidden=hidden))
-    return _chart("pLDDT by residue", marks, len(plddt[shown]), "pLDDT")
+    return _chart("pLDDT by residue", marks, len(plddt[shown]), "pLDDT", chains)
 
 
-def coverage_chart(found: Coverage) -> Markup:
-    """The rows of the alignments as a picture, the most similar one on top, and a line for the number of sequences."""
+def coverage_chart(found: Coverage, chains: Sequence[ChainSpan] = ()) -> Markup:
+    """The rows of the alignments as a picture, the most similar one on top, and a line for the number of sequences. `chains`:
+    of a complex."""
     image = mark(
         "image",
         href=picture_uri(np.nan_to_num(found.rows, nan=-1), _IDENTITY_COLOURS),
@@ -64,7 +68,7 @@ def coverage_chart(found: Coverage) -> Markup:
     )
     line = mark("polyline", kind="count", points=_points(found.counts, float(found.sequences)))
     ticks = [_y_tick(share, f"{round(found.sequences * share):,}") for share in (0.0, 0.5, 1.0)]
-    return _chart("sequences by residue", [image, *ticks, line], len(found.counts), "sequences")
+    return _chart("sequences by residue", [image, *ticks, line], len(found.counts), "sequences", chains)
 
 
 def strip(plddt: Float[np.ndarray, " R"], label: str, **attributes: Any) -> Markup:
@@ -79,9 +83,15 @@ def strip(plddt: Float[np.ndarray, " R"], label: str, **attributes: Any) -> Mark
     return picture(len(colours), 1, label, bars, **stretched)
 
 
-def trace(ca: Float[np.ndarray, "R 3"], present: Float[np.ndarray, " R"], plddt: Float[np.ndarray, " R"]) -> Markup:
+def trace(
+    ca: Float[np.ndarray, "R 3"],
+    present: Float[np.ndarray, " R"],
+    plddt: Float[np.ndarray, " R"],
+    chains: Sequence[ChainSpan] = (),
+) -> Markup:
     """A still picture of a backbone, for places where no script runs: the CA trace (Å), coloured by pLDDT (0..100) and seen
-    along its shortest axis; near segments cover far ones. Residues without a CA (`present` at most 0.5) are gaps.
+    along its shortest axis; near segments cover far ones. Residues without a CA (`present` at most 0.5) are gaps, and nothing
+    links the `chains` of a complex.
     """
     there = present > 0.5
     centred = ca - ca[there].mean(0)
@@ -93,7 +103,8 @@ def trace(ca: Float[np.ndarray, "R 3"], present: Float[np.ndarray, " R"], plddt:
     reach = max(float(np.abs(np.stack([x, y])[:, there]).max()), 1.0)
     scale = (_TRACE / 2 - _MARGIN) / reach
     points = np.stack([_TRACE / 2 + scale * x, _TRACE / 2 - scale * y], 1)
-    links = [i for i in range(len(ca) - 1) if there[i] and there[i + 1]]
+    last = {chain.end - 1 for chain in chains}
+    links = [i for i in range(len(ca) - 1) if there[i] and there[i + 1] and i not in last]
     marks = []
     for i in sorted(links, key=lambda i: depth[i] + depth[i + 1]):
         place = dict(zip(("x1", "y1", "x2", "y2"), points[i : i + 2].ravel().tolist(), strict=True))
@@ -140,10 +151,27 @@ def _y_tick(share: float, text: str) -> Mark:
     return FRAME.y_tick(_y(share) + 4, text)
 
 
-def _chart(title: str, marks: Iterable[Mark], residues: int, y_label: str) -> Markup:
+def _chart(title: str, marks: Iterable[Mark], residues: int, y_label: str, chains: Sequence[ChainSpan] = ()) -> Markup:
     step = next((s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if residues / s <= 16), 2000)
     width = (FRAME.end - FRAME.left) / residues
-    numbers = [1, *range(max(step, 2), residues + 1, step)]
-    ticks = [FRAME.x_tick(FRAME.left + (n - 0.5) * width, f"{n}") for n in numbers]
+    ticks = _names_of_chains(chains, width)
+    if not chains:
+        numbers = [1, *range(max(step, 2), residues + 1, step)]
+        ticks = [FRAME.x_tick(FRAME.left + (n - 0.5) * width, f"{n}") for n in numbers]
     cursor = mark("line", kind="cursor", y1=FRAME.top, y2=FRAME.base, hidden="")
     return FRAME.picture(title, [*marks, *ticks, FRAME.y_label(y_label), cursor], kind="along")
+
+
+def _names_of_chains(chains: Sequence[ChainSpan], width: float) -> list[Mark]:
+    """Borders between chains, and below each chain its name, where there is room. `width`: of a residue, in pixels."""
+    marks: list[Mark] = []
+    free = float(FRAME.left)
+    for chain in chains:
+        if chain.start:
+            x = FRAME.left + chain.start * width
+            marks.append(mark("line", kind="border", x1=x, x2=x, y1=FRAME.top, y2=FRAME.base))
+        middle, room = FRAME.left + (chain.start + chain.end) / 2 * width, _NAME * len(chain.name)
+        if middle - room >= free:
+            marks.append(FRAME.x_tick(middle, chain.name))
+            free = middle + room
+    return marks

@@ -10,8 +10,9 @@
   const byId = (id) => document.getElementById(id);
   document.documentElement.classList.add("scripted");
 
+  const chainOf = (residue) => data.chains.find((one) => residue < one.end);
   const colourOf = (plddt) => data.bands.find(([lower]) => plddt >= lower)[1];
-  let seed = null, carbons = null, matrix = null, viewer = null;
+  let byChain = false, seed = null, carbons = null, matrix = null, viewer = null;
 
   // --- the structure ---------------------------------------------------------------------------------------------------------
   function mmcif(one, coordinates) {
@@ -22,8 +23,9 @@
     for (let a = 0; a < atomType.length; a++) {
       const name = data.atom_names[atomType[a]], residue = atomResidue[a];
       const xyz = [0, 1, 2].map((axis) => (coordinates[3 * a + axis] / 1000).toFixed(3)).join(" ");
-      const kind = data.residue_names[data.sequence[residue]];
-      rows.push(`ATOM ${a + 1} ${name[0]} ${name} ${kind} A ${residue + 1} ${residue + 1} A ${xyz} ${one.plddt[residue]} 1`);
+      const kind = data.residue_names[data.sequence[residue]], chain = chainOf(residue), number = residue - chain.start + 1;
+      const place = `${chain.name} ${number} ${number} ${chain.name}`;
+      rows.push(`ATOM ${a + 1} ${name[0]} ${name} ${kind} ${place} ${xyz} ${one.plddt[residue]} 1`);
     }
     return rows.join("\n") + "\n#\n";
   }
@@ -57,10 +59,12 @@
     viewer.removeAllModels();
     viewer.removeAllShapes();
     const model = viewer.addModel(mmcif(one, coordinates), "cif");
-    const colorfunc = (atom) => colourOf(one.plddt[atom.resi - 1]);
+    const starts = new Map(data.chains.map((chain) => [chain.name, chain.start]));
+    const residueOf = (atom) => starts.get(atom.chain) + atom.resi - 1;
+    const colorfunc = (atom) => byChain ? chainOf(residueOf(atom)).colour : colourOf(one.plddt[residueOf(atom)]);
     model.setStyle({}, { cartoon: { colorfunc, arrows: true, thickness: 0.35 } });
     if (atomType.length < 20000) {
-      model.setHoverable({}, true, (atom) => highlight(atom.resi - 1, null), () => {});
+      model.setHoverable({}, true, (atom) => highlight(residueOf(atom), null), () => {});
     }
     if (view) viewer.setView(view); else { viewer.zoomTo(); viewer.zoom(1.1); }
     viewer.render();
@@ -117,7 +121,11 @@
     setTimeout(() => { waiting = false; show(...chosen); }, 16); // the pointer moves more often than a screen draws
   }
 
-  const called = (i) => `${data.residue_names[data.sequence[i]]} ${i + 1}`;
+  const numbered = (i) => {
+    const { name, start } = chainOf(i);
+    return data.chains.length > 1 ? `${name} ${i - start + 1}` : `${i + 1}`;
+  };
+  const called = (i) => `${data.residue_names[data.sequence[i]]} ${numbered(i)}`;
 
   function show(i, j) {
     const residues = [...new Set([i, j])].filter((residue) => residue !== null);
@@ -139,7 +147,7 @@
       if (data.counts) text += ` · ${data.counts[i].toLocaleString("en")} sequences`;
       if (j !== null) {
         const value = matrix.value(Math.floor(i / matrix.step), Math.floor(j / matrix.step));
-        text += ` · ${data.matrix} ${i + 1} → ${j + 1}: ${value.toFixed(1)} Å`;
+        text += ` · ${data.matrix} ${numbered(i)} → ${numbered(j)}: ${value.toFixed(1)} Å`;
       }
     }
     byId("readout").textContent = text;
@@ -188,6 +196,11 @@
     });
   });
   document.querySelectorAll("#seeds button").forEach((b) => b.addEventListener("click", () => choose(Number(b.dataset.seed))));
+  document.querySelectorAll("#colours button").forEach((b) => b.addEventListener("click", () => {
+    byChain = b.dataset.by === "chain";
+    document.querySelectorAll("#colours button").forEach((one) => one.setAttribute("aria-pressed", String(one === b)));
+    draw(seed, true);
+  }));
 
   viewer = makeViewer();
   choose(data.seeds[0].seed);

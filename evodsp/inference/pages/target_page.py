@@ -18,12 +18,12 @@ import gemmi
 import numpy as np
 from jaxtyping import Float
 
-from evodsp.data.formats.mmcif import read_chain
-from evodsp.data.records import Alignment, Chain
+from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
+from evodsp.inference.complex_scores import PairScores, read_pair_scores
 from evodsp.inference.pages.coverage import Coverage, coverage
 from evodsp.inference.pages.residue_charts import (
     BANDS,
@@ -36,7 +36,18 @@ from evodsp.inference.pages.residue_charts import (
 )
 from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.result_checks import FIX
-from evodsp.inference.results import REPORT, key_of, read_pae, read_plddt, read_timings, read_with_ranking, stem
+from evodsp.inference.results import (
+    REPORT,
+    PredictionResult,
+    key_of,
+    read_pae,
+    read_structure,
+    read_timings,
+    read_with_ranking,
+    scores_name,
+    stem,
+)
+from evodsp.inference.structure_files import PredictedStructure
 from evodsp.report.page import Page
 
 _MOST_CELLS = 2_500_000
@@ -44,6 +55,10 @@ _MOST_CELLS = 2_500_000
 _PICTURE = 400
 """Most rows of the picture that is there without a script."""
 _LEVELS = 254
+_MOST_PAIRS = 100
+"""Pairs of chains in the table of interfaces."""
+_CHAIN_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#994455")
+"""Colours that people with any colour vision tell apart (Paul Tol's bright scheme); further chains repeat them."""
 _FARTHEST = 22.0
 """Å; the scale of the distances that are shown if there are no aligned errors. The distogram's last bin begins there."""
 
@@ -54,24 +69,31 @@ class _Seed:
 
     seed: int
     """Its number on the page: the seed, or the place in the ranking if there are several models."""
-    chain: Chain
-    plddt: Float[np.ndarray, " R"]
+    structure: PredictedStructure
     pae: Float[np.ndarray, "R R"] | None
     """Å."""
     highest: float
     """The largest error that the head can predict, Å."""
 
+    @property
+    def plddt(self) -> Float[np.ndarray, " R"]:
+        """pLDDT, 0 to 100."""
+        return self.structure.plddt
+
 
 def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     """Write the page of the finished result in `folder`. `alignments`: the ones that it was predicted from."""
-    _, ranking = read_with_ranking(folder)
+    result, ranking = read_with_ranking(folder)
     timings = read_timings(folder)
     seeds = [
-        _read_seed(folder, entry, number) for number, entry in zip(_numbers(ranking), ranking["ranking"], strict=True)
+        _read_seed(result, entry, number) for number, entry in zip(_numbers(ranking), ranking["ranking"], strict=True)
     ]
     found = coverage(alignments) if alignments else None
-    relaxed = {stem(key): read_relaxation(folder, key) for key in map(key_of, ranking["ranking"])}
-    page = target_page(ranking, timings, seeds, found, {name: facts for name, facts in relaxed.items() if facts})
+    read = {stem(key): read_relaxation(folder, key) for key in map(key_of, ranking["ranking"])}
+    best, names = ranking["ranking"][0], [chain.name for chain in seeds[0].structure.chains]
+    pairs = read_pair_scores(folder / scores_name(key_of(best)), names) if "iptm" in best else []
+    relaxed = {name: facts for name, facts in read.items() if facts}
+    page = target_page(ranking, timings, seeds, found, relaxed, pairs)
     with whole_file(folder / REPORT) as partial:
         partial.write_text(page.html(), encoding="utf-8")
 
@@ -82,18 +104,24 @@ def target_page(
     seeds: Sequence[_Seed],
     found: Coverage | None,
     relaxed: Mapping[str, Mapping[str, Any]],
+    pairs: Sequence[PairScores] = (),
 ) -> Page:
     """The page. `ranking`, `timings`: the contents of the two files; `seeds`: best first. `relaxed`: contents of the files of
-    relaxation, by the names of predictions."""
+    relaxation, by the names of predictions. `pairs`: the scores of the best seed's pairs of chains."""
     best, entries = seeds[0], ranking["ranking"]
-    length = len(best.plddt)
+    length, chains = len(best.plddt), best.structure.chains if best.structure.lengths else ()
     # Where the alignments are one row, the query, there is nothing to show.
     found = found if found is not None and found.sequences > 1 else None
-    page = Page(ranking["name"], f"Predicted structure, {length:,} residues. Confidence is the model's own estimate.")
+    of = f" of {len(chains)} chains" if chains else ""
+    page = Page(
+        ranking["name"], f"Predicted structure{of}, {length:,} residues. Confidence is the model's own estimate."
+    )
     page.style(_asset("target.css"))
     figures = {"mean pLDDT, best seed": f"{entries[0]['mean_plddt']:.1f}"}
     if "ptm" in entries[0]:
         figures["pTM, best seed"] = f"{entries[0]['ptm']:.2f}"
+    if "iptm" in entries[0]:
+        figures["ipTM, best seed"] = f"{entries[0]['iptm']:.2f}"
     figures |= {"residues": f"{length:,}", "residues with pLDDT above 70": f"{np.mean(best.plddt > 70):.0%}"}
     figures["sequences in the alignments" if found else "no alignments"] = (
         f"{found.sequences:,}" if found else "1 sequence"
@@ -103,9 +131,17 @@ def target_page(
     if len(entries) > 1:
         page.template("inference/pages/seeds.html.j2", buttons=_buttons(entries, seeds))
     page.template("inference/pages/views.html.j2", **_views(best))
-    page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed))
+    page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed, chains))
     if found:
-        page.template("inference/pages/coverage.html.j2", chart=coverage_chart(found))
+        page.template("inference/pages/coverage.html.j2", chart=coverage_chart(found, chains))
+    if pairs:
+        page.heading("Interfaces")
+        page.table(_INTERFACES, _interface_rows(pairs), numbers={*_INTERFACES[1:]})
+        left_out = f" The {_MOST_PAIRS} pairs with the highest ipTM." if len(pairs) > _MOST_PAIRS else ""
+        page.note(
+            "Of the best seed; of scores that depend on the direction the higher one. A contact is a pair of residues whose CB "
+            f"atoms are within 8 Å.{left_out}"
+        )
     page.heading("Seeds")
     headings = [
         "rank",
@@ -113,6 +149,7 @@ def target_page(
         "seed",
         "mean pLDDT",
         *(["pTM"] if "ptm" in entries[0] else []),
+        *(["ipTM"] if "iptm" in entries[0] else []),
         "CA RMSD to the best, Å",
         "file",
     ]
@@ -149,16 +186,19 @@ def _numbers(ranking: Mapping[str, Any]) -> list[int]:
     return list(range(len(entries))) if "models" in ranking else [int(entry["seed"]) for entry in entries]
 
 
-def _read_seed(folder: Path, entry: Mapping[str, Any], number: int) -> _Seed:
+def _read_seed(result: PredictionResult, entry: Mapping[str, Any], number: int) -> _Seed:
     key = key_of(entry)
     pae, highest = None, _FARTHEST
     if "ptm" in entry:
-        pae, highest = read_pae(folder, key)
-    file = folder / entry["structure"]
-    chain, plddt = read_chain(file, "A"), read_plddt(folder, key)
-    if len(plddt) != len(chain) or (pae is not None and len(pae) != len(chain)):
-        raise UserError(f"{file}: has another number of residues than its scores; {FIX}")
-    return _Seed(number, chain, plddt, pae, highest)
+        pae, highest = read_pae(result.folder, key)
+    structure = read_structure(result, key)
+    if pae is not None and len(pae) != len(structure.plddt):
+        raise UserError(f"{result.structure(key)}: has another number of residues than its scores; {FIX}")
+    return _Seed(number, structure, pae, highest)
+
+
+def _chain_colour(number: int) -> str:
+    return _CHAIN_COLOURS[number % len(_CHAIN_COLOURS)]
 
 
 def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int]]:
@@ -179,7 +219,15 @@ def _views(best: _Seed) -> dict[str, Any]:
     values: dict[str, Any] = {
         "bands": [(colour, name, edge) for (_, colour, name), edge in zip(BANDS, edges, strict=True)],
         "residues": f"{len(best.plddt):,}", "highest": f"{best.highest:g}",
+        "chains": [], "colours": [],
     }  # fmt: skip
+    if best.structure.lengths:
+        length = len(best.plddt)
+        values["chains"] = [
+            {"name": one.name, "border": f"{100 * one.start / length:.3f}", "share": f"{100 * len(one) / length:.3f}"}
+            for one in best.structure.chains
+        ]
+        values["colours"] = [(one.name, _chain_colour(number)) for number, one in enumerate(best.structure.chains)]
     if best.pae is None:
         title, scale, across, down, image = "CA-CA distances of the structure", "distance", "residue", "residue", ""
     else:
@@ -191,15 +239,24 @@ def _views(best: _Seed) -> dict[str, Any]:
 def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[list[str | int]]:
     rows: list[list[str | int]] = []
     for rank, (entry, one) in enumerate(zip(entries, seeds, strict=True), start=1):
-        ptm = [f"{entry['ptm']:.3f}"] if "ptm" in entry else []
-        moved = _superposed(one.chain, seeds[0].chain)[:, CA] - seeds[0].chain.positions[:, CA]
-        both = one.chain.mask[:, CA] > 0.5
+        ptm = [f"{entry[name]:.3f}" for name in ("ptm", "iptm") if name in entry]
+        moved = _superposed(one.structure, seeds[0].structure)[:, CA] - seeds[0].structure.positions[:, CA]
+        both = one.structure.mask[:, CA] > 0.5
         rmsd = f"{math.sqrt((moved[both] ** 2).sum(-1).mean()):.2f}" if both.any() else ""
         model = [str(entry["model"])] if "model" in entry else []
         rows.append(
             [rank, *model, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, str(entry["structure"])]
         )
     return rows
+
+
+_INTERFACES = ["chains", "ipTM", "ipSAE", "pDockQ", "pDockQ2", "contacts"]
+
+
+def _interface_rows(pairs: Sequence[PairScores]) -> Iterator[list[str | int]]:
+    for one in sorted(pairs, key=lambda one: -one.iptm)[:_MOST_PAIRS]:
+        scores = [f"{score:.3f}" for score in (one.iptm, one.ipsae, one.pdockq, one.pdockq2)]
+        yield [one.chains, *scores, f"{one.contacts:,}"]
 
 
 _RELAXATION = [
@@ -232,12 +289,16 @@ def _plain(value: Any) -> str:
 
 def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
     """The data of the script. All seeds have the same atoms, because the sequence decides which there are."""
-    chain = seeds[0].chain
-    residue, atom = np.nonzero(chain.mask > 0.5)
-    step = math.ceil(len(chain) * math.sqrt(len(seeds) / _MOST_CELLS))
+    first = seeds[0].structure
+    residue, atom = np.nonzero(first.mask > 0.5)
+    step = math.ceil(len(first.plddt) * math.sqrt(len(seeds) / _MOST_CELLS))
     return {
-        "sequence": chain.sequence,
-        "residue_names": {letter: RESTYPE_1TO3.get(letter, "UNK") for letter in sorted(set(chain.sequence))},
+        "sequence": first.sequence,
+        "chains": [
+            {"name": one.name, "start": one.start, "end": one.end, "colour": _chain_colour(number)}
+            for number, one in enumerate(first.chains)
+        ],
+        "residue_names": {letter: RESTYPE_1TO3.get(letter, "UNK") for letter in sorted(set(first.sequence))},
         "atom_names": ATOM_TYPES,
         "atom_type": _base64(atom.astype("u1")),
         "atom_residue": _base64(residue.astype("<i4")),
@@ -252,7 +313,7 @@ def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
             {
                 "seed": one.seed,
                 "plddt": [round(float(value), 1) for value in one.plddt],
-                "coordinates": _base64((_superposed(one.chain, chain)[residue, atom] * 1000).round().astype("<i4")),
+                "coordinates": _base64((_superposed(one.structure, first)[residue, atom] * 1000).round().astype("<i4")),
                 "pae": None if one.pae is None else _base64(_quantised(_reduced(one.pae, step), one.highest)),
             }
             for one in seeds
@@ -279,12 +340,12 @@ def _reduced(pae: Float[np.ndarray, "R R"], step: int) -> np.ndarray:
     return sums / np.outer(sizes, sizes)
 
 
-def _superposed(chain: Chain, onto: Chain) -> Float[np.ndarray, "R 37 3"]:
-    """Positions of `chain` after superposition of its CA atoms onto those of `onto`, so that seeds lie on one another."""
-    both = (chain.mask[:, CA] > 0.5) & (onto.mask[:, CA] > 0.5)
-    if chain is onto or both.sum() < 3:
-        return chain.positions
-    fixed, moving = ([gemmi.Position(*xyz) for xyz in one.positions[both, CA].tolist()] for one in (onto, chain))
+def _superposed(moved: PredictedStructure, onto: PredictedStructure) -> Float[np.ndarray, "R 37 3"]:
+    """Positions of `moved` after superposition of its CA atoms onto those of `onto`, so that seeds lie on one another."""
+    both = (moved.mask[:, CA] > 0.5) & (onto.mask[:, CA] > 0.5)
+    if moved is onto or both.sum() < 3:
+        return moved.positions
+    fixed, moving = ([gemmi.Position(*xyz) for xyz in one.positions[both, CA].tolist()] for one in (onto, moved))
     transform = gemmi.superpose_positions(fixed, moving).transform
     rotation, shift = np.array(transform.mat.tolist()), np.array(transform.vec.tolist())
-    return chain.positions @ rotation.T + shift
+    return moved.positions @ rotation.T + shift

@@ -1,0 +1,102 @@
+"""What the alignments of a target hold for a model: of single chains one alignment after another, of complexes one MSA of all
+chains. Each makes the samples of its model's arrangement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from evodsp.config import FeatureConfig
+from evodsp.data.complexes.colabfold import split_alignment
+from evodsp.data.complexes.entities import columns_of
+from evodsp.data.complexes.merging import ChainMsas, MergedMsa, merge
+from evodsp.data.complexes.pairing import PairingMsa
+from evodsp.data.complexes.source import msa_of, pairing_msa
+from evodsp.data.formats import parse_complex_a3m
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.samples.dataset import Sample
+from evodsp.data.sources.msa import MsaFeatures
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.features.prediction import complex_sample, prediction_sample
+from evodsp.inference.run_log import counted
+from evodsp.inference.targets import Target
+
+
+@dataclass(frozen=True)
+class ChainMsa:
+    """The alignments of a single chain."""
+
+    query: ProteinSequence
+    alignments: Sequence[Alignment]
+    """Empty if the target is predicted from its sequence alone."""
+
+    @classmethod
+    def read(cls, target: Target) -> ChainMsa:
+        """The alignments of a target. Raises UserError if one is broken or of another sequence."""
+        return cls(target.query, target.read())
+
+    @property
+    def line(self) -> str:
+        """For the log: how many rows were read."""
+        rows = counted(sum(map(len, self.alignments)), "sequence")
+        return f"read {rows} in {counted(len(self.alignments), 'alignment')}"
+
+    def sample(self, features: FeatureConfig, seed: int, templates: TemplateFeatures, ensembles: int) -> Sample:
+        """The features of a seed."""
+        return prediction_sample(self.query, [*self.alignments], features, seed, templates, ensembles)
+
+
+@dataclass(frozen=True)
+class ComplexMsa:
+    """The MSA of all chains of a target."""
+
+    name: str
+    merged: MergedMsa
+
+    @classmethod
+    def read(cls, target: Target) -> ComplexMsa:
+        """The MSA of a target. Raises UserError if an alignment is broken or of another sequence."""
+        own = _whole(target) if target.chains and target.alignments is not None else _of_chains(target)
+        chains = [ChainMsas(part.query, *own[part.query.letters]) for part in target.parts]
+        return cls(target.query.name, merge(chains))
+
+    @cached_property
+    def alignments(self) -> Sequence[Alignment]:
+        """The rows, for the page, with the chains in the order in which they were given."""
+        rows = len(self.merged.msa)
+        if rows == 1:
+            return []
+        places = columns_of(self.merged.entities)
+        names = (self.name, *(f"row {number}" for number in range(1, rows)))
+        return [Alignment(self.name, names, self.merged.msa[:, places], self.merged.deletions[:, places])]
+
+    @property
+    def line(self) -> str:
+        """For the log: how many rows there are."""
+        paired = max(0, int((self.merged.block == 0).sum()) - 1)  # without the queries
+        return f"{counted(len(self.merged.msa), 'row')} in the MSA of all chains, {paired:,} of them paired"
+
+    def sample(self, features: FeatureConfig, seed: int, templates: TemplateFeatures, ensembles: int) -> Sample:
+        """The features of a seed. Templates of complexes are not read: all that the model expects are absent."""
+        return complex_sample(self.merged, features, seed, ensembles)
+
+
+TargetMsa = ChainMsa | ComplexMsa
+_Msas = Mapping[str, tuple[MsaFeatures, PairingMsa | None]]
+"""The MSA of each distinct sequence, and its rows that are paired."""
+
+
+def _of_chains(target: Target) -> _Msas:
+    found: dict[str, tuple[MsaFeatures, PairingMsa | None]] = {}
+    for letters, part in target.distinct.items():
+        msa, place, rule = msa_of(part.read(), part.query), part.alignments, target.rule
+        found[letters] = msa, None if place is None or rule is None else pairing_msa(place, part.query, rule)
+    return found
+
+
+def _whole(target: Target) -> _Msas:
+    """The MSAs from ColabFold's alignment of the whole complex."""
+    assert target.alignments is not None
+    alignment, lengths = parse_complex_a3m(target.alignments, target.piped)
+    return dict(zip(target.distinct, split_alignment(alignment, lengths), strict=True))

@@ -1,0 +1,383 @@
+"""Complexes: from files with several chains to structures, rankings and scores."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import string
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import gemmi
+import numpy as np
+import pytest
+import torch
+
+from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig, as_multimer
+from evodsp.data.complexes.merging import ChainMsas, merge
+from evodsp.data.formats.mmcif import read_structure
+from evodsp.data.records import ProteinSequence
+from evodsp.data.samples.dataset import collate
+from evodsp.data.sources.msa import query_only
+from evodsp.errors import UserError
+from evodsp.features.prediction import complex_sample
+from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import CA
+from evodsp.inference.api import as_given_files
+from evodsp.inference.api import predict as api_predict
+from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name
+from evodsp.inference.complex_scores import ComplexScores, score_entries
+from evodsp.inference.config import PredictConfig
+from evodsp.inference.pages.target_page import write_target_page
+from evodsp.inference.passes import structure_of
+from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.prediction import Prediction
+from evodsp.inference.results import PredictionResult, _read_chains, write_results
+from evodsp.inference.structure_files import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.targets import Target, find_targets
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights, compute_contacts, compute_pae
+from evodsp.model.outputs import ModelOutput, StructureOutput
+from evodsp.parallel.config import SequenceConfig
+from evodsp.parallel.exchange import LocalExchange
+from evodsp.weights.checkpoint import load_model, save_model
+from tests.builders.prediction import read_json, silent
+from tests.ranks import RankPool
+
+from .conftest import OTHER, QUERY, TRAINED, write_alignment
+from .test_parallel_predict import predict_on_rank
+from .test_target_page import embedded
+
+TINY = ModelConfig.preset("test")
+MULTIMER = as_multimer(
+    replace(
+        TINY,
+        evoformer=replace(TINY.evoformer, blocks=1),
+        templates=TemplateConfig(
+            enabled=True, channels=6, blocks=1, pair_heads=2, pair_head_width=3, triangle_channels=5, checkpoint=False
+        ),
+    )
+)
+SIZES = replace(TRAINED, max_templates=2)
+LETTERS = (QUERY, OTHER, QUERY)
+"""Chains A, B and C: in the model's columns, C stands before B."""
+
+
+def write_model(path: Path, config: ModelConfig, features: FeatureConfig) -> Path:
+    """A checkpoint with random weights."""
+    torch.manual_seed(2)
+    model = AlphaFold(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    save_model(path, model, features=features)
+    return path
+
+
+@pytest.fixture(scope="session")
+def multimer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny multimer model."""
+    return write_model(tmp_path_factory.mktemp("multimer") / "tiny.ckpt", MULTIMER, SIZES)
+
+
+def settings(root: Path, model: Path, text: str, name: str = "given.fasta", **options: Any) -> PredictConfig:
+    """To predict what a file with this text holds into <root>/out."""
+    (root / name).write_text(text)
+    given = {"seeds": 1, "recycles": 0, "device": "cpu", "msa_clusters": 6, "extra_msa": 4, **options}
+    return PredictConfig(inputs=(root / name,), checkpoint=model, output=root / "out", **given)
+
+
+@pytest.fixture(scope="session")
+def trimer(tmp_path_factory: pytest.TempPathFactory, multimer: Path) -> PredictionResult:
+    """The finished prediction of a complex, whose files tests must not change."""
+    root = tmp_path_factory.mktemp("trimer")
+    return predict(settings(root, multimer, f">trimer\n{':'.join(LETTERS)}\n", seeds=2), silent)[0]
+
+
+def test_chains_are_in_the_order_in_which_they_were_given(trimer: PredictionResult, multimer: Path) -> None:
+    """Catches chains in the order of the model's columns, atoms and pLDDT of another chain, and numbers that go on."""
+    queries = [ProteinSequence(f"trimer_{name}", letters) for name, letters in zip("ABC", LETTERS, strict=True)]
+    merged = merge([ChainMsas(one, query_only(encode(one.letters))) for one in queries])
+    model = load_model(multimer)
+    batch = collate([complex_sample(merged, replace(SIZES, recycles=0, msa_clusters=6, extra_msa=4), seed=1)])
+    with torch.no_grad():
+        output = model(batch)
+    chains = read_structure(trimer.structure(1)).chains
+    assert [chains[name].sequence for name in "ABC"] == list(LETTERS)
+    asym = batch["asym_id"][0, 0]
+    for name, number in (("A", 1), ("B", 3), ("C", 2)):
+        own = output.structure.positions[0, asym == number].numpy()
+        present = chains[name].mask > 0
+        np.testing.assert_allclose(chains[name].positions[present], own[present], atol=1e-3)
+        numbers = chains[name].residue_number
+        np.testing.assert_array_equal(numbers[numbers > 0], 1 + np.flatnonzero(present.any(1)))
+
+
+def test_scores_are_those_of_the_chains_as_given() -> None:
+    """Catches scores, aligned errors or contacts in the order of the model's columns: A, D, B, C."""
+    letters = (QUERY, OTHER, OTHER, QUERY)
+    number_of = {"A": 1, "D": 2, "B": 3, "C": 4}
+    heads = replace(TINY.heads, predicted_aligned_error=True)
+    model = MagicMock(spec=AlphaFold, exchange=LocalExchange(), config=replace(MULTIMER, heads=heads))
+    residues, torch_draws = sum(map(len, letters)), torch.Generator().manual_seed(0)
+    logits = {
+        name: 3 * torch.randn(1, residues, residues, bins, generator=torch_draws)
+        for name, bins in (("predicted_aligned_error", heads.pae_bins), ("distogram", heads.distogram_bins))
+    }
+    structure = MagicMock(spec=StructureOutput)
+    structure.positions = torch.randn(1, residues, 37, 3, generator=torch_draws)
+    structure.mask = torch.ones(1, residues, 37)
+    lengths = torch.tensor([len(QUERY), len(QUERY), len(OTHER), len(OTHER)])
+    asym = torch.tensor([1, 2, 3, 4]).repeat_interleave(lengths)[None]
+    batch = {
+        "aatype": torch.arange(residues).int()[None, None] % 20,
+        "seq_mask": torch.ones(1, 1, residues),
+        "asym_id": asym[None],
+    }
+    output = ModelOutput({}, structure, {**logits, "plddt": torch.randn(1, residues, 5, generator=torch_draws)})
+    named = zip("ABCD", letters, strict=True)
+    chains = tuple(Target(ProteinSequence(f"x_{name}", own), None) for name, own in named)
+    one = structure_of(Target(ProteinSequence("x", "".join(letters)), None, chains=chains), batch, output, model)
+
+    assert one.lengths == tuple(map(len, letters))
+    error = one.aligned_error
+    assert error is not None
+    assert error.of_chains is not None
+    assert one.contacts is not None
+    pae, contacts = (
+        compute_pae(logits["predicted_aligned_error"]),
+        compute_contacts(logits["distogram"], 2.3125, 21.6875),
+    )
+    columns = {name: asym[0] == number for name, number in number_of.items()}
+    for chain in one.chains:
+        np.testing.assert_array_equal(one.positions[chain.residues], structure.positions[0, columns[chain.name]])
+        for other in one.chains:
+            place = np.ix_(columns[chain.name], columns[other.name])
+            np.testing.assert_array_equal(error.pae[chain.residues, other.residues], pae[0].numpy()[place])
+            np.testing.assert_array_equal(one.contacts[chain.residues, other.residues], contacts[0].numpy()[place])
+    weights = compute_contact_weights(logits["distogram"], 2.3125, 21.6875)
+    found = compute_complex_confidence(logits["predicted_aligned_error"], weights, torch.ones(1, residues), asym, 4)
+    entries = score_entries(error.of_chains, one.interfaces, "ABCD")
+    assert entries["iptm"] == pytest.approx(float(found.iptm), abs=1e-3)
+    assert entries["actifptm"] == pytest.approx(float(found.actifptm), abs=1e-4)
+    for name, number in number_of.items():
+        assert entries["per_chain_ptm"][name] == pytest.approx(float(found.chain_ptm[0, number - 1]), abs=1e-4)
+    for pair in ("A-B", "A-C", "A-D", "B-C", "B-D", "C-D"):
+        place = tuple(number_of[name] - 1 for name in pair.split("-"))
+        assert entries["pairwise_iptm"][pair] == pytest.approx(float(found.pair_iptm[0][place]), abs=1e-4)
+        assert entries["pairwise_actifptm"][pair] == pytest.approx(float(found.pair_actifptm[0][place]), abs=1e-4)
+    assert len(set(entries["pairwise_iptm"].values())) == 6, "the test tells pairs apart"
+
+
+def test_identical_chains_are_one_entity(trimer: PredictionResult) -> None:
+    """Catches an entity for each chain."""
+    block = gemmi.cif.read(str(trimer.structure())).sole_block()
+    assert [row[0] for row in block.find("_entity.", ["id"])] == ["1", "2"]
+    assert [list(row) for row in block.find("_struct_asym.", ["id", "entity_id"])] == [
+        ["A", "1"],
+        ["B", "2"],
+        ["C", "1"],
+    ]
+
+
+def test_complexes_are_ranked_by_their_interfaces(trimer: PredictionResult) -> None:
+    """Catches a ranking by pTM or pLDDT, and a ranking_debug.json that AlphaFold-Multimer's readers do not understand."""
+    ranking = read_json(trimer.folder / "ranking.json")
+    assert ranking["ranked_by"] == "0.8 ipTM + 0.2 pTM"
+    scores = [0.8 * entry["iptm"] + 0.2 * entry["ptm"] for entry in ranking["ranking"]]
+    assert scores == sorted(scores, reverse=True)
+    debug = read_json(trimer.folder / "ranking_debug.json")
+    assert debug["order"] == [f"seed_{entry['seed']}" for entry in ranking["ranking"]]
+    assert list(debug["iptm+ptm"].values()) == pytest.approx(scores, abs=1e-4)
+    assert list(debug["iptm+ptm"]) == debug["order"]
+    scored = read_json(trimer.folder / "seed_0_scores.json")
+    assert {"A-B", "B-A", "C-B"} <= scored["ipsae"].keys() == scored["pdockq2"].keys()
+    assert scored["pdockq"].keys() == scored["contacts"].keys() == {"A-B", "A-C", "B-C"}
+
+
+def test_interfaces_weigh_more_than_the_whole(tmp_path: Path) -> None:
+    """Catches a ranking by pTM, and one that takes both scores for equally important."""
+    mask = np.zeros((4, 37), np.float32)
+    mask[:, CA] = 1
+    given = {0: (0.9, 0.3), 1: (0.5, 0.45), 2: (0.1, 0.5)}  # pTM, ipTM
+    structures = {}
+    for seed, (ptm, iptm) in given.items():
+        pairs = np.zeros((2, 2), np.float32)
+        scores = ComplexScores(iptm, iptm, np.zeros(2, np.float32), pairs, pairs)
+        error = AlignedError(np.ones((4, 4), np.float32), 31.75, ptm, scores)
+        atoms = np.arange(4 * 37 * 3, dtype=np.float32).reshape(4, 37, 3)
+        structures[seed] = PredictedStructure("x", np.zeros(4, int), atoms, mask, mask[:, CA] * 50, (2, 2), error)
+    result = write_results(tmp_path, structures, "cif", {}, "x")
+    assert list(result.mean_plddt) == [1, 0, 2]
+    debug = {"iptm+ptm": {"seed_1": 0.46, "seed_0": 0.42, "seed_2": 0.42}, "order": ["seed_1", "seed_0", "seed_2"]}
+    assert read_json(tmp_path / "ranking_debug.json") == debug
+
+
+def test_a_complex_needs_a_multimer_model(tmp_path: Path, checkpoint: Path) -> None:
+    """Catches chains that a model of single chains reads as one, and a run that ends because of one record."""
+    outcome = predict_records(settings(tmp_path, checkpoint, f">two\n{QUERY}:{OTHER}\n>one\n{OTHER}\n"), silent)
+    assert [result.name for result in outcome.results] == ["one"]
+    (failure,) = outcome.failures
+    assert failure.name == "two"
+    assert "a complex of 2 chains, but" in failure.reason
+    assert "give a multimer model" in failure.reason
+
+
+def test_a_single_chain_is_a_complex_of_one(tmp_path: Path, multimer: Path) -> None:
+    """Catches a multimer model that predicts complexes only, or ranks a single chain by interfaces that it has not."""
+    lines: list[str] = []
+    config = settings(tmp_path, multimer, f">one\n{OTHER}\n")
+    (result,) = predict(config, lines.append)
+    assert read_json(result.folder / "ranking.json")["ranked_by"] == "pTM"
+    assert not (result.folder / "ranking_debug.json").exists()
+    assert "iptm" not in read_json(result.folder / "seed_0_scores.json")
+    assert "pairing" not in read_json(result.folder / "ranking.json")["settings"]
+    with pytest.raises(UserError, match="multimer model, for which templates are not read yet; leave --templates out"):
+        predict(replace(config, templates=tmp_path), silent)
+
+
+def test_results_of_complexes_are_kept(tmp_path: Path, multimer: Path) -> None:
+    """Catches a complex that is predicted again, a format that is not added, and results of other chains that are kept."""
+    config = settings(tmp_path, multimer, f">two\n{QUERY}:{OTHER}\n")
+    (first,) = predict(config, silent)
+    before = first.structure().read_bytes()
+    (kept,) = predict(replace(config, format="pdb"), silent)
+    chains = read_structure(kept.structure()).chains
+    assert [chain.sequence for chain in chains.values()] == [QUERY, OTHER]
+    assert first.structure().read_bytes() == before
+    assert predict(config, silent)[0].kept
+    with pytest.raises(UserError, match=r"holds results of another run \(sequence: "):
+        predict(settings(tmp_path, multimer, f">two\n{QUERY + OTHER}\n"), silent)
+    with pytest.raises(UserError, match=r"pairing: species there, none now"):
+        predict(settings(tmp_path, multimer, f">two\n{QUERY}:{OTHER}\n", pairing="none"), silent)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.verify), 3])
+def test_several_ranks_predict_what_one_does(tmp_path: Path, multimer: Path, pool: RankPool, ranks: int) -> None:
+    """Catches scores of one rank's rows only, and ranks that disagree about the passes or the order of the chains."""
+    write_alignment(tmp_path / "alignments" / "x_A", QUERY)
+    options = {"recycles": 4, "stop_tolerance": 1e3, "alignments": tmp_path / "alignments"}
+    single = settings(tmp_path, multimer, f">x\n{':'.join(LETTERS)}\n", **options)
+    (one,) = predict(single, silent)
+    config = replace(single, output=tmp_path / "sharded", parallel=SequenceConfig(ranks))
+    assert pool.run(ranks, predict_on_rank, config) == [["x"]] * ranks
+    files = [folder / "x" for folder in (single.output, config.output)]
+    first, second = ([*read_structure(folder / "seed_0.cif").chains.values()] for folder in files)
+    for a, b in zip(first, second, strict=True):
+        assert a.sequence == b.sequence
+        np.testing.assert_allclose(a.positions, b.positions, atol=2e-3)
+    scores, sharded = (read_json(folder / "seed_0_scores.json") for folder in files)
+    assert scores.keys() == sharded.keys()
+    for key, value in scores.items():
+        ours, theirs = ([*x.values()] if isinstance(x, dict) else x for x in (value, sharded[key]))
+        np.testing.assert_allclose(ours, theirs, atol=0.011, err_msg=key)
+    assert "iptm" in scores
+    passes = [len(read_json(folder / "timings.json")["seeds"][0]["pass_seconds"]) for folder in files]
+    assert passes == [3, 3], "one more pass after the structure has settled in the second"
+    assert predict(replace(config, parallel=SequenceConfig()), silent)[0].kept
+    assert one.folder == files[0]
+
+
+def test_the_page_shows_chains(trimer: PredictionResult) -> None:
+    """Catches a page that draws the chains as one, residues numbered through, and a table of interfaces of another pair."""
+    page = (trimer.folder / "report.html").read_text()
+    data = embedded(page)
+    chains = [(chain["name"], chain["start"], chain["end"]) for chain in data["chains"]]
+    assert chains == [("A", 0, 22), ("B", 22, 32), ("C", 32, 54)]
+    assert len({chain["colour"] for chain in data["chains"]}) == 3
+    assert "Predicted structure of 3 chains, 54 residues." in page
+    borders = re.search(r'<svg class="borders".*?</svg>', page, re.DOTALL)
+    assert borders is not None
+    assert re.findall(r'y1="([\d.]+)" y2="([\d.]+)"', borders[0])[:2] == [("40.741", "40.741"), ("59.259", "59.259")]
+    charts = re.findall(r'<svg[^>]*class="along".*?</svg>', page, re.DOTALL)
+    assert charts
+    assert all(chart.count('class="border"') == 2 for chart in charts)
+    scores = read_json(trimer.folder / f"seed_{trimer.best}_scores.json")
+    for pair in ("A-B", "A-C", "B-C"):
+        back = "-".join(reversed(pair.split("-")))
+        cells = [
+            f"{scores['pairwise_iptm'][pair]:.3f}",
+            f"{max(scores['ipsae'][pair], scores['ipsae'][back]):.3f}",
+            f"{scores['pdockq'][pair]:.3f}",
+            f"{max(scores['pdockq2'][pair], scores['pdockq2'][back]):.3f}",
+            f"{scores['contacts'][pair]:,}",
+        ]
+        assert re.search(rf"<td[^>]*>{pair}</td>\s*" + r"\s*".join(f"<td[^>]*>{cell}</td>" for cell in cells), page), (
+            pair
+        )
+    index = (trimer.folder.parent / "index.html").read_text()
+    assert ">ipTM<" in index
+
+
+def test_edited_scores_of_a_complex_are_one_line(trimer: PredictionResult, tmp_path: Path) -> None:
+    """Catches a KeyError for a pair that somebody has deleted, and numbers that are none."""
+    folder = Path(shutil.copytree(trimer.folder, tmp_path / "x"))
+    scores = folder / f"seed_{trimer.best}_scores.json"
+    content = read_json(scores)
+    for broken in ({"A-B": 0.1}, [], {"A-B": "x", "A-C": 0.1, "B-C": 0.1}):
+        scores.write_text(json.dumps({**content, "pairwise_iptm": broken}))
+        with pytest.raises(UserError, match=r"_scores\.json: not written by evodsp predict \(pairwise_iptm of A-"):
+            write_target_page(folder, [])
+
+
+def test_predictions_of_complexes_in_python(tmp_path: Path, multimer: Path, trimer: PredictionResult) -> None:
+    """Catches chains that Python does not take or does not tell apart, and a trace that links them."""
+    one = api_predict(f"{QUERY}:{OTHER}", checkpoint=multimer, report=silent, recycles=0, device="cpu", msa_clusters=6)
+    assert [chain.name for chain in one.chains] == ["A", "B"]
+    assert [one.sequence[chain.residues] for chain in one.chains] == [QUERY, OTHER]
+    assert one.positions[one.chains[1].residues].shape == (len(OTHER), 37, 3)
+    entry = read_json(one.folder / "ranking.json")["ranking"][0]
+    assert (one.iptm, one.ptm) == (entry["iptm"], entry["ptm"])
+    assert f"ipTM {one.iptm:.2f}" in repr(one)
+    assert "2 chains" in one._repr_html_()
+    read = Prediction.read(trimer.folder)
+    assert [chain.start for chain in read.chains] == [0, 22, 32]
+    assert read.to_cif() == trimer.structure().read_text()
+    assert {line[21] for line in read.to_pdb().splitlines() if line.startswith("ATOM")} == {"A", "B", "C"}
+    # Links: one less than residues in each chain, and none at X, which has no CA and is inside of A and C.
+    assert str(read.show().picture).count('stroke="white"') == 54 - 3 - 4
+
+
+def test_alignments_of_chains_in_python(tmp_path: Path) -> None:
+    """Catches alignments of chains that are no record's, and one that is left out because nobody knows whose it is."""
+    text = f">q\n{OTHER}\n>h\n{OTHER[:-1]}W\n"
+    given = as_given_files({"x": f"{QUERY}:{OTHER}"}, {"x_B": text}, None, tmp_path)
+    assert given.alignments is not None
+    ((target,), _) = find_targets(given.inputs, given.alignments)
+    assert [chain.alignments for chain in target.chains] == [None, tmp_path / "alignments" / "x_B.a3m"]
+    for inputs, alignments in (({"x": f"{QUERY}:{OTHER}"}, {"x": text}), (f"{QUERY}:{OTHER}", text)):
+        with pytest.raises(
+            UserError, match=r"one alignment for the 2 chains of '\w+'; give \{'\w+_A': alignment, '\w+_B'"
+        ):
+            as_given_files(inputs, alignments, None, tmp_path)
+    with pytest.raises(UserError, match=r"an alignment for 'x_C', which is no record\. Did you mean 'x_"):
+        as_given_files({"x": f"{QUERY}:{OTHER}"}, {"x_C": text}, None, tmp_path)
+
+
+def test_many_chains(tmp_path: Path) -> None:
+    """Catches names that repeat after Z, chains that are read in the order A, AA, B, and a PDB file without names for all."""
+    assert [chain_name(number) for number in (0, 25, 26, 51, 52, MOST_CHAINS - 1)] == ["A", "Z", "AA", "AZ", "BA", "ZZ"]
+    residues = MOST_IN_PDB + 1
+    mask = np.zeros((residues, 37), np.float32)
+    mask[:, CA] = 1
+    rng = np.random.default_rng(0)
+    positions = rng.normal(size=(residues, 37, 3)).astype(np.float32) * 50
+    aatype = np.delete(np.arange(20), 7)[
+        np.arange(residues) % 19
+    ]  # chains of glycine alone are no polypeptides in mmCIF
+    many = PredictedStructure("x", aatype, positions, mask, np.full(residues, 50, np.float32), (1,) * residues)
+    names = [chain.name for chain in many.chains]
+    block = gemmi.cif.read_string(structure_text(many, "cif")).sole_block()
+    assert list(dict.fromkeys(block.find_values("_atom_site.auth_asym_id"))) == names
+    assert len(block.find_values("_entity.id")) == 19
+    with pytest.raises(UserError, match=r"x: 63 chains, but a PDB file holds 62; use --format cif"):
+        structure_text(many, "pdb")
+    fewer = replace(many, lengths=(2, *(1,) * (residues - 2)))
+    text = structure_text(fewer, "pdb")
+    found = list(dict.fromkeys(line[21] for line in text.splitlines() if line.startswith("ATOM")))
+    assert "".join(found) == string.ascii_uppercase + string.ascii_lowercase + string.digits
+    (tmp_path / "x.cif").write_text(structure_text(many, "cif"))
+    assert "".join(chain.sequence for chain in _read_chains(tmp_path / "x.cif")) == many.sequence
