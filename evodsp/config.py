@@ -73,15 +73,6 @@ def check_model_numbers(settings: Any, where: str) -> None:
                 raise SettingError(key, value, f"below {where}.{last}, which is {getattr(settings, last)}")
 
 
-def check_of_one_chain(config: ModelConfig) -> None:
-    """Raise UserError if the model reads complexes, of which there are no samples yet."""
-    if config.arrangement != "monomer":
-        raise UserError(
-            f"model.arrangement is {config.arrangement}, but the commands make samples of single chains only; give a monomer "
-            "model. (`evodsp weights` converts multimer models, and docs/weights.md says how to use them from Python)"
-        )
-
-
 def check_preset(name: str | None) -> None:
     """Raise UserError if the option --preset names no preset. None: the option is not given."""
     if name is not None and name not in PRESETS:
