@@ -196,6 +196,14 @@ def test_sequences_decide_before_places_do() -> None:
     assert scores.dockq < 0.9
 
 
+def test_a_structure_without_ca_atoms_is_refused() -> None:
+    """Catches the lDDT of nothing, which is 1."""
+    whole = assembly("ab")
+    bare = [dataclasses.replace(one, mask=one.mask * (np.arange(37) != CA)) for one in whole.chains]
+    with pytest.raises(UserError, match="9abc: no residue of the structure has a CA"):
+        scored(Assembly("9abc", whole.names, tuple(bare)), prediction(whole, "AB"))
+
+
 def test_larger_complexes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches memory that the number of chains of a file decides."""
     monkeypatch.setattr("evodsp.inference.score.chain_mapping.MOST_CHAINS", 2)

@@ -176,9 +176,11 @@ def score_complex(
 ) -> tuple[ComplexRow, list[InterfaceRow], list[str]]:
     """The scores of a complex and of its interfaces, and lines on chains that do not correspond.
 
-    Raises UserError if the prediction has none of the true chains.
+    Raises UserError if the prediction has none of the true chains, or if no true residue has a CA.
     """
     comparison = ComplexComparison(truth, predicted.assembly)
+    if not comparison.resolved:
+        raise UserError(f"{name}: no residue of the structure has a CA, so there is nothing to compare")
     mapping = comparison.mapping()
     names = [None if chain is None else predicted.assembly.names[chain] for chain in mapping.chains]
     interfaces = [_interface(name, split, comparison, mapping, names, pair) for pair in comparison.interfaces]
