@@ -19,7 +19,7 @@ from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, pairing_files, parse_alignments
+from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
 from evodsp.data.sources.layout import split_key
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.sources.query_check import matched_alignments
@@ -122,7 +122,7 @@ def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatur
 def files_for_pairing(place: Path, rule: PairingRule) -> list[Path]:
     """The files of a chain whose rows are paired. `place`: the folder of its alignments, or its only alignment."""
     if place.is_file():
-        return [place] if rule.reads(place.name) else []
+        return [place] if may_hold(place.name, rule.reads) else []
     return pairing_files(place, rule.reads)
 
 
