@@ -44,11 +44,24 @@ def draw_homologs(
 
     `loop`: where insertions and deletions occur. The ends of the relatives are ragged too.
     """
-    length = len(query)
+    residues = draw_relatives(model, query, count, draws)
+    return with_gaps(residues, loop, (name, *(f"{prefix}{n}" for n in range(1, count))), draws)
+
+
+def draw_relatives(
+    model: PottsModel, query: Int64[np.ndarray, " R"], count: int, draws: Draws, sweeps: int = SWEEPS
+) -> Int64[np.ndarray, "S R"]:
+    """`count` sequences without gaps: the query and its relatives, close and distant ones, more distant with more `sweeps`."""
     rate = 0.1 + 0.9 * draws.at("distance").uniform(count)
     rate[0] = 0.0
-    residues = model.sample(np.repeat(query[None], count, 0), SWEEPS, draws.at("letters"), rate)
+    return model.sample(np.repeat(query[None], count, 0), sweeps, draws.at("letters"), rate)
 
+
+def with_gaps(
+    residues: Int64[np.ndarray, "S R"], loop: Bool[np.ndarray, " R"], names: tuple[str, ...], draws: Draws
+) -> Homologs:
+    """The sequences with ragged ends, and with insertions and deletions in loops; the first one has none."""
+    count, length = residues.shape
     column = np.arange(length)
     ragged = (draws.at("ends").uniform(count, 2) ** 3 * 0.25 * length).astype(int)
     present = (column >= ragged[:, :1]) & (column < length - ragged[:, 1:])
@@ -65,7 +78,6 @@ def draw_homologs(
     inserted *= inside
     present[0], inserted[0] = True, 0
     letters = (draws.at("inserted letters").uniform(count, length, LONGEST_INSERTION) * 20).astype(int)
-    names = (name, *(f"{prefix}{n}" for n in range(1, count)))
     return Homologs(names, residues, present, inserted, letters)
 
 

@@ -22,6 +22,8 @@ HELIX_SPACING = 9.6
 SHEET_TO_HELIX = 10.0
 BETWEEN_HELICES = 4  # residues of a loop between helices, or between a helix and a strand
 HAIRPIN = 4  # residues of a loop between neighbouring antiparallel strands
+SHORT = 48
+"""Chains of fewer residues have fewer elements of a fold."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,8 @@ def make_blueprint(fold: str, length: int, variants: int, draws: Draws) -> Bluep
 
 
 def _helix_bundle(length: int, variants: int, draws: Draws) -> Blueprint:
-    """Up-and-down bundle of three helices, or of four if three would be longer than 22 residues."""
-    count = 3 if length <= 80 else 4
+    """Up-and-down bundle of three helices: of four if three would be longer than 22 residues, of two in short chains."""
+    count = 2 if length < SHORT else 3 if length <= 80 else 4
     structure, elements = _lay_out(["H"] * count, [BETWEEN_HELICES] * (count - 1), length)
     turn = 1 if draws.at("turn").uniform(1)[0] < 0.5 else -1
     radius = HELIX_SPACING / (2 * np.sin(np.pi / count))
@@ -87,7 +89,7 @@ def _helix_bundle(length: int, variants: int, draws: Draws) -> Blueprint:
 
 def _beta_meander(length: int, variants: int, draws: Draws) -> Blueprint:
     """Antiparallel strands, each beside the previous one, on a cylinder with the twist of natural sheets."""
-    count = max(4, round(length / 11.5))
+    count = max(3 if length < SHORT else 4, round(length / 11.5))
     structure, elements = _lay_out(["E"] * count, [HAIRPIN] * (count - 1), length, equal=True)
     turn = 1 if draws.at("turn").uniform(1)[0] < 0.5 else -1
     strands = [_Strand(start, stop - start, turn * n, (-1) ** n) for n, (start, stop) in enumerate(elements)]
@@ -106,14 +108,17 @@ def _beta_meander(length: int, variants: int, draws: Draws) -> Blueprint:
 def _alpha_beta(length: int, variants: int, draws: Draws) -> Blueprint:
     """Hairpins joined by helices that pack on one side of a mixed sheet (with 56 residues the fold of protein G).
 
-    Hairpins are added on the left and on the right in turn, so that every strand-helix-strand crossing is right-handed.
+    Hairpins are added on the left and on the right in turn, so that every strand-helix-strand crossing is right-handed. Short
+    chains are one hairpin and one helix.
     """
     helices = 1 if length <= 84 else 2
     kinds = ["E", "E"] + ["H", "E", "E"] * helices
     loops = [HAIRPIN] + [BETWEEN_HELICES, BETWEEN_HELICES, HAIRPIN] * helices
+    if length < SHORT:
+        kinds, loops = kinds[:3], loops[:2]
     structure, elements = _lay_out(kinds, loops, length, equal=True)
     columns = {0: 0, 1: 1}  # of each strand
-    for hairpin in range(1, helices + 1):
+    for hairpin in range(1, kinds.count("E") // 2):
         edge = min(columns.values()) - 2 if hairpin % 2 else max(columns.values()) + 1
         columns |= {2 * hairpin: edge, 2 * hairpin + 1: edge + 1}
     middle = (min(columns.values()) + max(columns.values())) / 2

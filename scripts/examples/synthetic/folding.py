@@ -24,8 +24,7 @@ STRAND_REGION = (-118.0, 132.0)
 # Regions allowed in loops: helix, strand, polyproline II, bridge, and the left-handed ones (for glycine).
 LOOP_REGIONS = np.array([(-65, -40), (-115, 130), (-70, 145), (-90, 0), (58, 38), (85, 10)], dtype=np.float64)
 
-# Smallest distances between atoms of residues that are not neighbours; order N, CA, C, O, CB, centroid.
-_CONTACT = np.array(
+CONTACT = np.array(
     [
         [3.10, 3.50, 3.50, 2.80, 3.40, 3.40],
         [3.50, 3.80, 3.70, 3.30, 3.80, 3.80],
@@ -35,6 +34,7 @@ _CONTACT = np.array(
         [3.40, 3.80, 3.70, 3.40, 3.80, 4.20],
     ]
 )
+"""Smallest distances in Å between atoms of residues that are not neighbours; order N, CA, C, O, CB, centroid."""
 HYDROGEN_BOND = 2.9
 
 
@@ -124,11 +124,11 @@ def _push(blueprint: Blueprint, ca: np.ndarray, amount: float, draws: Draws) -> 
     """Target positions of the CA atoms: bent by about `amount` Å, with each helix and strand moved by about as much."""
     # A sheet can only bend: hydrogen bonds prevent shifts of single strands.
     across = (ca - ca.mean(0)) / 10.0
-    target = ca + 0.7 * amount * np.einsum("xij,ri,rj->rx", _normal(draws.at("bend"), 3, 3, 3), across, across)
+    target = ca + 0.7 * amount * np.einsum("xij,ri,rj->rx", normal(draws.at("bend"), 3, 3, 3), across, across)
     for number, (start, stop) in enumerate(blueprint.elements()):
         here = draws.at("element", number)
-        shift = amount * _normal(here.at("shift"), 3)
-        turn = np.deg2rad(4.0 * amount) * _normal(here.at("turn"), 3)
+        shift = amount * normal(here.at("shift"), 3)
+        turn = np.deg2rad(4.0 * amount) * normal(here.at("turn"), 3)
         middle = target[start:stop].mean(0)
         target[start:stop] += shift + np.cross(turn, target[start:stop] - middle)
     return target
@@ -137,7 +137,7 @@ def _push(blueprint: Blueprint, ca: np.ndarray, amount: float, draws: Draws) -> 
 def _relax(blueprint: Blueprint, torsions: np.ndarray, target: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 2"]:
     """The backbone moved towards the target as far as overlaps, hydrogen bonds and torsions allow."""
     goals = Goals(
-        regions=torsions + np.deg2rad(4.0) * _normal(draws, *torsions.shape),
+        regions=torsions + np.deg2rad(4.0) * normal(draws, *torsions.shape),
         region_width=np.deg2rad(np.where(blueprint.is_a("H"), 8.0, 15.0)),
         target=target,
         target_mask=~blueprint.is_a("L"),
@@ -185,12 +185,14 @@ def overlap(atoms: Float64[np.ndarray, "R 6 3"]) -> float:
     return float(depth @ depth)
 
 
-def superpose(moving: Float64[np.ndarray, "P 3"], fixed: Float64[np.ndarray, "P 3"]) -> Float64[np.ndarray, "P 3"]:
-    """`moving` superposed onto `fixed` (Kabsch, proper rotation)."""
+def superpose(
+    moving: Float64[np.ndarray, "P 3"], fixed: Float64[np.ndarray, "P 3"], carried: np.ndarray | None = None
+) -> np.ndarray:
+    """`moving` superposed onto `fixed` (Kabsch, proper rotation). `carried`: the points [..., 3] that move in its place."""
     centre_m, centre_f = moving.mean(0), fixed.mean(0)
     u, _, vt = np.linalg.svd((moving - centre_m).T @ (fixed - centre_f))
     u[:, 2] *= np.sign(np.linalg.det(u @ vt))
-    return (moving - centre_m) @ u @ vt + centre_f
+    return ((moving if carried is None else carried) - centre_m) @ u @ vt + centre_f
 
 
 def _residuals(
@@ -248,12 +250,12 @@ def _overlaps(atoms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     first, second = first[near], second[near]
     between = atoms[first][:, :, None] - atoms[second][:, None]
     distance = np.sqrt(np.square(between).sum(-1))
-    pair, a, b = np.nonzero(distance < _CONTACT)
+    pair, a, b = np.nonzero(distance < CONTACT)
     gap = distance[pair, a, b]
-    return first[pair] * 6 + a, second[pair] * 6 + b, between[pair, a, b] / gap[:, None], _CONTACT[a, b] - gap
+    return first[pair] * 6 + a, second[pair] * 6 + b, between[pair, a, b] / gap[:, None], CONTACT[a, b] - gap
 
 
-def _normal(draws: Draws, *shape: int) -> np.ndarray:
+def normal(draws: Draws, *shape: int) -> np.ndarray:
     """Standard normal numbers (Box and Muller)."""
     radius = np.sqrt(-2 * np.log1p(-draws.at("radius").uniform(*shape)))
     return radius * np.cos(2 * np.pi * draws.at("angle").uniform(*shape))

@@ -34,9 +34,10 @@ def write_mmcif(
     chains: Sequence[Chain],
     b_factors: Sequence[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
+    tables: Mapping[str, Table] | None = None,
 ) -> None:
-    """Write `mmcif_text(chains, b_factors, items)` to `path`, completely or not at all. Raises UserError as it does."""
-    text = mmcif_text(chains, b_factors, items)
+    """Write `mmcif_text(chains, b_factors, items, tables)` to `path`, completely or not at all. Raises UserError as it does."""
+    text = mmcif_text(chains, b_factors, items, tables)
     with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -45,12 +46,14 @@ def mmcif_text(
     chains: Sequence[Chain],
     b_factors: Sequence[np.ndarray] | None = None,
     items: Mapping[str, str] | None = None,
+    tables: Mapping[str, Table] | None = None,
 ) -> str:
     """One entry as mmCIF text.
 
     `chains`: the chains of one entry, in order; `pdb_id`, method, resolution and release date of the entry are the first
     chain's. `b_factors`: for each chain, [L] or [L, 37] in Å^2 (or pLDDT, 0..100); None writes 0. `items`: further single
-    values by full tag, e.g. {"_struct.title": "…"}; they replace values written here.
+    values by full tag, e.g. {"_struct.title": "…"}; they replace values written here. `tables`: further categories by name,
+    such as `assembly_tables`.
 
     Raises UserError for no chains, a chain without atoms, two chains of one name, a coordinate that is not finite, and
     B-factors whose length is not the chain's.
@@ -83,7 +86,29 @@ def mmcif_text(
     )
     for tag, value in (items or {}).items():
         block.set_pair(tag, gemmi.cif.quote(value))
+    for name, table in (tables or {}).items():
+        block.set_mmcif_category(f"{name}.", table)
     return str(document.as_string(gemmi.cif.WriteOptions(gemmi.cif.Style.Pdbx)))
+
+
+def assembly_tables(chains: Sequence[Chain]) -> dict[str, Table]:
+    """The categories of a biological assembly, called 1, of which all chains are a part where they are."""
+    asyms = ",".join(_label_asym(n) for n in range(len(chains)))
+    matrix = {f"matrix[{i}][{j}]": ["1.0" if i == j else "0.0"] for i in (1, 2, 3) for j in (1, 2, 3)}
+    return {
+        "_pdbx_struct_assembly": {
+            "id": ["1"],
+            "details": ["author_defined_assembly"],
+            "oligomeric_count": [str(len(chains))],
+        },
+        "_pdbx_struct_assembly_gen": {"assembly_id": ["1"], "oper_expression": ["1"], "asym_id_list": [asyms]},
+        "_pdbx_struct_oper_list": {
+            "id": ["1"],
+            "type": ["identity operation"],
+            **matrix,
+            **{f"vector[{i}]": ["0.0"] for i in (1, 2, 3)},
+        },
+    }
 
 
 def _check(chains: Sequence[Chain]) -> None:

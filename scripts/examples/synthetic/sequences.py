@@ -35,10 +35,10 @@ _BURIED = np.array(
 _EXPOSED = np.array(
     [0.9, 1.5, 1.3, 1.6, 0.15, 1.5, 2.2, 1.0, 0.8, 0.3, 0.4, 2.1, 0.3, 0.2, 1.0, 1.3, 1.2, 0.15, 0.4, 0.4]
 )
-_HYDROPHOBICITY = np.array(  # Kyte and Doolittle (1982), over 4.5
+HYDROPHOBICITY = np.array(  # Kyte and Doolittle (1982), over 4.5
     [1.8, -4.5, -3.5, -3.5, 2.5, -3.5, -3.5, -0.4, -3.2, 4.5, 3.8, -3.9, 1.9, 2.8, -1.6, -0.8, -0.7, -0.9, -1.3, 4.2]
 ) / 4.5  # fmt: skip
-_CHARGE = np.array([0, 1, 0, -1, 0, 0, -1, 0, 0.1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
+CHARGE = np.array([0, 1, 0, -1, 0, 0, -1, 0, 0.1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0])
 # Side chain volume, standardised (after Zamyatnin 1972).
 _VOLUME = np.array([89, 174, 114, 111, 109, 144, 138, 60, 153, 167, 167, 169, 163, 190, 113, 89, 116, 228, 194, 140.0])
 _SIZE = (_VOLUME - _VOLUME.mean()) / _VOLUME.std()
@@ -52,6 +52,10 @@ class PottsModel:
     fields: Float64[np.ndarray, "R 20"]
     couplings: Float64[np.ndarray, "R R 20 20"]
     contacts: Bool[np.ndarray, "R R"]
+
+    def heated(self, temperature: float) -> PottsModel:
+        """The model at another temperature: the higher it is, the less a position prefers some letters."""
+        return PottsModel(self.fields / temperature, self.couplings / temperature, self.contacts)
 
     def sample(
         self, start: Int64[np.ndarray, "S R"], sweeps: int, draws: Draws, rate: Float64[np.ndarray, " S"] | float = 1.0
@@ -115,9 +119,7 @@ def make_potts_model(
     left_sign = np.sign(pairing.at(0).uniform(len(first), 20) - 0.5)
     right_sign = np.sign(pairing.at(1).uniform(len(first), 20) - 0.5)
     chemistry = (
-        0.5 * np.outer(_HYDROPHOBICITY, _HYDROPHOBICITY)
-        - 0.8 * np.outer(_CHARGE, _CHARGE)
-        - 0.25 * np.outer(_SIZE, _SIZE)
+        0.5 * np.outer(HYDROPHOBICITY, HYDROPHOBICITY) - 0.8 * np.outer(CHARGE, CHARGE) - 0.25 * np.outer(_SIZE, _SIZE)
     )
     strength = COUPLING / np.sqrt(np.maximum(1.0, contacts.sum(1) / 3))
     pair = (chemistry + 0.8 * left_sign[:, :, None] * right_sign[:, None, :]) * np.sqrt(

@@ -13,7 +13,7 @@ import itertools
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 
 from evodsp.geometry.alphabet import RESTYPE_1TO3, RESTYPE_ORDER, RESTYPES
 from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
@@ -51,38 +51,44 @@ def place_side_chains(
     types: Int64[np.ndarray, " R"],
     backbone: Float64[np.ndarray, "R 6 3"],
     draws: Draws,
+    bonded: Bool[np.ndarray, " R-1"] | None = None,
 ) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
     """The sequence, in which residues without room are replaced by smaller ones, and all its heavy atoms.
 
-    `types`: amino acids 0..19. `backbone`: from `build_backbone`.
+    `types`: amino acids 0..19. `backbone`: from `build_backbone`. `bonded`: whether a residue is bonded to the next one;
+    without it all are, as in a single chain.
     """
     types = types.copy()
+    bonded = np.ones(len(types) - 1, dtype=bool) if bonded is None else bonded
     for attempt in range(len(types)):
-        atoms = _pack(types, backbone, draws.at(attempt))
-        clashing = _larger_of_clashing(types, atoms)
+        atoms = _pack(types, backbone, draws.at(attempt), bonded)
+        clashing = _larger_of_clashing(types, atoms, bonded)
         if len(clashing) == 0:
             break
         types[clashing] = [RESTYPE_ORDER[_SMALLER[RESTYPES[t]]] for t in types[clashing]]
     return types, atoms
 
 
-def closest_approach(types: Int64[np.ndarray, " R"], atoms: Float[np.ndarray, "R 14 3"]) -> Float[np.ndarray, "R R"]:
+def closest_approach(
+    types: Int64[np.ndarray, " R"], atoms: Float[np.ndarray, "R 14 3"], bonded: Bool[np.ndarray, " R-1"] | None = None
+) -> Float[np.ndarray, "R R"]:
     """Smallest distance between heavy atoms of two residues in Å; infinite on the diagonal.
 
-    Between adjacent residues, atoms near the peptide bond are not counted: bond geometry fixes their distances.
+    Between bonded residues, atoms near the peptide bond are not counted: bond geometry fixes their distances. `bonded`: as in
+    `place_side_chains`.
     """
     residues = len(types)
     present = RESTYPE_ATOM14_MASK[types] > 0
     spread = np.where(present[..., None], atoms, np.nan)
     between = np.linalg.norm(spread[:, None, :, None] - spread[None, :, None, :], axis=-1)
     between = np.where(np.isnan(between), np.inf, between)
-    index = np.arange(residues - 1)
-    # Between adjacent residues only atoms beyond CB count (slots 0-4 are N, CA, C, O, CB; proline's ring is bonded to its N).
+    index = np.arange(residues - 1)[slice(None) if bonded is None else bonded]
+    # Between bonded residues only atoms beyond CB count (slots 0-4 are N, CA, C, O, CB; proline's ring is bonded to its N).
     beyond = np.arange(14) >= 5
     beyond = beyond & (types != RESTYPE_ORDER["P"])[:, None]
-    counted = beyond[:-1, :, None] | beyond[1:, None, :]
-    ring = (types[1:] == RESTYPE_ORDER["P"])[:, None, None]
-    counted &= ~(ring & ~beyond[:-1, :, None])
+    counted = beyond[index, :, None] | beyond[index + 1, None, :]
+    ring = (types[index + 1] == RESTYPE_ORDER["P"])[:, None, None]
+    counted &= ~(ring & ~beyond[index, :, None])
     between[index, index + 1] = np.where(counted, between[index, index + 1], np.inf)
     between[index + 1, index] = np.swapaxes(between[index, index + 1], 1, 2)
     closest = between.min((2, 3))
@@ -108,12 +114,12 @@ def all_atoms(
     return atoms
 
 
-def _pack(types: np.ndarray, backbone: np.ndarray, draws: Draws) -> Float64[np.ndarray, "R 14 3"]:
+def _pack(types: np.ndarray, backbone: np.ndarray, draws: Draws, bonded: np.ndarray) -> Float64[np.ndarray, "R 14 3"]:
     """Atoms of the best combination of rotamers that was found."""
     residues = len(types)
-    atoms, single = _fitting_rotamers(types, backbone)
+    atoms, single = _fitting_rotamers(types, backbone, bonded)
     present = RESTYPE_ATOM14_MASK[types] > 0
-    pair = _rotamer_energies(types, atoms, present)
+    pair = _rotamer_energies(types, atoms, present, bonded)
     found: list[tuple[float, np.ndarray]] = []
     for start in range(4):
         # The first start has the best rotamer of each residue by itself, the others have random ones.
@@ -131,7 +137,7 @@ def _pack(types: np.ndarray, backbone: np.ndarray, draws: Draws) -> Float64[np.n
     return atoms[np.arange(residues), best]
 
 
-def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray, bonded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The KEPT_ROTAMERS of each residue that fit the backbone best: atoms [R, K, 14, 3] and energies [R, K], best first."""
     chosen_atoms, chosen_energy = [], []
     main = backbone[:, [N, CA, C, O]].reshape(-1, 3)
@@ -143,7 +149,7 @@ def _fitting_rotamers(types: np.ndarray, backbone: np.ndarray) -> tuple[np.ndarr
         side = atoms[:, 5:][:, RESTYPE_ATOM14_MASK[kind, 5:] > 0]
         # Proline's ring is bonded to the preceding residue.
         others = main_residue != i
-        if RESTYPES[kind] == "P":
+        if RESTYPES[kind] == "P" and i and bonded[i - 1]:
             others &= main_residue != i - 1
         distance = np.linalg.norm(side[:, :, None] - main[others], axis=-1)
         energy = strain + _repulsion(distance, 3.2).sum((1, 2))
@@ -171,7 +177,9 @@ def _rotamers(letter: str) -> tuple[Float64[np.ndarray, "K 4"], Float64[np.ndarr
     return np.deg2rad(np.pad(chi, ((0, 0), (0, 4 - chi.shape[1])))), strain.astype(np.float64)
 
 
-def _rotamer_energies(types: np.ndarray, atoms: np.ndarray, present: np.ndarray) -> Float64[np.ndarray, "R K R K"]:
+def _rotamer_energies(
+    types: np.ndarray, atoms: np.ndarray, present: np.ndarray, bonded: np.ndarray
+) -> Float64[np.ndarray, "R K R K"]:
     """Repulsion between the side chains of two residues, for each pair of their rotamers."""
     residues = len(types)
     energy = np.zeros((residues, KEPT_ROTAMERS, residues, KEPT_ROTAMERS))
@@ -181,7 +189,7 @@ def _rotamer_energies(types: np.ndarray, atoms: np.ndarray, present: np.ndarray)
     contact = np.where(_POLAR[types][:, :, None, None] & _POLAR[types], 2.8, 3.4)
     for i, j in zip(*np.nonzero(close), strict=True):
         a, b = np.nonzero(present[i, 4:])[0] + 4, np.nonzero(present[j, 4:])[0] + 4
-        if j == i + 1:  # CB atoms of adjacent residues have a fixed distance
+        if j == i + 1 and bonded[i]:  # their CB atoms have a fixed distance
             a, b = a[a > 4], b[b > 4]
         if len(a) == 0 or len(b) == 0:
             continue
@@ -196,9 +204,9 @@ def _repulsion(distance: np.ndarray, contact: np.ndarray | float) -> np.ndarray:
     return 10.0 * np.square(np.maximum(contact - distance, 0.0))
 
 
-def _larger_of_clashing(types: np.ndarray, atoms: np.ndarray) -> np.ndarray:
+def _larger_of_clashing(types: np.ndarray, atoms: np.ndarray, bonded: np.ndarray) -> np.ndarray:
     """Residues to replace: of each clashing pair the one with more atoms, if a smaller relative exists."""
-    first, second = np.nonzero(np.triu(closest_approach(types, atoms) < CLASH))
+    first, second = np.nonzero(np.triu(closest_approach(types, atoms, bonded) < CLASH))
     size = RESTYPE_ATOM14_MASK[types].sum(-1)
     size[[RESTYPES[t] not in _SMALLER for t in types]] = 0
     larger = np.where(size[first] >= size[second], first, second)

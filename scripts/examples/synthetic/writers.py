@@ -1,17 +1,25 @@
-"""Families to files, in OpenFold's layout. Everything is written under a temporary name and renamed when complete."""
+"""Families of chains or of complexes to files, in OpenFold's layout. Everything is written under a temporary name and renamed
+when complete.
+
+An entry is one structure: a tuple of its chains, which in a family of single chains has one member.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from evodsp.files import whole_folder
 from scripts.examples.synthetic.alignments import to_a3m, to_stockholm
+from scripts.examples.synthetic.complexes import make_complexes
 from scripts.examples.synthetic.config import SynthesisConfig
 from scripts.examples.synthetic.families import Member, make_family
-from scripts.examples.synthetic.mmcif_writer import write_mmcif
+from scripts.examples.synthetic.mmcif_writer import assembly_tables, mmcif_text, write_mmcif
+
+Entry = tuple[Member, ...]
 
 
 def write_families(config: SynthesisConfig, report: Callable[[str], None] | None = None) -> None:
@@ -23,27 +31,44 @@ def write_families(config: SynthesisConfig, report: Callable[[str], None] | None
 def _write(root: Path, config: SynthesisConfig, report: Callable[[str], None] | None) -> None:
     for folder in ("mmcif_files", "alignments", "fasta"):
         (root / folder).mkdir(parents=True)
-    members: list[Member] = []
-    for family in range(config.families):
-        for member in make_family(config, family):
+    entries: list[Entry] = []
+    size = config.members + config.held_out
+    for entry in make_complexes(config) if config.complexes else _single_chains(config):
+        _write_structure(root, entry)
+        for member in entry:
             _write_member(root, member)
-            members.append(member)
-            if report:
-                kind = "validation" if member.held_out else "train"
-                report(f"{member.chain.key}: family {family + 1}, {member.fold}, {len(member.chain)} residues, {kind}")
+        if report:
+            kind = "validation" if entry[0].held_out else "train"
+            residues = " + ".join(str(len(member.chain)) for member in entry)
+            report(f"{_key(entry)}: family {len(entries) // size + 1}, {_folds(entry)}, {residues} residues, {kind}")
+        entries.append(entry)
     for name, held_out in (("train.txt", False), ("validation.txt", True)):
-        keys = [m.chain.key for m in members if m.held_out == held_out]
+        keys = [_key(entry) for entry in entries if entry[0].held_out == held_out]
         (root / name).write_text("".join(f"{key}\n" for key in keys), encoding="utf-8")
     # OpenFold's training weights a chain by the inverse of its cluster's size: a family is a cluster.
-    size = config.members + config.held_out
-    _write_json(
-        root / "chain_data_cache.json", {m.chain.key: _chain_entry(m) | {"cluster_size": size} for m in members}
-    )
-    _write_json(root / "mmcif_cache.json", {m.chain.pdb_id: _entry(m) for m in members})
-    (root / "README.md").write_text(_readme(config, members), encoding="utf-8")
+    chains = [member for entry in entries for member in entry]
+    _write_json(root / "chain_data_cache.json", {m.chain.key: _chain_entry(m) | {"cluster_size": size} for m in chains})
+    _write_json(root / "mmcif_cache.json", {entry[0].chain.pdb_id: _entry(entry) for entry in entries})
+    (root / "README.md").write_text(_readme(config, entries), encoding="utf-8")
 
 
-def _readme(config: SynthesisConfig, members: list[Member]) -> str:
+def _single_chains(config: SynthesisConfig) -> Iterator[Entry]:
+    for family in range(config.families):
+        for member in make_family(config, family):
+            yield (member,)
+
+
+def _key(entry: Entry) -> str:
+    """What lists call an entry: by its chain if it has one, else by its name."""
+    first = entry[0].chain
+    return first.key if len(entry) == 1 else first.pdb_id
+
+
+def _folds(entry: Entry) -> str:
+    return " + ".join(member.fold for member in entry)
+
+
+def _readme(config: SynthesisConfig, entries: list[Entry]) -> str:
     """The README of the output folder: its contents, and the command that makes it."""
     options = "".join(
         f" --{field.name} {value}"
@@ -52,41 +77,78 @@ def _readme(config: SynthesisConfig, members: list[Member]) -> str:
     )
     size = config.members + config.held_out
     rows = []
-    for family in range(config.families):
-        chains = members[family * size : (family + 1) * size]
-        train, held_out = ([m.chain.key for m in chains if m.held_out == kind] for kind in (False, True))
-        rows.append(
-            f"| {family + 1} | {chains[0].fold} | {len(chains[0].chain)} | {' '.join(train)} | {' '.join(held_out) or '-'} |"
-        )
+    for number, start in enumerate(range(0, len(entries), size), 1):
+        family = entries[start : start + size]
+        train, held_out = ([_key(e) for e in family if e[0].held_out == kind] for kind in (False, True))
+        residues = " + ".join(str(len(member.chain)) for member in family[0])
+        listed = f"{' '.join(train)} | {' '.join(held_out) or '-'}"
+        rows.append(f"| {number} | {_folds(family[0])} | {residues} | {listed} |")
     table = "\n".join(["| family | fold | residues | train.txt | validation.txt |", "|---|---|---|---|---|", *rows])
-    return f"""# Synthetic protein families
+    at = "data/dimers" if config.complexes else "data"
+    what = _ABOUT_COMPLEXES if config.complexes else _ABOUT_CHAINS
+    return f"""# Synthetic {"complexes" if config.complexes else "protein families"}
 
 Made by
 
-    python -m scripts.examples.synthetic --output data{options}
+    python -m scripts.examples.synthetic --output {at}{options}
 
-(`data` may be any empty folder; the same command gives the same bytes on one machine.) No sequence or structure is taken from
+(`{at}` may be any empty folder; the same command gives the same bytes on one machine.) No sequence or structure is taken from
 nature: the backbones have ideal geometry and are folded towards sketches, the sequences come from a Potts model whose coupled
 columns are the contacts, and the side chains are AlphaFold2's rigid groups.
 
 {table}
 
+{what.format(sequences=config.sequences)}"""
+
+
+_ABOUT_CHAINS = """\
 Members of a family share the fold and at least half of their residues. Each has its own structure and alignments.
 
 - `mmcif_files/<id>.cif`: structures, all heavy atoms
-- `alignments/<id>_A/bfd_uniclust_hits.a3m`, `uniref90_hits.sto`: {config.sequences} sequences each; the first is the chain's
+- `alignments/<id>_A/bfd_uniclust_hits.a3m`, `uniref90_hits.sto`: {sequences} sequences each; the first is the chain's
 - `fasta/<id>_A.fasta`: the sequence, for prediction
 - `train.txt`, `validation.txt`: chain names; the validation chains are held out
 - `chain_data_cache.json`, `mmcif_cache.json`: OpenFold's caches; a family is a cluster
 """
+_ABOUT_COMPLEXES = """\
+Members of a family share the folds of their two chains and the interface between them, up to small differences. Families with
+the same folds have other interfaces. Which one a complex has is written in rows of both chains that belong together: columns
+that touch across the interface co-vary there, and in rows of one chain nothing tells it.
+
+- `mmcif_files/<id>.cif.gz`: structures, all heavy atoms; assembly 1 is the chains A and B
+- `alignments/<id>_A/`, `<id>_B/`: a homodimer has the first alone, because its chains have one sequence
+  - `uniprot_hits.a3m`: {sequences} sequences with UniProt-like names; rows of one species in both chains belong together
+  - `uniref90_hits.sto`: sequences of the chain alone
+- `fasta/<id>.fasta`: the sequences of both chains with `:` between them, for prediction
+- `train.txt`, `validation.txt`: entries; the validation entries are held out
+- `chain_data_cache.json`, `mmcif_cache.json`: OpenFold's caches; a family is a cluster
+"""
+
+
+def _write_structure(root: Path, entry: Entry) -> None:
+    """The structure of an entry and its sequences."""
+    chains = [member.chain for member in entry]
+    path, items = root / "mmcif_files" / f"{chains[0].pdb_id}.cif", {"_struct.title": _title(entry)}
+    if len(chains) == 1:
+        write_mmcif(path, chains, items=items)
+    else:
+        text = mmcif_text(chains, items=items, tables=assembly_tables(chains))
+        # Two chains take much room. Without a time the same text gives the same bytes.
+        path.with_suffix(".cif.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
+    record = f">{_key(entry)} {_title(entry)}\n{':'.join(chain.sequence for chain in chains)}\n"
+    (root / "fasta" / f"{_key(entry)}.fasta").write_text(record, encoding="utf-8")
+
+
+def _title(entry: Entry) -> str:
+    kind = "protein, fold" if len(entry) == 1 else "complex, folds"
+    return f"Synthetic {kind} {_folds(entry)}"
 
 
 def _write_member(root: Path, member: Member) -> None:
-    chain = member.chain
-    title = f"Synthetic protein, fold {member.fold}"
-    write_mmcif(root / "mmcif_files" / f"{chain.pdb_id}.cif", [chain], items={"_struct.title": title})
-    (root / "fasta" / f"{chain.key}.fasta").write_text(f">{chain.key} {title}\n{chain.sequence}\n", encoding="utf-8")
-    folder = root / "alignments" / chain.key
+    """The alignments of a chain. A copy of another chain has none."""
+    if not member.alignments:
+        return
+    folder = root / "alignments" / member.chain.key
     folder.mkdir()
     for name, homologs in member.alignments.items():
         text = to_a3m(homologs) if name.endswith(".a3m") else to_stockholm(homologs)
@@ -102,14 +164,14 @@ def _chain_entry(member: Member) -> dict[str, object]:
     }
 
 
-def _entry(member: Member) -> dict[str, object]:
-    chain = _chain_entry(member)
+def _entry(entry: Entry) -> dict[str, object]:
+    first = _chain_entry(entry[0])
     return {
-        "release_date": chain["release_date"],
-        "chain_ids": [member.chain.chain_id],
-        "seqs": [member.chain.sequence],
-        "no_chains": 1,
-        "resolution": member.chain.resolution,
+        "release_date": first["release_date"],
+        "chain_ids": [member.chain.chain_id for member in entry],
+        "seqs": [member.chain.sequence for member in entry],
+        "no_chains": len(entry),
+        "resolution": first["resolution"],
     }
 
 

@@ -9,12 +9,12 @@ import gemmi
 import numpy as np
 import pytest
 
-from evodsp.data.formats.mmcif import read_chain
+from evodsp.data.formats.mmcif import read_assembly, read_chain
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
-from scripts.examples.synthetic.mmcif_writer import mmcif_text, write_mmcif
+from scripts.examples.synthetic.mmcif_writer import assembly_tables, mmcif_text, write_mmcif
 
 
 def _chain(chain_id: str = "A", sequence: str = "ACDGWX", **changes: object) -> Chain:
@@ -64,6 +64,18 @@ def test_chains_with_odd_names_and_shared_sequences(tmp_path: Path) -> None:
     block = gemmi.cif.read(str(tmp_path / "t001.cif"))[0]
     assert list(block.find_values("_entity.id")) == ["1", "2"]
     assert list(block.find_values("_struct_asym.entity_id")) == ["1", "1", "2"]
+
+
+def test_an_assembly_has_all_chains_where_they_are(tmp_path: Path) -> None:
+    """Catches a chain that is left out of the assembly, and an operator that moves it."""
+    chains = [_chain("A"), _chain("x", "GGACDW")]
+    write_mmcif(tmp_path / "t001.cif", chains, tables=assembly_tables(chains))
+    read = read_assembly(tmp_path / "t001.cif", "1")
+    assert read.names == ("A", "x")
+    for chain, written in zip(read.chains, chains, strict=True):
+        assert np.abs(chain.positions - written.positions).max() < 1e-3
+    with pytest.raises(UserError, match="its assemblies are 1"):
+        read_assembly(tmp_path / "t001.cif", "2")
 
 
 def test_gemmi_finds_b_factors_and_items() -> None:

@@ -1,0 +1,191 @@
+"""Families of complexes: two chains, one interface, and several members, each with a structure and alignments.
+
+The chains are of families of single chains (`families`), and several families of complexes have the same two folds and models
+of sequences, but another interface. What tells them apart are the rows of both chains that belong together: those of one
+species in `uniprot_hits`. Rows of `uniref90_hits` are of one chain alone.
+
+Shapes: R residues of both chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from evodsp.rng import Draws
+from scripts.examples.synthetic.alignments import Homologs, draw_homologs, draw_relatives, with_gaps
+from scripts.examples.synthetic.assemblies import Pose, centred, dock
+from scripts.examples.synthetic.backbone import CA, CB, build_backbone
+from scripts.examples.synthetic.config import SynthesisConfig
+from scripts.examples.synthetic.families import Family, Member, found_family, make_chain
+from scripts.examples.synthetic.folding import superpose, vary
+from scripts.examples.synthetic.interfaces import couple, couple_copies, touching
+from scripts.examples.synthetic.sequences import PottsModel
+from scripts.examples.synthetic.sidechains import place_side_chains
+
+PAIRED, UNPAIRED = "uniprot_hits.a3m", "uniref90_hits.sto"
+PAIRED_PER_UNPAIRED = 4
+"""How many times as many rows a heterodimer's `uniprot_hits` has as its `uniref90_hits`."""
+_VARIATION = (0.2, 0.45)
+"""RMSD in Å of the CA atoms of a member's chain from its family's."""
+_OVERLAP = 0.4
+"""How much nearer than contact the backbones of a member's chains may come, in Å, so that they keep their family's distance."""
+TEMPERATURE = 2.0
+"""Of the sequences of chains in complexes; that of single chains is 1. Interfaces are surfaces, which vary more than cores."""
+_SWEEPS = 6
+"""Of Gibbs sampling for paired rows. Rows nearer to the query would all have the query's interface, paired rightly or not."""
+_DESCENT = (4, 0.5)
+"""Sweeps of Gibbs sampling, and the part of the residues redrawn in each, from the ancestors of two families to a complex."""
+
+
+@dataclass(frozen=True)
+class ComplexFamily:
+    """Two families of chains, the pose of the second beside the first, and the model of the sequences of a complex: of both
+    chains, or of one in homodimers, whose copies have one sequence."""
+
+    chains: tuple[Family, Family]
+    pose: Pose
+    model: PottsModel
+    is_homodimer: bool
+
+
+def make_complexes(config: SynthesisConfig) -> Iterator[tuple[Member, ...]]:
+    """The chains of each complex, family after family; held-out members come last."""
+    serial = 0
+    for number, family in enumerate(_families(config)):
+        draws = Draws.root(config.seed).at("complexes", number)
+        for place in range(config.members + config.held_out):
+            serial += 1
+            yield _member(config, family, serial, place >= config.members, draws.at("member", place))
+
+
+def _families(config: SynthesisConfig) -> Iterator[ComplexFamily]:
+    """Heterodimers of all pairs of the families of chains in turn, then homodimers of each family in turn."""
+    draws = Draws.root(config.seed).at("interfaces")
+    chains = cache(lambda number: found_family(config, number))
+    pairs = list(combinations(range(config.families), 2))
+    heterodimers = config.complexes - config.homodimers
+    wanted = [pairs[n % len(pairs)] for n in range(heterodimers)]
+    wanted += [(n % config.families,) * 2 for n in range(config.homodimers)]
+
+    @cache
+    def poses(first: int, second: int) -> Iterator[Pose]:
+        one, other = (centred(chains(number).backbone) for number in (first, second))
+        return iter(dock(one, other, wanted.count((first, second)), first == second, draws.at("dock", first, second)))
+
+    for number, (first, second) in enumerate(wanted):
+        families = chains(first), chains(second)
+        pose, here = next(poses(first, second)), draws.at("couple", number)
+        one, other = (centred(family.backbone) for family in families)
+        touch = touching(one[:, CB], pose.place(one, other)[:, CB])
+        own, partner = (family.model.heated(TEMPERATURE) for family in families)
+        same = first == second
+        model = couple_copies(own, touch, here) if same else couple(own, partner, touch, here)
+        yield ComplexFamily(families, pose, model, same)
+
+
+def _member(
+    config: SynthesisConfig, family: ComplexFamily, serial: int, held_out: bool, draws: Draws
+) -> tuple[Member, ...]:
+    """The chains A and B of a complex."""
+    entry = f"c{serial:03d}"
+    backbones = _backbones(family, draws)
+    types, atoms = _side_chains(family, backbones, draws)
+    spans = slice(len(backbones[0])), slice(len(backbones[0]), None)
+    alignments = _alignments(config, family, entry, types, draws)
+    return tuple(
+        Member(
+            make_chain(entry, name, types[span], atoms[span], serial),
+            chain.blueprint.fold,
+            chain.blueprint.structure,
+            held_out,
+            own,
+        )
+        for name, chain, span, own in zip("AB", family.chains, spans, alignments, strict=True)
+    )
+
+
+def _backbones(family: ComplexFamily, draws: Draws) -> list[Float64[np.ndarray, "r 6 3"]]:
+    """Relatives of the chains' backbones in a pose that differs a little; the copies of a homodimer differ less."""
+    first, second = family.chains
+    torsions = [vary(first.blueprint, first.torsions, draws.at("shape", 0), *_VARIATION)]
+    if family.is_homodimer:
+        torsions.append(vary(first.blueprint, torsions[0], draws.at("shape", 1), 0.1, 0.3))
+    else:
+        torsions.append(vary(second.blueprint, second.torsions, draws.at("shape", 1), *_VARIATION))
+    placed = []
+    for chain, own in zip(family.chains, torsions, strict=True):
+        atoms = build_backbone(own)
+        placed.append(superpose(atoms[:, CA], centred(chain.backbone)[:, CA], atoms))
+    return [placed[0], family.pose.shaken(draws.at("pose")).place(placed[0], placed[1], _OVERLAP)]
+
+
+def _side_chains(
+    family: ComplexFamily, backbones: list[np.ndarray], draws: Draws
+) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
+    """The sequences of both chains, and all their heavy atoms. A residue without room in one copy of a homodimer is replaced in
+    both."""
+    bonded = np.arange(1, sum(map(len, backbones))) != len(backbones[0])
+    backbone = np.concatenate(backbones)
+    ancestors = np.concatenate([chain.ancestor for chain in family.chains], 1)[:, : len(family.model.fields)]
+    types = family.model.sample(ancestors, _DESCENT[0], draws.at("sequence"), _DESCENT[1])[0]
+    while True:
+        wanted = np.resize(types, len(backbone))
+        placed, atoms = place_side_chains(wanted, backbone, draws.at("side chains"), bonded)
+        first, second = placed[: len(backbones[0])], placed[len(backbones[0]) :]
+        if not family.is_homodimer or np.array_equal(first, second):
+            return placed, atoms
+        types = np.where(first == types, second, first)
+
+
+def _alignments(
+    config: SynthesisConfig, family: ComplexFamily, entry: str, types: Int64[np.ndarray, " R"], draws: Draws
+) -> list[dict[str, Homologs]]:
+    """The alignments of each chain by file name. Copies of a chain need them once."""
+    loops = [chain.blueprint.is_a("L") for chain in family.chains]
+    size = len(loops[0])
+    queries = [types[:size], types[size:]]
+    rows = draw_relatives(
+        family.model, types[: len(family.model.fields)], config.sequences, draws.at("paired"), _SWEEPS
+    )
+    alignments: list[dict[str, Homologs]] = []
+    for place, (chain, name) in enumerate(zip(family.chains, "AB", strict=True)):
+        if place and family.is_homodimer:
+            return [*alignments, {}]
+        here, key = draws.at("alignments", place), f"{entry}_{name}"
+        own = rows[:, :size] if place == 0 else rows[:, size:]
+        species = np.arange(1, config.sequences)
+        if place and config.shuffled:
+            species = species[here.at("shuffle").permutation(len(species))]
+        names = (key, *(_uniprot_name(name, int(number)) for number in species))
+        model, count = (
+            (family.model, config.sequences)
+            if family.is_homodimer
+            else (chain.model.heated(TEMPERATURE), _unpaired(config))
+        )
+        alignments.append(
+            {
+                PAIRED: with_gaps(own, loops[place], names, here.at(PAIRED)),
+                UNPAIRED: draw_homologs(
+                    model, queries[place], loops[place], key, f"SYNB_{entry}_", count, here.at(UNPAIRED)
+                ),
+            }
+        )
+    return alignments
+
+
+def _unpaired(config: SynthesisConfig) -> int:
+    """Rows of a heterodimer's `uniref90_hits`."""
+    return max(2, config.sequences // PAIRED_PER_UNPAIRED)
+
+
+def _uniprot_name(chain: str, number: int) -> str:
+    """A name as UniProt's: a protein of the species `number`."""
+    digits = np.base_repr(number, 36)
+    accession = f"A0{chain}{digits.zfill(7)}"
+    return f"tr|{accession}|{accession}_{digits.zfill(5)}"
