@@ -71,7 +71,7 @@ def test_the_documented_commands_say_where_the_proteins_are(
         UserError, match=f"^data/{missing}: no such .*; the one that comes with evodsp is .*/data/{missing}$"
     ):
         find_targets([Path("data/fasta/s005_A.fasta")], alignments and Path(alignments))
-    with pytest.raises(UserError, match="no such file or folder; give FASTA or A3M files"):
+    with pytest.raises(UserError, match="no such file or folder; give FASTA, A3M or CSV files"):
         find_targets([Path("data/fasta/mine.fasta")], None)
 
 

@@ -132,10 +132,10 @@ def _complex_scores(
     if "predicted_aligned_error" not in output.logits:
         return None
     heads, logits = model.config.heads, output.logits["predicted_aligned_error"][:1]
-    edges = heads.distogram_min_distance, heads.distogram_max_distance
+    distogram = output.logits["distogram"][:1]
     found = compute_complex_confidence(
         logits,
-        compute_contact_weights(output.logits["distogram"][:1], *edges),
+        compute_contact_weights(distogram, heads.distogram_min_distance, heads.distogram_max_distance),
         batch["seq_mask"][:1, -1].to(logits.device).float(),
         batch["asym_id"][:1, -1].to(logits.device),
         len(places),

@@ -280,8 +280,13 @@ def test_colabfolds_alignments_of_complexes(tmp_path: Path) -> None:
         ("#3,2\t1", "x.a3m:1: its first line has 2 lengths, but 1 numbers of copies"),
         ("#3,2\t1,0", "x.a3m:1: its first line has a number of copies of 0"),
         ("#5,0\t1,1", "x.a3m:1: its first line has a length of 0"),
+        (
+            "#2,1,2\t1,1,1",
+            "x.a3m:1: sequences 1 and 3 of the first row are equal; write one of them, and more copies of it",
+        ),
     ):
-        (tmp_path / "x.a3m").write_text(f"{first}\n>101\t102\nACDEF\n>h\nACDE-\n")
+        row = "ACDAC" if first.startswith("#2") else "ACDEF"
+        (tmp_path / "x.a3m").write_text(f"{first}\n>101\t102\n{row}\n>h\nACDE-\n")
         (failure,) = read_inputs([tmp_path / "x.a3m"])[1]
         assert reason in failure.reason
 

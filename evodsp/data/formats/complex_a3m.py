@@ -45,6 +45,12 @@ def query_of_complex(path: Path, data: bytes | None = None) -> ComplexQuery | No
     _check_width(path, lengths, len(letters))
     ends = [sum(lengths[: place + 1]) for place in range(len(lengths))]
     sequences = tuple(letters[end - length : end] for end, length in zip(ends, lengths, strict=True))
+    if repeated := next((place for place, one in enumerate(sequences) if one in sequences[:place]), 0):
+        first = sequences.index(sequences[repeated]) + 1
+        message = (
+            f"sequences {first} and {repeated + 1} of the first row are equal; write one of them, and more copies of it"
+        )
+        raise FileFormatError(path, message, 1)
     return ComplexQuery(sequences, tuple(copies), substituted)
 
 
