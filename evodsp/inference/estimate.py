@@ -88,8 +88,6 @@ def check_needs(
     sets = batch["aatype"].shape[1]
     if sets * _multiplications(model, residues, rows) < TINY:
         return None
-    if model.config.arrangement != "monomer":  # the planner follows models of single chains only
-        return None
     sizes = SampleSizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
     machine, memory = Machine.here(device), working_memory(settings.working_memory, device)
     what = _planned(settings, model.config, sizes, sets // settings.ensembles, memory, machine)
