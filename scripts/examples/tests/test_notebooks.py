@@ -22,10 +22,12 @@ _SMALLER = [
     "--model.evoformer.blocks=1",
     "--model.structure_module.iterations=1",
 ]
+# Four rows of clusters are those of the templates.
+_WITH_TEMPLATES = [word.replace("msa_clusters=4", "msa_clusters=6") for word in _SMALLER]
 # Values that replace those of the cell tagged "parameters" (papermill's convention).
 SMALL: dict[str, dict[str, Any]] = {
     "predict.ipynb": {"steps": 2, "smaller": _SMALLER},
-    "train_on_your_family.ipynb": {"steps": 2, "smaller": _SMALLER},
+    "train_on_your_family.ipynb": {"steps": 2, "smaller": _WITH_TEMPLATES},
     "inside_dsp.ipynb": {"sequences": 16, "residues": 24},
 }
 _MOST_BYTES = 300_000
@@ -69,8 +71,10 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def _trained(namespace: dict[str, Any]) -> None:
-    assert len(namespace["curve"]) == namespace["steps"]
-    assert namespace["result"].positions.shape == namespace["truth"].positions.shape
+    assert max(namespace["curve"]) == namespace["steps"] - 1
+    assert set(namespace["predictions"]) == set(namespace["held_out"])
+    assert 0 < namespace["bar"] < 1
+    assert len(namespace["said"]) > 60
 
 
 def _predicted(namespace: dict[str, Any]) -> None:
@@ -94,18 +98,6 @@ CHECKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "train_on_your_family.ipynb": _trained,
     "inside_dsp.ipynb": _compared,
 }
-
-
-def test_the_alignment_shows_what_the_notebook_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches an alignment that does not show the notebook's claim: columns that co-vary are in contact."""
-    monkeypatch.chdir(ROOT)
-    namespace: dict[str, Any] = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for cell in cells(ROOT / "notebooks" / "train_on_your_family.ipynb"):
-            if cell["id"] in ("parameters", "imports", "alignment", "covariation"):
-                exec("".join(cell["source"]), namespace)
-    assert namespace["correct"] > 0.45
-    assert namespace["correct"] > 3 * namespace["contact"][namespace["row"], namespace["column"]].mean()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
