@@ -153,28 +153,12 @@ def _open(config: DataConfig) -> _Opened:
 
 
 def _open_complexes(config: DataConfig) -> _Opened:
-    """The source of complexes. Raises UserError that names a setting which complexes do not have, or a folder that is not
-    there."""
-    given = [(f"data.{name}", getattr(config, name)) for name in _NOT_OF_COMPLEXES]
-    given += [(f"data.distillation.{name}", getattr(config.distillation, name)) for name in ("alignment_dir", "store")]
-    if (found := next(((name, value) for name, value in given if value is not None), None)) is not None:
-        raise UserError(
-            f"{found[0]} is {found[1]}, but model.arrangement is multimer, and samples of complexes are read from "
-            f"data.alignment_dir and data.structure_dir alone; leave {found[0]} out"
-        )
-    if config.sampling != "uniform":
-        raise UserError(
-            f"data.sampling is {config.sampling}, but model.arrangement is multimer, and complexes are drawn equally often; "
-            "set it to uniform"
-        )
+    """The source of complexes. Raises UserError that names the setting of a folder that is not there."""
     _check_folders(config)
     rule = {"species": BY_SPECIES, "entry": BY_ENTRY}[config.pairing]
     return ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule), None, None
 
 
-_NOT_OF_COMPLEXES = (
-    "store", "index", "chain_data_cache", "template_structure_dir", "template_chains", "max_template_date", "obsolete",
-)  # fmt: skip
 _OPEN: dict[ArrangementName, Callable[[DataConfig], _Opened]] = {"monomer": _open, "multimer": _open_complexes}
 
 

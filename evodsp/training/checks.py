@@ -26,7 +26,7 @@ from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import data_ranks
 from evodsp.training.chains import Chains, find_chains
-from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_templates
+from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_samples, check_templates
 from evodsp.training.execution import check_compilation, check_graphs
 from evodsp.training.options import Command
 from evodsp.training.quarantine import read_quarantine
@@ -150,6 +150,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     """
     model, data, parallel = settings.model, settings.data, settings.parallel
     check_templates(model, data)
+    check_samples(model, data)
     check_heads(model.loss, model.heads)
     check_config(data.train, "data.train.")
     check_config(data.validation, "data.validation.")

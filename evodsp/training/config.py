@@ -16,6 +16,7 @@ from evodsp.config import (
     Sampling,
     check_matmul,
     check_selection,
+    leaves,
 )
 from evodsp.errors import SettingError, UserError
 from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SEED, SIZE, Range, check_numbers, memory_size
@@ -249,6 +250,30 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
             raise UserError(f"{where} 0; set it (AlphaFold2: 4), or model.templates.enabled to false")
         if not model.templates.enabled and features.max_templates > 0:
             raise UserError(f"{where} {features.max_templates}; set it to 0, or model.templates.enabled to true")
+
+
+_OF_CHAINS = (
+    "data.store", "data.index", "data.chain_data_cache", "data.filters", "data.sampling", "data.distillation", "data.template_",
+    "data.max_template_date", "data.obsolete",
+)  # fmt: skip
+_OF_COMPLEXES = (
+    "data.assembly",
+    "data.pairing",
+    "data.train.spatial_crop_fraction",
+    "data.validation.spatial_crop_fraction",
+)
+
+
+def check_samples(model: ModelConfig, data: DataConfig) -> None:
+    """Raise UserError if a setting is given that samples of the model's arrangement do not have: it would be ignored."""
+    ignored = {"monomer": _OF_COMPLEXES, "multimer": _OF_CHAINS}[model.arrangement]
+    defaults = dict(leaves(DataConfig(), "data"))
+    for name, value in leaves(data, "data"):
+        if name.startswith(ignored) and value != defaults[name]:
+            raise UserError(
+                f"{name} is {value}, but model.arrangement is {model.arrangement}, whose samples do not have it; leave {name} "
+                "out, or choose another arrangement"
+            )
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from evodsp.data.formats.mmcif import read_structure
 STRUCTURES = Path(__file__).resolve().parents[2] / "data" / "mmcif_files"
 
 
-def write_complex(folder: Path, places: str = "ABC") -> tuple[Path, Path]:
+def write_complex(folder: Path, places: str = "ABC", apart: float = 40.0) -> tuple[Path, Path]:
     """Folders of alignments and structures with the entry 1abc: chains A, B, C, of which A and B have one sequence, and
-    alignments of A and C. `places`: the chains in the order in which they lie.
+    alignments of A and C. `places`: the chains in the order in which they lie, `apart` Å from each other.
     """
     whole = gemmi.Structure()
     whole.name = "1abc"
@@ -24,7 +24,7 @@ def write_complex(folder: Path, places: str = "ABC") -> tuple[Path, Path]:
         for residue in chain:
             residue.subchain = name
             for atom in residue:
-                atom.pos += gemmi.Position(40.0 * places.index(name), 0, 0)
+                atom.pos += gemmi.Position(apart * places.index(name), 0, 0)
         whole[0].add_chain(chain)
     whole.setup_entities()
     whole.assign_label_seq_id()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from evodsp.cli import main
+from evodsp.config import FeatureConfig, FilterConfig, ModelConfig
 from evodsp.data.complexes.source import BY_ENTRY, ComplexFiles
+from evodsp.data.samples.complex_dataset import ComplexDataset
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import find_chains
-from evodsp.training.config import DataConfig
+from evodsp.training.config import DataConfig, DistillationConfig, check_samples
 from evodsp.training.scores import known_scores, mean_scores, score, score_table
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.complex_files import write_complex
@@ -125,10 +128,37 @@ def test_scores_of_interfaces() -> None:
     assert " - " in f"{score_table(rows).splitlines()[2]} "
 
 
+CHAINS, COMPLEXES = ModelConfig(), ModelConfig(arrangement="multimer")
+
+
 @pytest.mark.parametrize(
-    ("setting", "value"), [("store", "s3://x/y"), ("template_chains", ["1abc_A"]), ("sampling", "alphafold2")]
+    ("model", "setting", "given"),
+    [
+        (COMPLEXES, "store", {"store": "s3://x/y"}),
+        (COMPLEXES, "template_chains", {"template_chains": ["1abc_A"]}),
+        (COMPLEXES, "template_max_identity", {"template_max_identity": 0.5}),
+        (COMPLEXES, "sampling", {"sampling": "alphafold2"}),
+        (COMPLEXES, "filters.max_resolution", {"filters": FilterConfig(max_resolution=3.0)}),
+        (COMPLEXES, "distillation.store", {"distillation": DistillationConfig(store="x")}),
+        (CHAINS, "pairing", {"pairing": "entry"}),
+        (CHAINS, "assembly", {"assembly": None}),
+        (CHAINS, "train.spatial_crop_fraction", {"train": FeatureConfig(spatial_crop_fraction=0.3)}),
+    ],
 )
-def test_settings_that_complexes_do_not_have(data: DataConfig, setting: str, value: object) -> None:
-    """Catches a setting that a run on complexes ignores without a word."""
-    with pytest.raises(UserError, match=rf"data\.{setting} is .*multimer"):
-        find_chains(dataclasses.replace(data, **{setting: value}), arrangement="multimer")  # type: ignore[arg-type]
+def test_settings_that_samples_do_not_have(model: ModelConfig, setting: str, given: dict[str, Any]) -> None:
+    """Catches a setting that a run on complexes, or on single chains, ignores without a word."""
+    check_samples(model, DataConfig())
+    with pytest.raises(UserError, match=rf"data\.{setting} is .*{model.arrangement}"):
+        check_samples(model, DataConfig(**given))
+
+
+def test_settings_that_reach_samples_of_complexes(tmp_path: Path) -> None:
+    """Catches a fraction of spatial crops, or an assumed resolution, that samples of complexes do not follow."""
+    files, crops = ComplexFiles(*write_complex(tmp_path, apart=10.0)), {}
+    for fraction in (0.0, 1.0):
+        config = FeatureConfig(crop_size=32, msa_clusters=3, extra_msa=2, recycles=0, spatial_crop_fraction=fraction)
+        samples = ComplexDataset(files, ["1abc"], config, seed=0, training=True, assumed_resolution=2.5)
+        found = [samples[index] for index in range(6)]
+        crops[fraction] = torch.stack([sample["residue_index"][0] for sample in found])
+        assert all(sample["resolution"] == 2.5 for sample in found)
+    assert not torch.equal(crops[0.0], crops[1.0])
