@@ -51,6 +51,18 @@ def test_a_chain_without_rows_for_pairing_is_said(folders: tuple[Path, Path], ca
     assert said.startswith(f"{folders[0] / '1abc_C'}: no rows to pair")
 
 
+def test_rows_without_names_that_can_be_paired_are_said(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a complex whose rows are not paired without a word, because their names are not UniProt's."""
+    hits = folders[0] / "1abc_C" / "uniprot_hits.a3m"
+    hits.write_text(hits.read_text().replace("|", "."))
+    assert source(folders).parsed("1abc").chains[2].pairing is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{folders[0] / '1abc_C'}: no rows to pair")
+    assert "with names such as tr|" in said
+
+
 def archives(root: Path, chains: dict[str, list[Path]]) -> None:
     """OpenFold3's archives, beside the places of folders."""
     for key, files in chains.items():

@@ -37,11 +37,15 @@ class PairingRule:
     """The key of a row; rows with equal keys are paired."""
     reads: Callable[[str], bool]
     """Whether the rows of a file of that name are paired."""
+    names: str
+    """The files and the names of their rows, for messages."""
 
 
-BY_SPECIES = PairingRule(uniprot_species, is_for_pairing)
+BY_SPECIES = PairingRule(
+    uniprot_species, is_for_pairing, "uniprot_hits.sto or .a3m, with names such as tr|A0A024R161|A0A024R161_HUMAN"
+)
 """AlphaFold-Multimer's: rows of `uniprot_hits`, by the species of their UniProt names."""
-BY_ENTRY = PairingRule(entry_of_row, is_alignment)
+BY_ENTRY = PairingRule(entry_of_row, is_alignment, "any alignment, with names such as 1ao7_A")
 """Rows of all alignments, by the entry that their names begin with: `1ao7_A` is paired with `1ao7_B`. For families whose
 complexes are known and whose rows have the names of chains."""
 
@@ -137,21 +141,22 @@ def pairing_msa(place: Path, query: ProteinSequence, rule: PairingRule) -> Pairi
 
 
 def _pairing_of(alignments: Sequence[Alignment], rule: PairingRule, place: str) -> PairingMsa | None:
-    """The rows for pairing of the alignments of one chain, which lie in `place`; None, and a warning, if there are none."""
-    if not alignments:
-        say_query_paired(place)
+    """The rows for pairing of the alignments of one chain, which lie in `place`.
+
+    None, and a warning, if there are no rows, or none whose name has a key.
+    """
+    pairing = PairingMsa.of(joined(alignments), rule.key) if alignments else None
+    if pairing is None or not any(pairing.keys[1:]):
+        say_query_paired(place, rule.names)
         return None
-    pairing = PairingMsa.of(joined(alignments), rule.key)
     # Queries are paired in any case; with keys of their own they would be paired twice.
     return dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
 
 
 @cache
-def say_query_paired(folder: str) -> None:
+def say_query_paired(folder: str, names: str) -> None:
     """Warn, once in a process, that a chain has no rows for pairing."""
-    logger(__name__).warning(
-        f"{folder}: no rows to pair with other chains (uniprot_hits.sto or .a3m); its query alone is paired"
-    )
+    logger(__name__).warning(f"{folder}: no rows to pair with other chains ({names}); its query alone is paired")
 
 
 def joined(alignments: Sequence[Alignment]) -> Alignment:
