@@ -39,6 +39,7 @@ from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.residues import CA
 
 COPIES = "copies_"
+"""The beginning of the names of these entries, by which `evodsp.losses.permutation` knows them; it cannot be imported here."""
 
 
 @dataclass(frozen=True)
