@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import os
 import subprocess
@@ -141,10 +142,14 @@ def _answer(program: str, arguments: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _process() -> subprocess.Popen[str]:
     """It ends with this one, when its standard input does."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(SHARED / "fake_cuda"), str(ROOT)]),
+        # The guard is built once for all environments of a machine, and looks for PyTorch in the one that built it: it may be gone.
+        "LD_LIBRARY_PATH": str(Path(str(found.origin)).with_name("lib")),
     }
     words = [sys.executable, "-m", "tests.builders.fake_cuda_process"]
     return subprocess.Popen(
