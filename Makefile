@@ -98,6 +98,7 @@ parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_1_multimer_v2 --extra-msa 2
 	$(COMPARE) --model model_1_multimer_v3 --extra-msa 2 --fused
 	$(BIN)/python -m scripts.parity.pairing --alphafold $(PARITY)/bin/python --seed $(SEED)
+	$(BIN)/python -m scripts.parity.complex_msas --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.confidence --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.chain_losses --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.dockq --dockq $(PARITY)/bin/python --seed $(SEED)

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +182,10 @@ def _matrices(frames: np.ndarray) -> np.ndarray:
     return matrices
 
 
-def compare(ours: Results, theirs: Results) -> list[Row]:
-    """One row per quantity: the largest difference over all files; infinite if a side lacks a file or has another shape."""
+def compare(ours: Results, theirs: Results, allowed: Mapping[str, float] = ALLOWED) -> list[Row]:
+    """One row per quantity: the largest difference over all files; infinite if a side lacks a file or has another shape.
+
+    `allowed`: the largest difference of each quantity; those that it does not name must be equal."""
     differences: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for name in sorted({*ours, *theirs}):
         quantity, file = name.split("|")
@@ -193,7 +195,7 @@ def compare(ours: Results, theirs: Results) -> list[Row]:
     for quantity, found in differences.items():
         worst, file = max(found)
         note = f"{len(found)} compared" + (f", worst: {file}" if worst else "")
-        rows.append(Row(quantity, worst, ALLOWED.get(quantity, 0.0), note))
+        rows.append(Row(quantity, worst, allowed.get(quantity, 0.0), note))
     return rows
 
 

@@ -148,7 +148,7 @@ def _process() -> subprocess.Popen[str]:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(SHARED / "fake_cuda"), str(ROOT)]),
-        # The guard is built once for all environments of a machine, and looks for PyTorch in the one that built it: it may be gone.
+        # The guard is built once for all environments of a machine, and looks for PyTorch where that one was: it may be gone.
         "LD_LIBRARY_PATH": str(Path(str(found.origin)).with_name("lib")),
     }
     words = [sys.executable, "-m", "tests.builders.fake_cuda_process"]
