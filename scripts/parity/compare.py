@@ -88,6 +88,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = Sizes(residues=options.residues)
     subject = Subject.draw(config, sizes, options.seed, options.fused)
     settings = {name: getattr(options, name) for name in SETTINGS}
+    settings["weights_only"] = config.arrangement == "multimer"  # of OpenFold; it samples the MSA inside of this model
     print(heading(options, config, sizes, subject), flush=True)  # the rest takes a while
     with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
         file = Path(folder) / "subject.npz"
@@ -95,8 +96,7 @@ def run(options: argparse.Namespace) -> int:
         results: list[bool | None] = []
         if options.alphafold is not None:
             results.append(against_alphafold(options.alphafold, config, subject, file))
-        if config.arrangement == "monomer":
-            results.append(against_openfold(options.openfold or Path(sys.executable), config, subject, file))
+        results.append(against_openfold(options.openfold or Path(sys.executable), config, subject, file))
     compared = [passed for passed in results if passed is not None]
     if not compared:
         raise UserError("nothing was compared; give --alphafold, or --openfold a python that has OpenFold")
@@ -134,24 +134,36 @@ def against_alphafold(python: Path, config: ModelConfig, subject: Subject, file:
 
 
 def against_openfold(python: Path, config: ModelConfig, subject: Subject, file: Path) -> bool | None:
-    """Whether all differences are within what is allowed; None if OpenFold is not installed."""
+    """Whether all differences are within what is allowed; None if OpenFold is not installed. Of multimers, only the checkpoint
+    is compared."""
     model = AlphaFold(config)
     set_parameters(model, subject.parameters)
-    for name, legacy in (("openfold.pt", False), ("openfold_legacy.pt", True)):
-        write_openfold(file.with_name(name), export_openfold(model, legacy))
-    write_npz(file.with_name("deepmind.npz"), export_deepmind(model))
+    if chains := config.arrangement == "multimer":
+        fused = is_fused(subject.parameters)  # OpenFold's multimers have one layout each
+        write_openfold(file.with_name("openfold.pt"), export_openfold(model, fused=fused))
+        write_npz(file.with_name("deepmind.npz"), export_deepmind(model, fused))
+    else:
+        for name, legacy in (("openfold.pt", False), ("openfold_legacy.pt", True)):
+            write_openfold(file.with_name(name), export_openfold(model, legacy))
+        write_npz(file.with_name("deepmind.npz"), export_deepmind(model))
     start = time.perf_counter()
     theirs = other_side(python, "openfold_side", file)
     if theirs is None:
-        print("\nOpenFold: skipped, it is not installed (`make parity OPENFOLD=<clone>` compares with a clone of it)")
+        print(
+            "\nOpenFold: skipped, it is not installed or lacks this model (`make parity OPENFOLD=<clone>` compares with a "
+            "clone of it)"
+        )
         return None
     seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    ours = evodsp_side.run(config, subject.parameters, subject.features, subject.structure, theirs)
-    print(f"\nOpenFold ({seconds:.0f} s) against evodsp ({time.perf_counter() - start:.0f} s)")
     imported = table.Row(
         "checkpoint", float(theirs.pop("import_difference")), 0.0, "OpenFold's own import against ours"
     )
+    if chains:
+        print(f"\nOpenFold's import ({seconds:.0f} s) against evodsp's export\n{table.text([imported])}")
+        return imported.passed
+    start = time.perf_counter()
+    ours = evodsp_side.run(config, subject.parameters, subject.features, subject.structure, theirs)
+    print(f"\nOpenFold ({seconds:.0f} s) against evodsp ({time.perf_counter() - start:.0f} s)")
     return report(ours, in_deepmind_layout(config, subject, theirs), subject, [imported])
 
 

@@ -3,10 +3,11 @@
     OPENFOLD_SOURCE=<clone of openfold> <python with its requirements> scripts/parity/openfold_side.py SUBJECT.npz RESULT.npz
 
 OpenFold is taken from the folder OPENFOLD_SOURCE, or without it from the Python environment. If there is neither, the exit code
-is 3 and the comparison is skipped. Verified on a CPU with the source in OpenFold's PyPI release 0.0.1 (2022), which pip cannot
-build, but which can be imported from its folder. Three files lie beside the subject: `openfold.pt` and `openfold_legacy.pt`,
-which evodsp exported in OpenFold's two namings and of which the one that fits this OpenFold is loaded strictly; and
-`deepmind.npz`, which OpenFold's own `import_jax_weights_` reads: both must give the same parameters.
+is 3 and the comparison is skipped, as it is for a model that this OpenFold lacks. Verified on a CPU with the source in
+OpenFold's PyPI release 0.0.1 (2022), which pip cannot build, but which can be imported from its folder, and with its repository
+(git ce0029e, 2025). Beside the subject lie `openfold.pt` and, for a monomer, `openfold_legacy.pt`, which evodsp exported in
+OpenFold's two namings and of which the one that fits this OpenFold is loaded strictly; and `deepmind.npz`, which OpenFold's own
+`import_jax_weights_` reads: both must give the same parameters. Of a multimer nothing else is compared.
 
 OpenFold is used as it is, except that
 
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 
 SKIPPED = 3
-"""Exit code if OpenFold is not installed."""
+"""Exit code if OpenFold is not installed, or lacks the model."""
 SOURCE = "OPENFOLD_SOURCE"
 """Environment variable: folder of a clone of OpenFold."""
 HEADS = {
@@ -111,7 +112,10 @@ def build(settings: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
     from openfold.config import model_config  # type: ignore[import-not-found]
     from openfold.model.model import AlphaFold  # type: ignore[import-not-found]
 
-    config = model_config(settings["model"])
+    try:
+        config = model_config(settings["model"])
+    except ValueError:  # OpenFold has no multimers before version 2
+        sys.exit(SKIPPED)
     config.globals.chunk_size = None
     config.model.evoformer_stack.no_blocks = settings["evoformer"]
     config.model.extra_msa.extra_msa_stack.no_blocks = settings["extra_msa"]
@@ -124,10 +128,8 @@ def build(settings: dict[str, Any]) -> tuple[torch.nn.Module, Any]:
 def load(model: torch.nn.Module, folder: Path) -> None:
     """Set all parameters from the checkpoint that evodsp exported in this OpenFold's naming; strict."""
     expected = set(model.state_dict())
-    checkpoints = [
-        torch.load(folder / name, map_location="cpu", weights_only=True)
-        for name in ("openfold.pt", "openfold_legacy.pt")
-    ]
+    files = [folder / name for name in ("openfold.pt", "openfold_legacy.pt")]
+    checkpoints = [torch.load(file, map_location="cpu", weights_only=True) for file in files if file.is_file()]
     closest = min(checkpoints, key=lambda arrays: len(expected ^ set(arrays)))
     model.load_state_dict(closest)
 
@@ -218,6 +220,8 @@ def run(subject: dict[str, np.ndarray], folder: Path) -> dict[str, np.ndarray]:
     model, config = build(settings)
     load(model, folder)
     difference = imported_difference(settings, model, folder)
+    if settings["weights_only"]:
+        return {"import_difference": np.array(difference)}
     features = batch_of(part(subject, "features"))
     output = model(dict(features))
     total, terms = losses_of(config, output, labels_of(features, part(subject, "structure")))
