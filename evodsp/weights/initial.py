@@ -1,7 +1,7 @@
 """Weights for the start of a training run from a file: evodsp's checkpoint, DeepMind's `.npz` or OpenFold's `.pt`.
 
 Unlike loading a model, the file and the model may each have parts that the other lacks, such as the head of the aligned error.
-What both have must have the same sizes.
+What both have must have the same sizes. A model of complexes may start from a checkpoint of single chains (`of_complexes`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
@@ -34,6 +36,16 @@ _PARTS = {
     "heads.experimentally_resolved": "heads.experimentally_resolved",
 }
 """Parts that a model may have or not: the beginning of their sizes' names, and the switch."""
+_LETTERS, _TYPES = slice(LETTERS_WITH_GAP), slice(1, None)
+OF_COMPLEXES = {
+    "heads.masked_msa.logits.weight": (_LETTERS,),  # a model of complexes never predicts the mask token
+    "heads.masked_msa.logits.bias": (_LETTERS,),
+    "input_embedder.left.weight": (slice(None), _TYPES),  # the first column stands for breaks of a chain
+    "input_embedder.right.weight": (slice(None), _TYPES),
+    "input_embedder.target_to_msa.weight": (slice(None), _TYPES),
+    "input_embedder.relative_position.weight": (slice(None), slice(None)),
+}
+"""The part of a weight of single chains that a model of complexes takes; a larger weight has zeros in its further columns."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -75,7 +87,10 @@ def check_initial(path: str | Path, config: ModelConfig) -> None:
     if is_parameter_file(path):
         return
     saved, wanted = sizes_by_name(model_config(path)), sizes_by_name(config)
+    starts_complexes = saved["arrangement"] == "monomer" and wanted["arrangement"] == "multimer"
     for key, value in wanted.items():
+        if starts_complexes and key.startswith(("arrangement", "templates.")):
+            continue
         switch = next((switch for part, switch in _PARTS.items() if key.startswith(part)), None)
         absent = switch is not None and not (saved[switch] and wanted[switch])
         free = (
@@ -118,11 +133,29 @@ Found = tuple[dict[str, Tensor], list[str]]
 
 
 def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
-    checkpoint = read_checkpoint(path)
-    arrays = own_weights(path, checkpoint, raw)
+    saved = own_weights(path, read_checkpoint(path), raw)
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    arrays = saved
+    if model.config.arrangement == "multimer" and model_config(path).arrangement == "monomer":
+        arrays = of_complexes(saved, shapes)
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, _our_shapes, model.config)
-    known = {name for name, _ in model.named_parameters()}
-    return {name: arrays[name] for name in arrays if name in known}, [name for name in arrays if name not in known]
+    found = {name: value for name, value in arrays.items() if name in shapes}
+    return found, [name for name in saved if name not in found]
+
+
+def of_complexes(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
+    """The weights of single chains that a model of complexes takes, in its shapes. Templates are embedded in another way there.
+
+    So the first pair representation of a complex of one chain is that of the chain. What tells chains from each other begins
+    with zeros.
+    """
+    taken = {name: value for name, value in arrays.items() if not name.startswith("template_")}
+    for name in OF_COMPLEXES.keys() & taken.keys() & shapes.keys():
+        part = taken[name][OF_COMPLEXES[name]]
+        if part.ndim > 1 and (further := shapes[name][1] - part.shape[1]) > 0:
+            part = F.pad(part, (0, further))
+        taken[name] = part
+    return taken
 
 
 def _deepmind(model: AlphaFold, path: str | Path, raw: bool) -> Found:

@@ -60,6 +60,52 @@ def test_the_first_loss_is_the_source_models(
     assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 1
 
 
+def test_a_model_of_complexes_starts_from_one_of_single_chains(tmp_path: Path) -> None:
+    """Catches columns that are not those of the same letter, offset or residue type: on one chain, the first representations of
+    the model of complexes must be those of the other."""
+    alone = random_model(SMALL, 3).double()
+    save_model(tmp_path / "a.ckpt", alone)
+    config = dataclasses.replace(SMALL, arrangement="multimer")
+    several = random_model(config, 4).double()
+    outcome = initialise(several, tmp_path / "a.ckpt")
+    assert {name.split(".")[0] for name in (*outcome.new, *outcome.left_out)} == {
+        "template_embedder",
+        "template_torsion_embedder",
+    }
+    types, rows = torch.arange(40).remainder(21)[None], torch.zeros(1, 3, 40, 49, dtype=torch.double)
+    places = torch.arange(40)[None]
+    common = {"residue_index": places, "msa_feat": rows}
+    one_hot = torch.nn.functional.one_hot(types, 21).double()
+    ids = {name: torch.ones_like(places) for name in ("asym_id", "entity_id", "sym_id")}
+    of_chain = common | {"target_feat": torch.nn.functional.pad(one_hot, (1, 0))}
+    of_complex = common | {"target_feat": one_hot} | ids
+    both = [(alone, of_chain), (several, of_complex)]
+    found = [
+        (
+            model.input_embedder.msa_representation(features["target_feat"], features["msa_feat"]),
+            model.input_embedder.left(features["target_feat"]),
+            model.input_embedder.right(features["target_feat"]),
+            model.input_embedder.relative_position(features, slice(0, 40), slice(0, 40)),
+            model.heads.masked_msa.logits(torch.ones(1, SMALL.channels.msa, dtype=torch.double))[..., :22],
+        )
+        for model, features in both
+    ]
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-6)
+    parameters = dict(several.named_parameters())
+    shared = [name for name, _ in alone.named_parameters() if ".blocks." in name and "template" not in name]
+    assert shared
+    assert all(torch.equal(parameters[name], alone.get_parameter(name)) for name in shared)
+
+
+def test_a_model_of_single_chains_does_not_start_from_one_of_complexes(tmp_path: Path) -> None:
+    """Catches weights of complexes that come into a model whose layers stand for something else."""
+    config = dataclasses.replace(SMALL, arrangement="multimer")
+    save_model(tmp_path / "a.ckpt", random_model(config, 3))
+    with pytest.raises(UserError, match=r"trained with model\.arrangement multimer, but the config says monomer"):
+        initialise(random_model(SMALL, 4), tmp_path / "a.ckpt")
+
+
 PARTS = {"templates": dataclasses.replace(SMALL.templates, enabled=False)}
 PARTS |= {"heads": dataclasses.replace(SMALL.heads, predicted_aligned_error=False)}
 LARGE, REDUCED = SMALL, dataclasses.replace(SMALL, **PARTS)
