@@ -82,6 +82,23 @@ def test_the_order_of_copies_in_a_file_does_not_matter(tmp_path: Path) -> None:
         assert float(curves[1][name]) == pytest.approx(float(curves[0][name]), rel=1e-5), name
 
 
+def test_a_complex_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a replay that lacks a term of the loss, or compares a predicted chain with the true chain of its name."""
+    found = []
+    for places in ("ABC", "BAC"):
+        folder = tmp_path / places
+        folder.mkdir()
+        write_complex(folder, places)
+        broken = ("--model.loss.torsion=1e39", "--trainer.max_steps=1", "--data.train.spatial_crop_fraction=0")
+        assert main(words(folder, "run", *broken)) == 2
+        capsys.readouterr()
+        assert main(["replay", str(folder / "run" / "replays" / "sample_0.pt"), "--device=cpu"]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        found.append([line for line in lines if line.startswith(("interface_fape", "chain_centre", "backbone_fape"))])
+    assert len(found[0]) == 3
+    assert found[0] == found[1]
+
+
 @pytest.mark.verify
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_share_a_complex(data: DataConfig, tmp_path: Path, ranks: int) -> None:
