@@ -258,6 +258,15 @@ COMMANDS: dict[str, Command] = {
             "device. A table says how each check ended. The exit code is 1 if a check failed, else 0.",
         ),
         SettingsCommand(
+            "slurm",
+            "write the batch scripts for SLURM",
+            settings="evodsp.launch.batch_scripts:BatchScriptsConfig",
+            runner="evodsp.launch.batch_scripts:run",
+            required="--output DIR",
+            description="Write the batch scripts that come with evodsp: fit.sbatch trains or predicts on 1 to 512 GPUs, with "
+            "restarts; build.sbatch builds a feature store. README.md beside them explains their settings.",
+        ),
+        SettingsCommand(
             "report",
             "draw the learning curves of runs",
             settings="evodsp.report.run_config:ReportConfig",

@@ -96,6 +96,7 @@ def help_texts() -> dict[str, str]:
         "data build",
         "plan",
         "selftest",
+        "slurm",
         "report",
         "score",
         "weights fetch",

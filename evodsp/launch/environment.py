@@ -1,7 +1,8 @@
 """A process's place among the ranks, from the variables that the program which started it has set.
 
-`STARTERS` is the table of these programs. Of several, the first that tells everything counts: torchrun may run in a step of `srun`
-or under `mpirun`, and `mpirun` starts its daemons with `srun`. No torch is imported here: the command reads its rank at once.
+`STARTERS` is the table of these programs. Of several, the first that tells everything counts: torchrun may run in a step of
+`srun` or under `mpirun`, and `mpirun` starts its daemons with `srun`. No torch is imported here, because the command reads its
+rank at once.
 """
 
 from __future__ import annotations
