@@ -109,11 +109,8 @@ class PairformerBlock(Budgeted):
 
     def __init__(self, c_s: int, c_z: int) -> None:
         super().__init__()
-        self.pair_stack, self.attention = (
-            PairStack(c_z, PAIR, SwiGLU),
-            MSARowAttention(c_s, c_z, heads=4, head_width=12),
-        )
-        self.transition = SwiGLU(c_s, 4)
+        self.pair_stack, self.transition = PairStack(c_z, PAIR, SwiGLU), SwiGLU(c_s, 4)
+        self.attention = MSARowAttention(c_s, c_z, heads=4, head_width=12)
         self.dropouts, self.parts = self.pair_stack.dropouts, (self,)
 
     def forward(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import ChannelsConfig
-from evodsp.model.primitives import use_exchange
+from evodsp.model.primitives import use_exchange, use_memory
 from evodsp.model.sharded import Sharded
 from evodsp.parallel import average_gradients
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -130,6 +130,16 @@ def test_dropout_drops() -> None:
         first, second, none = (model(batch(), draws)[0] for draws in ([Draws.root(3)], [Draws.root(4)], []))
     assert not torch.equal(first, second)
     assert not torch.equal(first, none)
+
+
+def test_in_little_memory() -> None:
+    """Catches a layer of the file that depends on rows which are computed later: a prediction goes piece by piece."""
+    with in_double(), torch.no_grad():
+        model = dense(pairformer.Trunk(ChannelsConfig(msa=6, pair=8, single=10)))
+        whole = model(batch())
+        use_memory(model, 4000)
+        for name, found, expected in zip(("distogram", "atoms"), model(batch()), whole, strict=True):
+            close(found, expected, name)
 
 
 def test_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
