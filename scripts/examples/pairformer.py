@@ -152,9 +152,9 @@ class Trunk(ShardedModule):
     def loss(self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = ()) -> Tensor:
         """The loss of a batch; with several ranks, the mean over ranks is the loss."""
         distogram, atoms = self(batch, draws)
-        labels = [batch[name] for name in ("pseudo_beta", "pseudo_beta_mask")]
+        labels = batch["pseudo_beta"], batch["pseudo_beta_mask"]
         distances = distogram_loss(distogram, *labels, 2.3125, 21.6875, self.exchange)  # Å
-        observed = [batch[name] for name in ("all_atom_mask", "atom37_atom_exists", "resolution")]
+        observed = batch["all_atom_mask"], batch["atom37_atom_exists"], batch["resolution"]
         return (distances + 0.01 * experimentally_resolved_loss(atoms, *observed, 0.0, 3.0)).mean()
 
 
