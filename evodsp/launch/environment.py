@@ -197,5 +197,5 @@ def _number(environment: Environment, name: str, default: str | None = None) -> 
         return int(value)
     except ValueError:
         raise UserError(
-            f"the variable {name} of the launcher is not a number ({value}); start the ranks with torchrun or srun"
+            f"the variable {name} of the launcher is not a number ({value}); start the ranks with torchrun, srun or mpirun"
         ) from None
