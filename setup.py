@@ -1,4 +1,4 @@
-"""Puts configs/ and data/ into the wheel, for `evodsp fit --config quickstart` outside of a checkout.
+"""Puts configs/, data/ and the batch scripts into the wheel, for `evodsp fit --config quickstart` outside of a checkout.
 
 The rest of the build is described in pyproject.toml.
 """
@@ -17,8 +17,11 @@ class WithConfigsAndData(build_py):
         super().run()
         if self.editable_mode:  # a checkout has them
             return
-        for kind in ("configs", "data"):
-            shutil.copytree(kind, Path(self.build_lib) / "evodsp" / "packaged" / kind, dirs_exist_ok=True)
+        unpacked = shutil.ignore_patterns("*.sh")  # what tries the batch scripts without a cluster
+        for folder in (Path("configs"), Path("data"), Path("scripts/examples/slurm")):
+            shutil.copytree(
+                folder, Path(self.build_lib) / "evodsp" / "packaged" / folder.name, dirs_exist_ok=True, ignore=unpacked
+            )
 
 
 setup(cmdclass={"build_py": WithConfigsAndData})

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import UserError, nearest
+from evodsp.launch.environment import number_of_rank
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers, starts_again
 from evodsp.output import stdout_fails
 from evodsp.printing import show, tell
@@ -257,6 +258,15 @@ COMMANDS: dict[str, Command] = {
             "device. A table says how each check ended. The exit code is 1 if a check failed, else 0.",
         ),
         SettingsCommand(
+            "slurm",
+            "write the batch scripts for SLURM",
+            settings="evodsp.launch.batch_scripts:BatchScriptsConfig",
+            runner="evodsp.launch.batch_scripts:run",
+            required="--output DIR",
+            description="Write the batch scripts that come with evodsp: fit.sbatch trains or predicts on 1 to 512 GPUs, with "
+            "restarts; build.sbatch builds a feature store. README.md beside them explains their settings.",
+        ),
+        SettingsCommand(
             "report",
             "draw the learning curves of runs",
             settings="evodsp.report.run_config:ReportConfig",
@@ -380,11 +390,10 @@ def _names_of_files() -> Iterator[None]:
 
 
 def _rank() -> int:
-    """This process's rank under torchrun or srun, where each rank prints for itself; 0 otherwise, also under our launcher."""
+    """This process's rank where each rank prints for itself (torchrun, srun, mpirun); 0 otherwise, also under our launcher."""
     if launched_by_evodsp():
         return 0
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    return int(rank) if rank.isdecimal() else 0
+    return number_of_rank()
 
 
 def dispatch(words: list[str]) -> int:

@@ -1,6 +1,6 @@
-"""The configs and synthetic proteins that come with evodsp, in a checkout and in an installed package alike.
+"""The configs, synthetic proteins and batch scripts that come with evodsp, in a checkout and in an installed package alike.
 
-A wheel holds them in evodsp/packaged/ (setup.py copies them there); a checkout has them in its own configs/ and data/.
+A wheel holds them in evodsp/packaged/ (setup.py copies them there); a checkout has them in the folders of `_IN_CHECKOUT`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from typing import Literal
 
 from evodsp.errors import UserError
 
+Kind = Literal["configs", "data", "slurm"]
 
-def packaged_folder(kind: Literal["configs", "data"]) -> Path:
-    """The folder `configs` or `data` that came with this evodsp."""
+_IN_CHECKOUT: dict[Kind, str] = {"configs": "configs", "data": "data", "slurm": "scripts/examples/slurm"}
+
+
+def packaged_folder(kind: Kind) -> Path:
+    """The folder of the configs, of the data or of SLURM's batch scripts that came with this evodsp."""
     package = Path(__file__).parent
     installed = package / "packaged" / kind
-    return installed if installed.is_dir() else package.parent / kind
+    return installed if installed.is_dir() else package.parent / _IN_CHECKOUT[kind]
 
 
 def packaged_config(named: Path) -> Path | None:

@@ -64,9 +64,18 @@ NOT_RUN = {
     "scripts/benchmarks/gpu.sh": "needs a GPU; its options are checked, and a test beside it runs it",
     "scripts/benchmarks/kit.sh": "asks a package index; its options are checked, and a test beside it runs it",
     "../kit/run.sh": "runs a command on a machine with a GPU; the command is checked, and a test beside it runs it",
+    "sbatch": "needs SLURM; the script and the options of evodsp are checked, and a test beside it runs it",
+    "srun": "needs SLURM; the options of evodsp are checked",
+    "mpirun": "needs an MPI; the options of evodsp are checked, and tests/training/test_starters.py sets its variables",
+    "make wheel": "tests/test_packaged.py builds it",
+    "docker": "needs Docker; the recipe is looked for, and a test beside it installs what it installs",
+    "apptainer": "needs Apptainer; likewise",
     "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
 }
 """Commands that are not executed here, by how they begin, and why."""
+
+PROGRAMS = ("scripts.examples.pairformer",)
+"""Programs that a page starts with torchrun, beside those of scripts/examples/frameworks."""
 
 STEPS = 2
 SMALL_PREDICTION = ["--recycles=0", "--msa_clusters=4", "--extra_msa=4", "--device=cpu", "--overwrite=true"]
@@ -125,6 +134,7 @@ class Reader:
             "estimate": lambda words: run([*words, "--residues=16", "--preset=test"]),
             "search": check_options,  # its database is a hundred gigabytes
             "selftest": check_options,  # needs GPUs; tests/selftest runs it
+            "slurm": run,
             "report": self.report,
             "score": self.score,
             "weights export": self.convert,
@@ -248,11 +258,11 @@ class Reader:
 
     def torchrun(self, words: list[str]) -> None:
         """Of one rank: only the options of evodsp behind `-m evodsp`."""
-        if words[words.index("-m") + 1].startswith("scripts.examples.frameworks."):
-            return  # scripts/examples/frameworks/tests runs it and checks what it prints
+        if (module := words[words.index("-m") + 1]).startswith(("scripts.examples.frameworks.", *PROGRAMS)):
+            assert find_spec(module)
+            return  # a test beside it runs it and checks what it prints
         at = words.index("evodsp")
-        assert words[at - 1] == "-m"
-        assert run_quietly([*words[at + 1 :], "--print_config"])
+        check_started(words)
         if not self.one_rank:
             small = SMALL_PREDICTION if words[at + 1] == "predict" else [*SMALL, f"--trainer.max_steps={STEPS}"]
             command = [sys.executable, "-m", "torch.distributed.run", *words, *small]
@@ -283,6 +293,28 @@ def with_folders(words: list[str], folder: Path) -> list[str]:
 def check_variables(words: list[str]) -> None:
     """Names with numbers."""
     assert all(re.fullmatch(r"[A-Z_]+=\d+", word) for word in words), words
+
+
+def check_started(words: list[str]) -> None:
+    """Options of evodsp behind `-m evodsp` that it does not know."""
+    at = words.index("evodsp")
+    assert words[at - 1] == "-m"
+    assert run_quietly([*words[at + 1 :], "--print_config"])
+
+
+def check_batch(words: list[str]) -> None:
+    """A script that is not there, or options of evodsp behind it that it does not know."""
+    [at] = [number for number, word in enumerate(words) if word.endswith(".sbatch")]
+    assert (ROOT / words[at]).is_file()
+    assert run_quietly(["fit", *words[at + 1 :], "--print_config"])
+
+
+def check_container(words: list[str]) -> None:
+    """A recipe that is not there, or a command in the container that evodsp does not have."""
+    for word in words:
+        assert not word.startswith("scripts/") or (ROOT / word).is_file(), word
+    if "evodsp" in words[:-1] and words[0] != "build":
+        check_options(words[len(words) - words[::-1].index("evodsp") :])
 
 
 def check_words(expected: str) -> Callable[[list[str]], None]:
@@ -329,6 +361,11 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python3": check_words("-m venv .venv"),
     "source": check_words(".venv/bin/activate"),
     "export": check_variables,
+    "sbatch": check_batch,
+    "srun": check_started,
+    "mpirun": check_started,
+    "docker": check_container,
+    "apptainer": check_container,
     "scripts/paper/gpu.sh": check_gpu_script,
     "scripts/benchmarks/gpu.sh": check_benchmark_script,
     "scripts/benchmarks/kit.sh": check_kit,
@@ -377,7 +414,8 @@ def test_every_command_and_block_runs(
 def run_block(block: Block, reader: Reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the block's language."""
     if block.included is not None:  # only programs; the test of the programs runs them
-        assert block.included.startswith("scripts/examples/frameworks/"), "no rule tests this file"
+        programs = tuple(f"{name.replace('.', '/')}.py" for name in PROGRAMS)
+        assert block.included.startswith(("scripts/examples/frameworks/", *programs)), "no rule tests this file"
         assert (ROOT / block.included).is_file()
     elif block.language == "python":
         run_python(block, monkeypatch)

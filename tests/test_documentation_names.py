@@ -46,8 +46,18 @@ OPTIONS_OF_OTHERS = {
     "--print_config",
     "--nproc-per-node",
     "--standalone",
+    "--bind-to",
+    "--container-image",
+    "--ipc",
+    "--mpi",
+    "--nnodes",
+    "--nv",
+    "--rdzv-id",
+    "--shm-size",
+    "--ulimit",
+    "--volume",
 }
-"""Options of torchrun and of scripts, and those that `--help` does not show."""
+"""Options of torchrun, SLURM, MPI, containers and of scripts, and those that `--help` does not show."""
 OPTIONS_OF_OPENFOLD = {
     "--checkpoint_every_epoch",
     "--config_preset",
@@ -73,6 +83,7 @@ OPTIONS_OF_OPENFOLD = {
 """Of its training program; the migration page says what stands in their place."""
 
 ELSEWHERE = {
+    *("fit.sbatch", "build.sbatch"),
     *("config.yaml", "train.txt", "chains.txt", "downloaded/missing.txt", "video.py", "train_monomer_demo_bp.sh"),
     *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
     *("deepspeed/runtime/zero/stage_1_and_2.py", "duplicate_pdb_chains.txt", "clusters-by-entity-40.txt"),
@@ -96,6 +107,7 @@ def help_texts() -> dict[str, str]:
         "data build",
         "plan",
         "selftest",
+        "slurm",
         "report",
         "score",
         "weights fetch",

@@ -58,6 +58,7 @@ def test_where_a_wheel_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(packaged, "__file__", str(tmp_path / "evodsp" / "packaged.py"))
     assert packaged_folder("configs") == tmp_path / "evodsp" / "packaged" / "configs"
     assert packaged_folder("data") == tmp_path / "data"
+    assert packaged_folder("slurm") == tmp_path / "scripts" / "examples" / "slurm"
 
 
 @pytest.mark.parametrize("alignments", [None, "data/alignments/s005_A"])
@@ -102,6 +103,10 @@ def test_the_wheel_holds_the_package(wheel: Path) -> None:
     tracked = _tracked()
     assert {name for name in tracked if name.startswith("evodsp/")} <= held
     assert {f"evodsp/packaged/{name}" for name in tracked if name.startswith(("configs/", "data/"))} <= held
+    scripts = {name for name in tracked if name.startswith("scripts/examples/slurm/") and not name.endswith(".sh")}
+    assert {f"evodsp/packaged/slurm/{Path(name).name}" for name in scripts} == {
+        name for name in held if name.startswith("evodsp/packaged/slurm/")
+    }
 
 
 @pytest.mark.verify
@@ -124,3 +129,5 @@ def test_a_wheel_trains_and_predicts_outside_of_a_checkout(wheel: Path, tmp_path
     fasta = tmp_path / "site" / "evodsp" / "packaged" / "data" / "fasta" / "s005_A.fasta"
     python("-m", "evodsp", "predict", str(fasta), "--checkpoint=run/checkpoints/last.ckpt", "--output=out")
     assert (work / "out" / "s005_A" / "report.html").is_file()
+    python("-m", "evodsp", "slurm", "--output=scripts")
+    assert (work / "scripts" / "fit.sbatch").is_file()

@@ -1,4 +1,4 @@
-"""`evodsp predict`: run in this process, start several ranks, or be one of the ranks that torchrun or srun started."""
+"""`evodsp predict`: run in this process, start several ranks, or be one of the ranks that a launcher started."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from evodsp.inference.inputs import as_files
 from evodsp.inference.jobs import check_launch
 from evodsp.inference.predict import predict_records
 from evodsp.inference.run_log import run_log
+from evodsp.launch.environment import place, under_launcher
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
-from evodsp.launch.process_group import guarded, mesh_of, place, start, stop, under_launcher
+from evodsp.launch.process_group import guarded, mesh_of, start, stop
 from evodsp.parallel.mesh import data_ranks, whole_group
 from evodsp.printing import show
 

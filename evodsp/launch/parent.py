@@ -30,7 +30,8 @@ STOPPED = 75
 """Exit code of a training run that was asked to stop, has saved, and can go on (EX_TEMPFAIL of sysexits.h: try again later)."""
 
 STOPPED_FILE = "EVODSP_STOPPED_FILE"
-"""Variable in which a batch script names a file that a run makes which was asked to stop: torchrun hides the code STOPPED."""
+"""Variable in which a batch script names a file that a run makes which was asked to stop: torchrun hides the code STOPPED. It
+should be in the run's output folder, which a container sees as the script does."""
 
 _POLL_S = 1.0
 

@@ -1,6 +1,5 @@
-"""Finds this process's rank in the environment, and starts and stops its default process group.
+"""Starts and stops the default process group of a rank, whichever program started the rank (`evodsp.launch.environment`).
 
-Ranks are started by torchrun, by plain `srun`, or by `evodsp` itself (`evodsp.launch.launcher`); `start` works under all three.
 How failures are noticed:
 
 - A rank that dies closes its connections: the others' next collective fails at once (`guarded` prints one line).
@@ -12,19 +11,18 @@ How failures are noticed:
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from evodsp.errors import UserError
+from evodsp.launch.environment import RankAddress, place
 from evodsp.launch.parent import GIVEN_UP
 from evodsp.launch.store import foreign, open_store, text
 from evodsp.launch.watch import Watch, watch_of_this_process
@@ -43,89 +41,6 @@ MEETING_S = 600.0
 # Within this time a launcher names a dead rank and ends the others.
 _GRACE_S = 5.0
 _POLL_S = 0.02
-
-
-@dataclass(frozen=True)
-class RankAddress:
-    """The rank of this process and the address where the ranks meet."""
-
-    rank: int
-    ranks: int
-    local_rank: int
-    """The rank's number on its machine."""
-    host: str
-    """Host of the store through which the ranks meet."""
-    port: int
-    hosts_store: bool
-    """Whether this process has to create the store."""
-
-
-def under_launcher() -> bool:
-    """Whether torchrun, srun or a similar launcher started this process as a rank."""
-    return _place(os.environ) is not None
-
-
-def was_restarted() -> bool:
-    """Whether torchrun restarted this rank after a failure on this machine. Ranks of other machines may not know of it."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-
-
-def place() -> RankAddress:
-    """This process's address among the ranks, from the environment. Raises UserError if no launcher started it as a rank."""
-    found = _place(os.environ)
-    if found is None:
-        raise UserError(
-            "no launcher started this process as a rank; use torchrun, srun, or --parallel.sequence on one machine"
-        )
-    return found
-
-
-def _place(environment: Mapping[str, str]) -> RankAddress | None:
-    """The address from torchrun's variables, or else from those of an `srun` step. Raises UserError if they are not numbers."""
-    port = environment.get("MASTER_PORT")
-    try:
-        if all(name in environment for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")) and port is not None:
-            rank = int(environment["RANK"])
-            agent_hosts = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return RankAddress(
-                rank,
-                int(environment["WORLD_SIZE"]),
-                int(environment.get("LOCAL_RANK", rank)),
-                environment["MASTER_ADDR"],
-                int(port),
-                hosts_store=rank == 0 and not agent_hosts,
-            )
-        # The step's variable: SLURM_NTASKS is also set in a batch script, which is a single process.
-        if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in environment:
-            rank = int(environment["SLURM_PROCID"])
-            step = int(environment.get("SLURM_JOB_ID", 0)) * 31 + int(environment.get("SLURM_STEP_ID", 0))
-            return RankAddress(
-                rank,
-                int(environment["SLURM_STEP_NUM_TASKS"]),
-                int(environment.get("SLURM_LOCALID", 0)),
-                environment.get("MASTER_ADDR") or _first_of_step(environment),
-                # All ranks must derive the same port, and two steps on one node should get different ones.
-                int(port) if port is not None else 15000 + step % 15000,
-                hosts_store=rank == 0,
-            )
-    except ValueError as error:
-        raise UserError(
-            f"an environment variable of the launcher is not a number ({error}); start the ranks with torchrun or srun"
-        ) from error
-    return None
-
-
-def _first_of_step(environment: Mapping[str, str]) -> str:
-    """Where the ranks of an `srun` step meet: on its first host. If it has no other, nobody outside has to reach it."""
-    if environment.get("SLURM_STEP_NUM_NODES") == "1":
-        return "localhost"
-    return first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
-
-
-def first_host(nodes: str) -> str:
-    """The first host of SLURM's node list: 'gpu[003-007,010],cpu1' -> 'gpu003'."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0] if first else nodes)
 
 
 def collective_timeout(timeout_s: float) -> timedelta:

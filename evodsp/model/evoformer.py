@@ -24,7 +24,7 @@ one rank among N, with Mm = S R c_m and Mz = R R c_z:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -106,11 +106,20 @@ class MSAStack(MSALayers):
 
 
 class PairStack(Budgeted):
-    """Pair stack of a block (algorithm 6, lines 6 to 10)."""
+    """Pair stack of a block (algorithm 6, lines 6 to 10).
+
+    `transition`: makes the last sub-layer, a module that returns the `Update` of a `Sharded` representation, from its channels
+    and its widening factor.
+    """
 
     gathers_parameters = True
 
-    def __init__(self, c_z: int, config: EvoformerConfig | TemplateConfig) -> None:
+    def __init__(
+        self,
+        c_z: int,
+        config: EvoformerConfig | TemplateConfig,
+        transition: Callable[[int, int], nn.Module] = Transition,
+    ) -> None:
         super().__init__()
         channels, heads, width = config.triangle_channels, config.pair_heads, config.pair_head_width
         rate = config.pair_dropout
@@ -122,7 +131,7 @@ class PairStack(Budgeted):
         self.starting_dropout = Dropout(c_z, rate, "attention_starting", shared_axis="i")
         self.attention_ending = TriangleAttention(c_z, heads, width, "ending")
         self.ending_dropout = Dropout(c_z, rate, "attention_ending", shared_axis="j")
-        self.transition = Transition(c_z, config.transition_factor)
+        self.transition = transition(c_z, config.transition_factor)
 
     @property
     def dropouts(self) -> tuple[Dropout, ...]:

@@ -21,16 +21,14 @@ In the extra-MSA stack m stays on S.
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import noop_context_fn
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, draw_blocks
+from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks
 from evodsp.model.evoformer import MSALayers, MSAMask, PairMask, PairStack
 from evodsp.model.primitives import Budgeted
-from evodsp.model.stack import Stack
+from evodsp.model.stack import BlocksInTurn
 from evodsp.parallel.layout import Axis
 
 
@@ -79,7 +77,7 @@ class OuterProductFirstBlock(Budgeted):
         return self.msa_stack.columns(msa).x, pair.x
 
 
-class OuterProductFirstStack(Stack):
+class OuterProductFirstStack(BlocksInTurn):
     """A sequence of these blocks. `config.checkpoint` says how many of them are recomputed in the backward pass."""
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
@@ -107,11 +105,6 @@ class OuterProductFirstStack(Stack):
         """Takes m on S and z on J; returns m on `result_axis` and z on J. The m of an extra-MSA stack is that of the last
         block but one. `keys`: keys of `dropout_streams`.
         """
-        masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2], kernels=self.kernels)
-        contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
         if self.result_axis != "seq":
             m = self.exchange.switch(m, "seq", self.result_axis, whole=msa_mask.shape[1])
-        for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
-            recompute = self.recomputation.covers(number) and torch.is_grad_enabled()
-            m, z = self.run(number, recompute, block, m, z, msa_mask, pair_mask, own, contexts=contexts)
-        return m, z
+        return super().forward(m, z, msa_mask, pair_mask, keys)

@@ -1,4 +1,8 @@
-"""A stack of blocks: some of its parts are recomputed in the backward pass, and its calls may be recorded."""
+"""A stack of blocks: some of its parts are recomputed in the backward pass, and its calls may be recorded.
+
+Shape legend: B batch, S rows of a first representation, R residues, I J residues of the pair, c_x c_z channels. A small letter
+(j) is this rank's shard of that axis; on one device it is the whole axis. Masks are whole on every rank.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,12 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from evodsp.model.dropout import BlockWithDropout, Streams, block_streams
+from evodsp.model.dropout import NO_DROPOUT, BlockWithDropout, DropoutKeys, Streams, block_streams, draw_blocks
 from evodsp.model.graphs import Recorded
 from evodsp.model.primitives import Budgeted, ShardedModule
 from evodsp.model.recomputation import Recomputation, Setting
@@ -61,3 +67,25 @@ class Stack(Recorded, ShardedModule):
                 return segment(*arguments)
         # Nothing here draws from torch's generators, and a CUDA graph could not save their states.
         return checkpoint(segment, *arguments, use_reentrant=False, context_fn=contexts, preserve_rng_state=False)
+
+
+class BlocksInTurn(Stack):
+    """A stack whose segments are its blocks. `block(x, z, mask, pair_mask, masks)` returns x and z; `masks` are those of its
+    dropout.
+    """
+
+    def forward(
+        self,
+        x: Float[Tensor, "B _ _ c_x"],
+        z: Float[Tensor, "B I j c_z"],
+        mask: Float[Tensor, "B S R"],
+        pair_mask: Float[Tensor, "B R R"],
+        keys: DropoutKeys = NO_DROPOUT,
+    ) -> tuple[Float[Tensor, "B _ _ c_x"], Float[Tensor, "B I j c_z"]]:
+        """Takes and returns both representations, sharded as the blocks have them. `keys`: keys of `dropout_streams`."""
+        masks = draw_blocks(self.blocks, keys, residues=mask.shape[2], kernels=self.kernels)
+        contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
+        for number, (block, own) in enumerate(zip(self.blocks, masks, strict=True)):
+            recompute = self.recomputation.covers(number) and torch.is_grad_enabled()
+            x, z = self.run(number, recompute, block, x, z, mask, pair_mask, own, contexts=contexts)
+        return x, z

@@ -20,7 +20,8 @@ class SequenceConfig:
 
     sequence: int = field(default=1, metadata={"resume": "same"})
     """Number of ranks that share one sample (Dynamic Sequence Parallelism). Any number up to the sample's residues and the rows
-    of its clustered MSA; nothing needs to be divisible. evodsp starts them on this machine, unless torchrun or srun did."""
+    of its clustered MSA; nothing needs to be divisible. evodsp starts them on this machine, unless torchrun, srun or mpirun has
+    started them."""
     timeout: float = field(default=600.0, metadata={"resume": "free"})
     """Seconds without progress after which a rank counts as hung; the run then ends and names the rank."""
 

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.config import KernelsConfig, ModelConfig
-from evodsp.launch.process_group import guarded, stop, under_launcher
+from evodsp.launch.environment import under_launcher
+from evodsp.launch.process_group import guarded, stop
 from evodsp.launch.process_group import start as start_ranks
 from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys

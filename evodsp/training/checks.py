@@ -15,8 +15,8 @@ from evodsp.config import KernelsConfig, ModelConfig, leaves
 from evodsp.data.samples.feature_axes import check_config
 from evodsp.data.samples.selection import CountedStructures
 from evodsp.errors import SettingError, UserError
-from evodsp.launch import process_group
 from evodsp.launch.consensus import from_first, on_every
+from evodsp.launch.environment import place, under_launcher, was_restarted
 from evodsp.losses.total import check_heads
 from evodsp.model.frozen import check_patterns
 from evodsp.model.kernels.backends import check_names
@@ -133,7 +133,7 @@ class CheckedRun:
     @property
     def must_launch(self) -> bool:
         """Whether this process has to start the ranks instead of being one of them."""
-        return self.ranks > 1 and not process_group.under_launcher()
+        return self.ranks > 1 and not under_launcher()
 
     @property
     def checkpoint_steps(self) -> list[int]:
@@ -169,7 +169,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
         check_compilation(settings.run, parallel, settings.plan, data, on_gpu(settings.trainer))
         check_graphs(settings.run, parallel, data, on_gpu(settings.trainer))
     folder = RunFolder(Path(settings.run.output), settings.run.keep_last, settings.run.keep_best)
-    start = from_first(lambda: folder.start(command, settings.run, process_group.was_restarted()), group)
+    start = from_first(lambda: folder.start(command, settings.run, was_restarted()), group)
     if command == "fit":
         check_output_folder(folder.path)
         check_output_folder(folder.checkpoints)
@@ -230,7 +230,7 @@ def check_length(run: CheckedRun) -> None:
             f"{start}: its run has {former} samples a step, but this one has {run.batching}; set global_batch to {former}, or "
             "begin another run"
         )
-    repeated = run.settings.run.ckpt_path == "auto" or process_group.was_restarted()
+    repeated = run.settings.run.ckpt_path == "auto" or was_restarted()
     if 0 <= run.last_step <= checkpoint.get("global_step", 0) and not repeated:
         name, limit = "max_samples", run.settings.run.max_samples
         if run.last_step == trainer["max_steps"]:
@@ -271,8 +271,8 @@ def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
     if on_gpu(trainer) and not gpus:
         raise SettingError("trainer.accelerator", trainer["accelerator"], "cpu or auto: this machine has no GPU")
     devices, nodes = count_devices(trainer["devices"]), int(trainer["num_nodes"])
-    if process_group.under_launcher():
-        ranks = process_group.place().ranks
+    if under_launcher():
+        ranks = place().ranks
         if devices is not None and devices * nodes != ranks:
             raise UserError(
                 f"trainer.devices {devices} x trainer.num_nodes {nodes} = {devices * nodes} ranks, but {ranks} were started; "
@@ -280,7 +280,7 @@ def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
             )
     elif nodes > 1:
         raise UserError(
-            f"trainer.num_nodes is {nodes}, but evodsp starts ranks on its own machine only; use torchrun or srun"
+            f"trainer.num_nodes is {nodes}, but evodsp starts ranks on its own machine only; use torchrun, srun or mpirun"
         )
     elif trainer["accelerator"] in ("cpu", "gpu", "cuda", "auto"):
         if on_gpu(trainer) and devices is not None and devices > gpus:

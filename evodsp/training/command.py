@@ -21,9 +21,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, long_from_first, on_first
+from evodsp.launch.environment import place, under_launcher
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import STOPPED, tell_stopped
-from evodsp.launch.process_group import gpu_number, guarded, place, stop, under_launcher
+from evodsp.launch.process_group import gpu_number, guarded, stop
 from evodsp.lock import lock
 from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors

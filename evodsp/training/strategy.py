@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 
-from evodsp.launch import process_group
+from evodsp.launch.environment import place, under_launcher
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.dtensor import gather_tree, shard_state
 from evodsp.training.world import MeshWorld
@@ -32,7 +32,7 @@ class LaunchedRank(ClusterEnvironment):
     """Tells Lightning which rank this process is. A launcher has started all ranks already."""
 
     def __init__(self) -> None:
-        self._place = process_group.place()
+        self._place = place()
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -48,7 +48,7 @@ class LaunchedRank(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return process_group.under_launcher()
+        return under_launcher()
 
     def world_size(self) -> int:
         return self._place.ranks

@@ -16,7 +16,7 @@ PAGES = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("index", "quickstart", "training", "weights", "prediction", "data", "planning", "dsp")
+        for name in ("index", "quickstart", "training", "weights", "prediction", "data", "planning", "cluster", "dsp")
     ),
     *("docs/parallelize.md", "docs/frameworks.md"),
     *(

@@ -28,6 +28,14 @@ class Outcome:
     error: str
 
 
+Told = Callable[[int, int, int], dict[str, object]]
+"""The variables of a rank's place, from its number, the number of ranks, and a free port."""
+
+
+def by_torchrun(rank: int, ranks: int, port: int) -> dict[str, object]:
+    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
 class CommandPool(RankPool):
     """Processes that wait for command lines. Each run creates its own process group, as under a launcher.
 
@@ -41,9 +49,12 @@ class CommandPool(RankPool):
         *words: str,
         own: dict[int, tuple[str, ...]] | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        told: Told = by_torchrun,
     ) -> list[Outcome]:
-        """Run `evodsp *words` on `ranks` ranks, with `own[r]` appended on rank r, within the context that `around` makes."""
-        return self.run(ranks, words, own or {}, free_port(), around)  # type: ignore[arg-type]
+        """Run `evodsp *words` on `ranks` ranks, with `own[r]` appended on rank r, within the context that `around` makes.
+        `told`: the variables that tell a rank its place.
+        """
+        return self.run(ranks, words, own or {}, (told, free_port()), around)  # type: ignore[arg-type]
 
     def _target(self) -> Any:
         return _serve
@@ -54,25 +65,24 @@ def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            ranks, words, (own, port, around) = pipe.recv()
+            ranks, words, (own, (told, port), around) = pipe.recv()
         except EOFError:
             return
         try:
             with kept_parsers(), around():
-                outcome = _run(rank, ranks, [*words, *own.get(rank, ())], port)
+                outcome = _run([*words, *own.get(rank, ())], told(rank, ranks, port))
             pipe.send((True, outcome))
         except BaseException as error:
             pipe.send((False, repr(error)))
 
 
-def _run(rank: int, ranks: int, words: list[str], port: int) -> Outcome:
+def _run(words: list[str], told: dict[str, object]) -> Outcome:
     from evodsp.cli import main
 
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in numbers.items()})
     out, error = io.StringIO(), io.StringIO()
     try:
         with (
+            mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(error),
             mock.patch("evodsp.cli.RANK_0_FIRST_S", 0.0),  # no torchrun is here to end the others

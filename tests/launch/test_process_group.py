@@ -1,4 +1,4 @@
-"""A rank's place, read from the environment, and which rank the stall detector blames, from heartbeats and progress."""
+"""A rank's GPU and threads, and which rank the stall detector blames, from heartbeats and progress."""
 
 from __future__ import annotations
 
@@ -11,98 +11,16 @@ import torch.distributed as dist
 
 from evodsp.errors import UserError
 from evodsp.launch import process_group
+from evodsp.launch.environment import place
 from evodsp.launch.launcher import _environment
-from evodsp.launch.process_group import RankAddress, first_host, place, under_launcher
 from evodsp.launch.watch import StallDetector, State, Watch
 
-VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_PROCID",
-    "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variables that a launcher would set."""
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+TORCHRUN = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_ADDR": "gpu003", "MASTER_PORT": 29500}
 
 
 def given(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-
-
-TORCHRUN = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "MASTER_ADDR": "gpu003", "MASTER_PORT": 29500}
-STEP = {"SLURM_PROCID": 5, "SLURM_STEP_NUM_TASKS": 8, "SLURM_LOCALID": 1, "SLURM_STEP_NODELIST": "gpu[003-004]"}
-
-
-def test_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a process without a launcher that is taken for a rank."""
-    assert not under_launcher()
-    with pytest.raises(UserError, match="no launcher started this process as a rank"):
-        place()
-
-
-def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a wrong host, port or rank under torchrun, and a second store on the port of the agent's."""
-    given(monkeypatch, **TORCHRUN)
-    assert place() == RankAddress(5, 8, 1, "gpu003", 29500, hosts_store=False)
-    given(monkeypatch, RANK=0)
-    assert place().hosts_store
-    given(monkeypatch, TORCHELASTIC_USE_AGENT_STORE=True)
-    assert not place().hosts_store, "the agent has it; a second one cannot listen on that port"
-
-
-def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches ranks of `srun` without torchrun that do not agree on one address and port."""
-    given(monkeypatch, **STEP, SLURM_JOB_ID=123456, SLURM_STEP_ID=0)
-    one = place()
-    assert (one.rank, one.ranks, one.local_rank, one.host, one.hosts_store) == (5, 8, 1, "gpu003", False)
-    given(monkeypatch, SLURM_PROCID=0)
-    assert (place().port, place().hosts_store) == (one.port, True)
-    assert 15000 <= one.port < 30000
-    given(monkeypatch, SLURM_STEP_ID=1)
-    assert place().port != one.port
-
-
-def test_a_step_on_one_node_meets_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches ranks of one machine whose store every machine of the network reaches, and nodes that do not meet."""
-    given(monkeypatch, **STEP, SLURM_STEP_NUM_NODES=1)
-    assert place().host == "localhost"
-    given(monkeypatch, SLURM_STEP_NUM_NODES=2)
-    assert place().host == "gpu003"
-    given(monkeypatch, SLURM_STEP_NUM_NODES=1, MASTER_ADDR="10.0.0.1")
-    assert place().host == "10.0.0.1", "the user's word counts"
-
-
-def test_torchrun_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches Slurm's variables used under `srun torchrun`: the step has one task per node, torchrun has more ranks."""
-    given(monkeypatch, **STEP, **TORCHRUN)
-    assert place().port == 29500
-
-
-def test_a_batch_script_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a batch script taken for a rank: SLURM_NTASKS is set there too, but the other ranks were never started."""
-    given(monkeypatch, SLURM_PROCID=0, SLURM_NTASKS=8, SLURM_LOCALID=0, SLURM_JOB_ID=3)
-    assert not under_launcher()
-
-
-def test_an_environment_that_makes_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a traceback for a launcher variable that is not a number."""
-    given(monkeypatch, **{**TORCHRUN, "WORLD_SIZE": "many"})
-    with pytest.raises(UserError, match=r"is not a number .*many"):
-        place()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("gpu[003-007,010],cpu1", "gpu003"), ("a,b[1-2]", "a"), ("rack[2,5]-n[01-04]", "rack2-n01"), ("alone", "alone")],
-)
-def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
-    """Catches Slurm node lists read wrongly: ranges, several prefixes, or a single name."""
-    assert first_host(nodes) == first
 
 
 def test_threads_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +45,7 @@ def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> N
     """Catches `srun --gpus-per-task=1` being refused: each rank sees its own GPU only, which is number 0 to it."""
     monkeypatch.setattr(process_group.torch.cuda, "device_count", lambda: 1)
     given(monkeypatch, **TORCHRUN)
-    assert process_group.gpu_number(process_group.place()) == 0
+    assert process_group.gpu_number(place()) == 0
 
 
 def test_two_ranks_on_one_gpu_are_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +54,7 @@ def test_two_ranks_on_one_gpu_are_a_mistake_of_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         process_group.torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")
     )
-    store, here = dist.HashStore(), process_group.place()
+    store, here = dist.HashStore(), place()
     process_group._claim_gpu(store, here, torch.device("cuda", 0))
     process_group._claim_gpu(store, here, torch.device("cuda", 1))
     with pytest.raises(UserError, match="the same GPU as another rank, GPU-0"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evodsp.errors import UserError
 from evodsp.launch import launcher, process_group, watch
-from evodsp.launch.process_group import RankAddress
+from evodsp.launch.environment import RankAddress
 from evodsp.launch.store import LONGEST, local_store, loopback, open_store, text, texts
 from evodsp.launch.watch import Watch
 from tests.builders.attacks import Attack

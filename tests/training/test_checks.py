@@ -47,7 +47,7 @@ def callback(name: str, arguments: str = "") -> tuple[str, str]:
         (("--parallel.sequence", "4", "--data.train.crop_size", "3"), "data.train.crop_size is 3"),
         (("--parallel.parameters", "zero2"), "zero2"),
         (("--parallel.parameters", "fsdp2"), "set model.optimizer.clip to batch"),
-        (("--trainer.num_nodes", "2"), "use torchrun or srun"),
+        (("--trainer.num_nodes", "2"), "use torchrun, srun or mpirun"),
         (("--trainer.devices", "[0, 1]"), "CUDA_VISIBLE_DEVICES=0,1"),
         (("--trainer.devices", "2", "--trainer.strategy", "ddp"), "trainer.strategy is ddp"),
         (

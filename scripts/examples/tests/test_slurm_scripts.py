@@ -42,14 +42,16 @@ STEP = 'while [[ $1 == --* ]]; do shift; done; exec "$@"'
 """An `srun` that starts the program, once."""
 
 
-def begun(tmp_path: Path, words: list[str], variables: dict[str, str], **stand_ins: str) -> subprocess.Popen[str]:
-    """The script with stand-ins for SLURM's commands."""
+def begun(
+    tmp_path: Path, words: list[str], variables: dict[str, str], folder: Path | None = None, **stand_ins: str
+) -> subprocess.Popen[str]:
+    """The script with stand-ins for SLURM's commands, in `folder`, or where the stand-ins are."""
     for name, does in {**STAND_INS, **stand_ins}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **JOB, **variables}
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(["bash", str(SCRIPT), *words], env=environment, **piped)
+    return subprocess.Popen(["bash", str(SCRIPT), *words], env=environment, cwd=folder or tmp_path, **piped)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
@@ -110,6 +112,31 @@ def test_the_end_of_the_job(tmp_path: Path) -> None:
     assert lines[-1] == "ends at "
 
 
+def test_flags_for_srun_and_a_container(tmp_path: Path) -> None:
+    """Catches a cluster of containers on which the script's own words are all that srun gets."""
+    pyxis = "--container-image=/images/evodsp.sqsh --container-mounts=/data:/data"
+    words = started(tmp_path, ["--output", "o"], EVODSP_SRUN=pyxis, EVODSP_CONTAINER="apptainer exec --nv evodsp.sif")
+    assert words[2:4] == pyxis.split()
+    at = words.index("apptainer")
+    assert words[at : at + 5] == ["apptainer", "exec", "--nv", "evodsp.sif", "python"]
+    assert words.index("bash") < at, "srun starts what ignores signals, and this the container"
+
+
+@pytest.mark.parametrize(
+    "given", [["--output", "a run"], ["--output=a run"], []], ids=["word", "equals", "in the config"]
+)
+def test_where_a_stopped_run_says_so(tmp_path: Path, given: list[str]) -> None:
+    """Catches a file in a temporary folder of the node, which a container does not share: the run is not queued again."""
+    (tmp_path / "a run").mkdir()
+    place = "a run" if given else "."
+    (tmp_path / place / "stopped-1234567").touch()  # of an attempt that was killed before it could remove it
+    code, lines = ended(begun(tmp_path, given, {}, srun='echo "$EVODSP_STOPPED_FILE"; [[ ! -e $EVODSP_STOPPED_FILE ]]'))
+    assert (code, lines) == (0, [f"{place}/stopped-1234567"])
+    code, lines = ended(begun(tmp_path, given, {}, srun='touch "$EVODSP_STOPPED_FILE"'))
+    assert lines[-1] == "scontrol requeue 1234567"
+    assert not (tmp_path / place / "stopped-1234567").exists()
+
+
 @pytest.mark.parametrize(
     ("state", "step", "requeued"),
     [
@@ -149,7 +176,7 @@ def test_a_signal_to_all_processes_of_a_step(tmp_path: Path, name: str) -> None:
                   f"--trainer.callbacks=tests.builders.signal_to_itself.{name}")[1:]  # fmt: skip
     job = {"EVODSP_PYTHON": sys.executable, "EVODSP_RANKS": "2", "SLURM_JOB_NUM_NODES": "1", "OMP_NUM_THREADS": "1"}
     here = 'printf "localhost\\n"; [[ $1 == show ]] || echo "scontrol $*"'
-    code, lines = ended(begun(tmp_path, given, job, srun=STEP, scontrol=here))
+    code, lines = ended(begun(tmp_path, given, job, ROOT, srun=STEP, scontrol=here))
     assert code == 0, lines
     assert "scontrol requeue 1234567" in lines, lines
     assert read_checkpoint(output / "checkpoints/last.ckpt")["global_step"] == LAST + 1, lines
@@ -161,9 +188,13 @@ def test_the_command_of_a_build_task(tmp_path: Path) -> None:
     python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)
     task = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "64", "SLURM_CPUS_PER_TASK": "8"}
-    environment = {"PATH": os.environ["PATH"], "EVODSP_PYTHON": str(python), **task}
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "EVODSP_PYTHON": str(python), **task}
     words = ["bash", str(BUILD), "--alignment_dir", "an a", "--output", "o"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+
+    def printed(**more: str) -> list[str]:
+        done = subprocess.run(words, env={**environment, **more}, capture_output=True, text=True, check=True)
+        return done.stdout.splitlines()
+
     expected = [
         "-m",
         "evodsp",
@@ -178,4 +209,9 @@ def test_the_command_of_a_build_task(tmp_path: Path) -> None:
         "--share",
         "3/64",
     ]
-    assert done.stdout.splitlines() == expected
+    assert printed() == expected
+    srun = tmp_path / "srun"
+    srun.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "srun:" "$@"\n')
+    srun.chmod(0o755)
+    pyxis = "--container-image=evodsp.sqsh"
+    assert printed(EVODSP_SRUN=pyxis) == ["srun:", "--cpus-per-task=8", pyxis, str(python), *expected]
