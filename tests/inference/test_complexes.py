@@ -235,8 +235,6 @@ def test_a_single_chain_is_a_complex_of_one(tmp_path: Path, multimer: Path) -> N
     assert not (result.folder / "ranking_debug.json").exists()
     assert "iptm" not in read_json(result.folder / "seed_0_scores.json")
     assert "pairing" not in read_json(result.folder / "ranking.json")["settings"]
-    with pytest.raises(UserError, match="multimer model, for which templates are not read yet; leave --templates out"):
-        predict(replace(config, templates=tmp_path), silent)
 
 
 def test_results_of_complexes_are_kept(tmp_path: Path, multimer: Path) -> None:

@@ -23,7 +23,8 @@ from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import TemplateSettings
-from evodsp.inference.targets import Target, find_templates, template_source
+from evodsp.inference.target_templates import find_templates, template_source
+from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.command_lines import last_options
@@ -216,8 +217,8 @@ def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixtur
     structures = tmp_path / "mmcif_files"
     source = template_source(TemplateSettings(structures, None, None, listed), FEATURES, tmp_path / "model.ckpt")
     target = Target(ProteinSequence("new", "KTAYIAKERWL"), None)
-    templates, line = find_templates(source, target, 4)
-    assert templates.names == ("1abc_A",)
+    templates, (line,) = find_templates(source, target, 4)
+    assert templates[target.sequence].names == ("1abc_A",)
     assert line.endswith("the best 1 are used: 1abc_A")
     listed.write_text("1abc_A\n9abc_A\n")
     with pytest.raises(UserError, match="9abc"):

@@ -135,8 +135,6 @@ CHAINS, COMPLEXES = ModelConfig(), ModelConfig(arrangement="multimer")
     ("model", "setting", "given"),
     [
         (COMPLEXES, "store", {"store": "s3://x/y"}),
-        (COMPLEXES, "template_chains", {"template_chains": ["1abc_A"]}),
-        (COMPLEXES, "template_max_identity", {"template_max_identity": 0.5}),
         (COMPLEXES, "sampling", {"sampling": "alphafold2"}),
         (COMPLEXES, "filters.max_resolution", {"filters": FilterConfig(max_resolution=3.0)}),
         (COMPLEXES, "distillation.store", {"distillation": DistillationConfig(store="x")}),

@@ -6,16 +6,19 @@ are its hits, and no date limits them, because the user's list does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from evodsp.data.formats.mmcif import read_header
 from evodsp.data.records import ProteinSequence
 from evodsp.data.similarity.pairs import MOST_CELLS, Words, identity, paired, plain, score
 from evodsp.data.sources.layout import split_key
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError
 
 MOST_HITS = 20
 """Number of hits of a query, as many as AF2 keeps templates of a search."""
@@ -79,6 +82,27 @@ class TemplateChains:
     def __getstate__(self) -> dict[str, object]:
         """Worker processes list sequences and words themselves: sending them takes longer."""
         return {"sequences": self.sequences, "max_identity": self.max_identity}
+
+
+def listed_chains(structures: StructureFolder, names: Iterable[str]) -> dict[str, str]:
+    """The chains of a list in which an entry with several chains stands for all of them, and their sequences.
+
+    The sequence of a name that is a chain's, or an entry's that has one chain or cannot be read, is ''.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        chain_id = split_key(name)[1]
+        own = {} if chain_id else _sequences_of(structures, name)
+        found |= {f"{name}_{one}": letters for one, letters in own.items()} if len(own) > 1 else {name: ""}
+    return found
+
+
+def _sequences_of(structures: StructureFolder, entry: str) -> dict[str, str]:
+    """The sequence of each chain of an entry; none if its file is missing or broken."""
+    try:
+        return read_header(structures.file_of(entry)).sequences
+    except (UserError, OSError):
+        return {}
 
 
 def _entry(key: str) -> str:
