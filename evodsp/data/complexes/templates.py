@@ -31,7 +31,7 @@ def find_templates(source: TemplateSource, parsed: ParsedComplex) -> dict[str, F
     found = {}
     for letters, own in names.items():
         # A sequence is one of the chains that serve as templates if any of its copies is.
-        name = next((name for name in (*own, entry) if source.lists(name)), own[0])
+        name = next((name for name in own if source.lists(name)), own[0])
         hits = list(parsed.hits.get(letters, ()))
         found[letters] = source.find(hits, ProteinSequence(name, letters), released, entry)
     return found

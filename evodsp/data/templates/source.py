@@ -78,7 +78,7 @@ class TemplateSource:
 
     def lists(self, name: str) -> bool:
         """Whether the chain of this name is one of those that serve as templates."""
-        return self.chains is not None and name in self.chains.sequences
+        return self.chains is not None and self.chains.lists(name)
 
     @classmethod
     def open(
