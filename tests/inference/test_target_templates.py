@@ -19,15 +19,17 @@ from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.chain_folder import read_alignment_dir
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import TemplateSettings
-from evodsp.inference.target_templates import find_templates, template_source
+from evodsp.inference.target_templates import find_templates, template_digest, template_source
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.command_lines import last_options
+from tests.builders.templates import random_templates
 from tests.builders.training_chains import SEQUENCES, write_chain
 
 from .test_ptm_model import PTM
@@ -206,6 +208,17 @@ def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, 
     chain = read_chain(tmp_path / "out" / NAME / "seed_0.cif", "A")
     present = chain.mask > 0
     np.testing.assert_allclose(chain.positions[present], output.structure.positions[0].numpy()[present], atol=2e-3)
+
+
+def test_the_fingerprint_covers_templates_of_all_chains() -> None:
+    """Catches a result that is kept although the structure of a template of another chain has changed."""
+    first, second = random_templates(2, 4), random_templates(1, 5)
+    moved = replace(second, positions=second.positions + 1)
+    digest = template_digest({"AAAA": first, "CCCCC": second})
+    assert digest != template_digest({"AAAA": first, "CCCCC": moved})
+    assert digest != template_digest({"AAAA": first})
+    none = {letters: TemplateFeatures.none(len(letters)) for letters in ("AAAA", "CCCCC")}
+    assert template_digest(none) == ""
 
 
 def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
