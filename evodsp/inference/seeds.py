@@ -81,8 +81,8 @@ def predict_seeds(
     rows = 0 if msa is None else sum(map(len, msa.alignments))  # the first rank alone reads, and writes the files
     report(f"  {'' if msa is None else msa.line}, {time.perf_counter() - start:.1f} s")
     if model.config.templates.enabled:
-        for line in job.templates_lines:
-            report(f"  {line}")
+        for said in job.templates_lines:
+            report(f"  {said}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
