@@ -1,4 +1,4 @@
-"""DeepMind's side of the comparison of paired and merged MSAs, on the arrays of one .npz file, its outputs to another.
+"""DeepMind's side of the comparison of MSAs and templates of complexes, on the arrays of one .npz file, its outputs to another.
 
     .venv-parity/bin/python scripts/parity/alphafold_pairing_side.py SUBJECT.npz RESULT.npz
 

@@ -2,8 +2,6 @@
 
 Chains with one sequence have the same templates. Template k of a complex is template k of each chain, side by side. It does not
 tell how the chains lie to each other, and the model does not compare its positions across chains.
-
-Shapes: R residues of all chains.
 """
 
 from __future__ import annotations
