@@ -4,7 +4,8 @@
 
 Both sides get the same random MSAs of a few complexes (names of rows, letters, deletions) and the same templates of their
 chains. Species, pairs, order of chains, letters, deletions, masks, numbers of residues and templates must be equal. The exit
-code is 1 if one differs, and 2 if the other side could not run. `alphafold_pairing_side.py` lists the changes to DeepMind's code.
+code is 1 if one differs, and 2 if the other side could not run. `alphafold_pairing_side.py` lists the changes to DeepMind's
+code.
 """
 
 from __future__ import annotations
