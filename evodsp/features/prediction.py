@@ -53,14 +53,20 @@ def prediction_sample(
     return {name: values[0, :, :found] if name in TEMPLATE_AXES else values[0] for name, values in features.items()}
 
 
-def complex_sample(merged: MergedMsa, config: FeatureConfig, seed: int, ensembles: int = 1) -> Sample:
+def complex_sample(
+    merged: MergedMsa,
+    config: FeatureConfig,
+    seed: int,
+    templates: TemplateFeatures | None = None,
+    ensembles: int = 1,
+) -> Sample:
     """Features of a whole complex for prediction, as `prediction_sample` makes those of a chain.
 
-    All of the `max_templates` templates are absent, but there: AlphaFold-Multimer's model takes the mean over its templates,
-    and has no mask of them.
+    There are always `max_templates` templates, the last ones absent: AlphaFold-Multimer's model takes the mean over its
+    templates, and has no mask of them.
     """
     sets, whole = (config.recycles + 1) * ensembles, replace(config, crop_size=None)
-    raw = complex_features(merged, whole, _draws(seed), sets, piece(0, merged.msa.shape[1]))
+    raw = complex_features(merged, whole, _draws(seed), sets, piece(0, merged.msa.shape[1]), templates)
     return {name: values[0] for name, values in _features(raw, whole).items()}
 
 

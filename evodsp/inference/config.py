@@ -138,7 +138,8 @@ class PredictConfig:
     """The PDB's obsolete.dat, which names the replacements of withdrawn entries among the template hits."""
     template_chains: Path | None = None
     """Text file of the chains in `templates` that serve as templates, one name a line, as data.template_chains of the training
-    run. The best are found by alignment. null: template hits are read from search results."""
+    run; an entry stands for all of its chains. The best are found by alignment. null: template hits are read from search
+    results."""
     seeds: int = 1
     """Number of predictions per record; each draws its own MSA clusters and masks."""
     first_seed: int = 0

@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 from evodsp.config import FeatureConfig
-from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PassSettings
 from evodsp.inference.models import SIZES
@@ -36,7 +35,8 @@ from evodsp.inference.results import (
     stem,
 )
 from evodsp.inference.structure_files import Origin, structure_text
-from evodsp.inference.targets import Target, template_digest
+from evodsp.inference.target_templates import Templates, template_digest, template_names
+from evodsp.inference.targets import Target
 
 NUMERICS = 1
 """Raised when a version of evodsp computes other numbers from the same inputs, beyond rounding: its results do not mix."""
@@ -194,12 +194,12 @@ def result_settings(
     features: FeatureConfig,
     target: Target,
     checkpoint: str,
-    templates: TemplateFeatures,
+    templates: Templates,
 ) -> dict[str, Any]:
     """Everything that the numbers of a seed depend on. An earlier result is kept only if every entry is equal.
 
     `raw`: whether the weights are the raw ones. `checkpoint`: the fingerprint of its file. `templates`: the templates in
-    use, best first.
+    use.
     """
     return {
         "numerics": NUMERICS,
@@ -210,7 +210,7 @@ def result_settings(
         **{name: getattr(features, name) for name in SIZES},
         "ensembles": passes.ensembles,
         "stop_tolerance": passes.stop_tolerance or None,
-        "templates": list(templates.names),
+        "templates": template_names(target, templates),
         "templates_digest": template_digest(templates),
         # None for the default: earlier versions, which had no other, wrote no entry.
         "precision": passes.precision if passes.half else None,

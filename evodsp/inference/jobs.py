@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from evodsp.config import ArrangementName, FeatureConfig
-from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, memory_errors
@@ -35,7 +34,8 @@ from evodsp.inference.run_log import LOG
 from evodsp.inference.search import SEARCHED, with_searched
 from evodsp.inference.target_msas import TargetMsa
 from evodsp.inference.target_readers import READERS
-from evodsp.inference.targets import Target, find_targets, find_templates, takes_no_templates, template_source
+from evodsp.inference.target_templates import Templates, find_templates, takes_no_templates, template_source
+from evodsp.inference.targets import Target, find_targets
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.output import check_output_folder
@@ -53,9 +53,9 @@ class Job:
     """One target, with everything that its prediction needs besides the alignments and the model."""
 
     target: Target
-    templates: TemplateFeatures
-    """The templates in use, best first."""
-    templates_line: str
+    templates: Templates
+    """The templates in use."""
+    templates_lines: tuple[str, ...]
     templates_seconds: float
     """Seconds spent on finding the templates."""
     settings: dict[str, Any]
@@ -142,21 +142,12 @@ def read_inputs_and_models(config: PredictConfig) -> RunInputs:
         )
         for model in find_models(_model_files(config))
     ]
-    for model, trained in models:
+    for _, trained in models:
         feature_config(config.sizes, trained)  # checks the sizes
-        _check_templates(config, model)
     failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
     targets = [target for target in targets if target.query.name not in _OURS]
     targets, unfound = with_searched(targets, config.output, config.msa_server, config.msa_server_limits)
     return RunInputs(targets, [*failures, *unfound], models)
-
-
-def _check_templates(config: PredictConfig, model: NamedModel) -> None:
-    if config.templates is not None and not READERS[model.arrangement].reads_templates:
-        raise UserError(
-            f"--templates is {config.templates}, but {model.path} is a multimer model, for which templates are not read yet; "
-            "leave --templates out"
-        )
 
 
 def _check_name(target: Target) -> None:
@@ -249,7 +240,7 @@ def _jobs(
         assert sources is not None, "only rank 0 reads"
         (source,) = sources
         start = time.perf_counter()
-        templates, line = find_templates(source, target, features.max_templates)
+        templates, lines = find_templates(source, target, features.max_templates)
         seconds = time.perf_counter() - start
         settings = result_settings(config.passes, config.raw, features, target, model.digest, templates)
         stored = find_earlier(config.output / target.query.name, settings, config.overwrite, model.name, names)
@@ -259,7 +250,7 @@ def _jobs(
             check(target)
         kept = stored is not None and stored.has_all(wanted, config.format, config.pae_in_cif)
         called = model.name if stored is None else stored.model
-        return Job(target, templates, line, seconds, settings, stored, missing, kept, called, model.arrangement)
+        return Job(target, templates, lines, seconds, settings, stored, missing, kept, called, model.arrangement)
 
     def job_or_failure(target: Target) -> Job | RecordFailure:
         try:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
 from evodsp.data.samples.dataset import collate
-from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import memory_entries, memory_errors
@@ -30,6 +29,7 @@ from evodsp.inference.passes import SeedRun, block_progress, run_passes, structu
 from evodsp.inference.run_log import Report
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.target_msas import TargetMsa
+from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
@@ -81,7 +81,8 @@ def predict_seeds(
     rows = 0 if msa is None else sum(map(len, msa.alignments))  # the first rank alone reads, and writes the files
     report(f"  {'' if msa is None else msa.line}, {time.perf_counter() - start:.1f} s")
     if model.config.templates.enabled:
-        report(f"  {job.templates_line}")
+        for said in job.templates_lines:
+            report(f"  {said}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -167,7 +168,7 @@ def _features(
     msa: TargetMsa | None,
     features: FeatureConfig,
     seed: int,
-    templates: TemplateFeatures,
+    templates: Templates,
     ensembles: int,
 ) -> dict[str, torch.Tensor]:
     with memory_errors(target.query.name, len(target.query), torch.device("cpu")):

@@ -13,13 +13,14 @@ from evodsp.data.complexes.entities import columns_of
 from evodsp.data.complexes.merging import ChainMsas, MergedMsa, merge
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.complexes.source import msa_of, pairing_msa
+from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.formats import parse_complex_a3m
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.samples.dataset import Sample
 from evodsp.data.sources.msa import MsaFeatures
-from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.prediction import complex_sample, prediction_sample
 from evodsp.inference.run_log import counted
+from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
 
 
@@ -42,9 +43,10 @@ class ChainMsa:
         rows = counted(sum(map(len, self.alignments)), "sequence")
         return f"read {rows} in {counted(len(self.alignments), 'alignment')}"
 
-    def sample(self, features: FeatureConfig, seed: int, templates: TemplateFeatures, ensembles: int) -> Sample:
+    def sample(self, features: FeatureConfig, seed: int, templates: Templates, ensembles: int) -> Sample:
         """The features of a seed."""
-        return prediction_sample(self.query, [*self.alignments], features, seed, templates, ensembles)
+        own = templates[self.query.letters]
+        return prediction_sample(self.query, [*self.alignments], features, seed, own, ensembles)
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ class ComplexMsa:
         paired = max(0, int((self.merged.block == 0).sum()) - 1)  # without the queries
         return f"{counted(len(self.merged.msa), 'row')} in the MSA of all chains, {paired:,} of them paired"
 
-    def sample(self, features: FeatureConfig, seed: int, templates: TemplateFeatures, ensembles: int) -> Sample:
-        """The features of a seed. Templates of complexes are not read: all that the model expects are absent."""
-        return complex_sample(self.merged, features, seed, ensembles)
+    def sample(self, features: FeatureConfig, seed: int, templates: Templates, ensembles: int) -> Sample:
+        """The features of a seed."""
+        own = side_by_side(self.merged.entities, templates)
+        return complex_sample(self.merged, features, seed, own, ensembles)
 
 
 TargetMsa = ChainMsa | ComplexMsa

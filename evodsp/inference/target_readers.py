@@ -20,7 +20,6 @@ class TargetReader:
     """Raises UserError for a target that the model, of this file, does not take."""
     read: Callable[[Target], TargetMsa]
     """Reads the alignments of a target. Raises UserError if one is broken or of another sequence."""
-    reads_templates: bool
 
 
 def _check_single(target: Target, model: Path) -> None:
@@ -36,6 +35,6 @@ def _take_all(target: Target, model: Path) -> None:
 
 
 READERS: dict[ArrangementName, TargetReader] = {
-    "monomer": TargetReader(_check_single, ChainMsa.read, reads_templates=True),
-    "multimer": TargetReader(_take_all, ComplexMsa.read, reads_templates=False),
+    "monomer": TargetReader(_check_single, ChainMsa.read),
+    "multimer": TargetReader(_take_all, ComplexMsa.read),
 }

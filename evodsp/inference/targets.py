@@ -1,7 +1,7 @@
-"""The targets of a prediction: the records of the inputs, paired with their alignments and templates before a model is loaded.
+"""The targets of a prediction: the records of the inputs, paired with their alignments before a model is loaded.
 
 A record's alignments are a folder or a file of its name; a complex has those of its chains. A record without any is predicted
-from its sequence alone. Template hits are read from search results beside the alignments, and their structures from a folder.
+from its sequence alone.
 """
 
 from __future__ import annotations
@@ -12,36 +12,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from evodsp.config import FeatureConfig
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, PairingRule, files_for_pairing
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.samples.selection import chain_list
-from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_folder import (
     ALIGNMENT_SUFFIXES,
     ALIGNMENTS,
-    SEARCH_RESULTS,
     alignment_files,
     has_files,
     parse_alignments,
     read_alignment_dir,
-    search_result_files,
 )
 from evodsp.data.sources.query_check import matched_alignments
-from evodsp.data.sources.structures import KeptStructures
-from evodsp.data.templates.features import TemplateFeatures
-from evodsp.data.templates.source import FoundTemplates, TemplateSource
-from evodsp.data.templates.template_chains import TemplateChains
 from evodsp.errors import UserError, nearest
 from evodsp.inference.chains import chain_name
-from evodsp.inference.config import Pairing, TemplateSettings
+from evodsp.inference.config import Pairing
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import InputRecord, read_inputs
 from evodsp.packaged import where_packaged
 
 RULES: Mapping[Pairing, PairingRule | None] = MappingProxyType({"species": BY_SPECIES, "entry": BY_ENTRY, "none": None})
 """Which rows of different chains are paired, by the option --pairing."""
-_STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
 @dataclass(frozen=True)
@@ -230,85 +220,4 @@ def fingerprint(*files: tuple[str, str]) -> str:
     total = hashlib.blake2b(digest_size=16)
     for name, content in files:
         total.update(f"{name}\0{content}\0".encode())
-    return total.hexdigest()
-
-
-def template_source(settings: TemplateSettings, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
-    """The source of templates; None without --templates.
-
-    Raises UserError if the model takes no templates, the folder holds no structure, or a file is missing or broken.
-    """
-    folder = settings.folder
-    if folder is None:
-        return None
-    if features.max_templates == 0:
-        raise takes_no_templates(folder, checkpoint)
-    if folder.is_file():
-        raise UserError(f"{folder}: is a file, but --templates takes the folder of structures; give the folder")
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of template structures; check --templates")
-    if not any(path.name.endswith(_STRUCTURES) for path in folder.iterdir()):
-        raise UserError(
-            f"{folder}: no structure (<pdbid>.cif or .pdb, gzipped or not) in this folder; check --templates"
-        )
-    if settings.chains is not None:
-        return _template_chains(folder, settings.chains)
-    return TemplateSource.open(folder, settings.latest, settings.obsolete)
-
-
-def _template_chains(folder: Path, listed: Path) -> TemplateSource:
-    """The source of templates that are the listed chains of a folder. Raises UserError if one of them is not in it."""
-    structures, names = KeptStructures(folder), chain_list(str(listed))
-    for name in names:
-        structures.file_of(name)
-    letters = sequences(structures, names, {}, None, workers=1)
-    if unknown := [name for name, sequence in letters.items() if not sequence]:
-        structures.chain(unknown[0])  # says what is wrong with it
-        raise UserError(f"{listed}: chain '{unknown[0]}' in {folder} has no residues; leave it out")
-    return TemplateSource(structures, chains=TemplateChains(letters, max_identity=1.0))
-
-
-def takes_no_templates(folder: Path, checkpoint: Path) -> UserError:
-    """The error for --templates with a model that was trained without templates."""
-    return UserError(
-        f"{checkpoint}: its model takes no templates, but --templates is {folder}; "
-        "leave it out, or use a model with templates (of the published models, model_1 and model_2)"
-    )
-
-
-def find_templates(source: TemplateSource | None, target: Target, most: int) -> tuple[TemplateFeatures, str]:
-    """Up to `most` templates of the target, best first, and a line for the log that accounts for every hit.
-
-    Raises UserError, or FileFormatError with file and line, if a search result or a structure is broken or of another chain.
-    """
-    if source is None:
-        return TemplateFeatures.none(len(target.query)), "templates: none"
-    folder = target.folder
-    if not source.reads_hits:
-        found = source.find([], target.query)
-    elif folder is None:
-        return TemplateFeatures.none(len(target.query)), "templates: none; no folder with search results of this record"
-    elif not search_result_files(folder):
-        return (
-            TemplateFeatures.none(len(target.query)),
-            f"templates: none; no search result ({SEARCH_RESULTS}) in {folder}",
-        )
-    else:
-        found = source.find(folder, target.query)
-    used = found.features.select(slice(most))
-    return used, _line(found, used)
-
-
-def _line(found: FoundTemplates, used: TemplateFeatures) -> str:
-    taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
-    return f"templates: {found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
-
-
-def template_digest(templates: TemplateFeatures) -> str:
-    """A fingerprint of everything that the model reads of the templates; empty without templates."""
-    if not len(templates):
-        return ""
-    total = hashlib.blake2b(repr(templates.names).encode(), digest_size=16)
-    for values in (templates.aatype, templates.positions, templates.mask, templates.sum_probs):
-        total.update(values.tobytes())
     return total.hexdigest()

@@ -7,9 +7,9 @@ rank's shard of that axis; on one device it is the whole axis. z is on J.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -25,8 +25,8 @@ from evodsp.model.evoformer import PairStack
 from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 from evodsp.model.sharded import Made, Sharded, Update
 from evodsp.model.templates import (
+    AlignedStructures,
     TemplatePairStack,
-    Templates,
     TemplateTorsionEmbedder,
     backbone_mask,
     outer,
@@ -72,37 +72,14 @@ class ChainRelativePosition(Linear):
 
 
 @dataclass(frozen=True)
-class ChainTemplates:
-    """Structures of similar sequences, aligned to the chains of the query, each to one chain. Positions are in Å; absent atoms
-    are at zero. A template that is not there has no atoms.
-    """
+class ChainTemplates(AlignedStructures):
+    """Templates of a complex, each aligned to the chains one by one. A template that is not there has no atoms."""
 
-    aatype: Int[Tensor, "B T R"]
-    """Residue types, 20 unknown and 21 gap."""
-    positions: Float[Tensor, "B T R 37 3"]
-    atom_mask: Float[Tensor, "B T R 37"]
-    beta: Float[Tensor, "B T R 3"]
-    """CB positions, CA for glycine."""
-    beta_mask: Float[Tensor, "B T R"]
     chain: Int[Tensor, "B R"]
     """The number of each residue's chain."""
 
-    def only(self, number: int) -> ChainTemplates:
-        """One of the templates."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "chain"]
-        return dataclasses.replace(self, **{name: getattr(self, name)[:, number : number + 1] for name in names})
-
-    @classmethod
-    def from_features(cls, features: Mapping[str, Tensor]) -> ChainTemplates:
-        """The templates in processed features, whose axes are [batch, template, …]."""
-        return cls(
-            aatype=features["template_aatype"],
-            positions=features["template_all_atom_positions"],
-            atom_mask=features["template_all_atom_masks"],
-            beta=features["template_pseudo_beta"],
-            beta_mask=features["template_pseudo_beta_mask"],
-            chain=features["asym_id"],
-        )
+    FEATURES: ClassVar[Mapping[str, str]] = {**AlignedStructures.FEATURES, "chain": "asym_id"}
+    WHOLE: ClassVar[tuple[str, ...]] = ("chain",)
 
 
 class ChainTemplateStack(TemplatePairStack):
@@ -158,9 +135,9 @@ class ChainTemplateEmbedder(ShardedModule):
     def _one_after_another(self, pair: Sharded, templates: ChainTemplates) -> Update:
         """Embeds one template at a time, of which only the sum is kept."""
         count = templates.aatype.shape[1]
-        total = self.embedded(pair, templates.only(0), NO_DROPOUT)[:, 0]
+        total = self.embedded(pair, templates.only(slice(1)), NO_DROPOUT)[:, 0]
         for number in range(1, count):
-            total += self.embedded(pair, templates.only(number), NO_DROPOUT)[:, 0]
+            total += self.embedded(pair, templates.only(slice(number, number + 1)), NO_DROPOUT)[:, 0]
         width = total.shape[-1] + pair.x.shape[-1]
         return pair.update(lambda rows: self.output((rows / count).relu()), total, width=width)
 
@@ -216,7 +193,7 @@ class ChainTorsionEmbedder(TemplateTorsionEmbedder):
 
     @staticmethod
     @torch.no_grad()
-    def features(templates: Templates | ChainTemplates) -> Float[Tensor, "B T R 34"]:
+    def features(templates: AlignedStructures) -> Float[Tensor, "B T R 34"]:
         """Residue types, the sines and the cosines of chi1 to chi4, and which of these angles are defined."""
         aatype = templates.aatype.clamp(max=UNKNOWN)
         found = atom37_to_torsion_angles(aatype, templates.positions, templates.atom_mask)

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -40,7 +40,7 @@ TemplatePair = Float[Tensor, "N _ _ c_t"]
 
 
 @dataclass(frozen=True)
-class Templates:
+class AlignedStructures:
     """Structures of similar sequences, aligned to the query. Positions are in Å; absent atoms are at zero."""
 
     aatype: Int[Tensor, "B T R"]
@@ -50,24 +50,40 @@ class Templates:
     beta: Float[Tensor, "B T R 3"]
     """CB positions, CA for glycine."""
     beta_mask: Float[Tensor, "B T R"]
+
+    FEATURES: ClassVar[Mapping[str, str]] = {
+        "aatype": "template_aatype",
+        "positions": "template_all_atom_positions",
+        "atom_mask": "template_all_atom_masks",
+        "beta": "template_pseudo_beta",
+        "beta_mask": "template_pseudo_beta_mask",
+    }
+    """The processed feature of each field, [batch, template, …]."""
+    WHOLE: ClassVar[tuple[str, ...]] = ()
+    """The fields without an axis of templates."""
+
+    @classmethod
+    def from_features(cls: type[Aligned], features: Mapping[str, Tensor]) -> Aligned:
+        """The templates in AF2's processed features."""
+        return cls(**{name: features[feature] for name, feature in cls.FEATURES.items()})
+
+    def only(self: Aligned, some: slice) -> Aligned:
+        """Some of the templates."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in self.WHOLE]
+        return dataclasses.replace(self, **{name: getattr(self, name)[:, some] for name in names})
+
+
+Aligned = TypeVar("Aligned", bound=AlignedStructures)
+
+
+@dataclass(frozen=True)
+class Templates(AlignedStructures):
+    """Templates of a chain."""
+
     mask: Float[Tensor, "B T"]
     """0 for templates that only fill up the batch."""
 
-    def only(self, some: slice) -> Templates:
-        """Some of the templates."""
-        return Templates(**{field.name: getattr(self, field.name)[:, some] for field in dataclasses.fields(self)})
-
-    @classmethod
-    def from_features(cls, features: Mapping[str, Tensor]) -> Templates:
-        """The templates in AF2's processed features, whose axes are [batch, template, …]."""
-        return cls(
-            aatype=features["template_aatype"],
-            positions=features["template_all_atom_positions"],
-            atom_mask=features["template_all_atom_masks"],
-            beta=features["template_pseudo_beta"],
-            beta_mask=features["template_pseudo_beta_mask"],
-            mask=features["template_mask"],
-        )
+    FEATURES: ClassVar[Mapping[str, str]] = {**AlignedStructures.FEATURES, "mask": "template_mask"}
 
 
 class TemplatePairBlock(Budgeted):
@@ -305,7 +321,7 @@ class TemplateTorsionEmbedder(nn.Module):
 
 
 @torch.no_grad()
-def template_torsion_features(templates: Templates) -> Float[Tensor, "B T R 57"]:
+def template_torsion_features(templates: AlignedStructures) -> Float[Tensor, "B T R 57"]:
     """Residue types, seven torsion angles as (sin, cos), the same in alternative naming, and which are defined.
 
     AF2 does NOT mask angles whose atoms are partly absent. Its network has learnt the values that result from atoms at the

@@ -27,10 +27,10 @@ from evodsp.data.samples.selection import Lacking, Presence, Selected, Selection
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.structures import KeptStructures
+from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
-from evodsp.data.templates.template_chains import TemplateChains
+from evodsp.data.templates.template_chains import TemplateChains, listed_chains
 from evodsp.errors import UserError, nearest
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
@@ -81,7 +81,7 @@ class Chains:
         """Samples of these chains. The arguments are those of `RecordDataset` and `load_record`."""
         common = keys, config, seed, training, batch_group, cache_bytes
         if isinstance(self.store, ComplexFiles):
-            return ComplexDataset(self.store, *common, choice=choice, assumed_resolution=assumed_resolution)
+            return ComplexDataset(self.store, *common, self.templates, choice, assumed_resolution)
         return ChainDataset(
             self.store,
             *common,
@@ -153,10 +153,12 @@ def _open(config: DataConfig) -> _Opened:
 
 
 def _open_complexes(config: DataConfig) -> _Opened:
-    """The source of complexes. Raises UserError that names the setting of a folder that is not there."""
+    """The sources of complexes and of their templates. Raises UserError that names the setting."""
     _check_folders(config)
     rule = {"species": BY_SPECIES, "entry": BY_ENTRY}[config.pairing]
-    return ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule), None, None
+    files = ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule)
+    # Chains that share a sequence have alignments once, so their structures tell the sequences of those that are listed.
+    return files, _template_source(config, StructureFolder(config.structure_dir)), None
 
 
 _OPEN: dict[ArrangementName, Callable[[DataConfig], _Opened]] = {"monomer": _open, "multimer": _open_complexes}
@@ -187,7 +189,10 @@ def _look_up(
     if len(distinct) <= MOST_CHAINS_READ:
         for key in (key for key in distinct if key not in quarantined):
             if isinstance(store, ComplexFiles):
-                read[key] = float(load_complex(store, key).labels["resolution"])
+                whole = load_complex(store, key, templates)
+                read[key] = float(whole.labels["resolution"])
+                for found in whole.templates.values():
+                    tell_first(f"templates of {found.log_line}")
                 continue
             record = load_record(store, key, templates)
             read[key] = float(record.labels["resolution"])
@@ -312,7 +317,7 @@ def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
     _check_folders(config)
     index = None if config.index is None else ChainIndex(config.index)
     files = ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index)
-    return files, _template_source(config, files)
+    return files, _template_source(config, files, index)
 
 
 def _check_folders(config: DataConfig) -> None:
@@ -327,8 +332,11 @@ def _check_folders(config: DataConfig) -> None:
             raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
 
 
-def _template_source(config: DataConfig, files: ChainFiles) -> TemplateSource | None:
-    """The source of templates; None if the settings name none. Raises UserError that names the setting."""
+def _template_source(
+    config: DataConfig, files: ChainFiles | StructureFolder, index: ChainIndex | None = None
+) -> TemplateSource | None:
+    """The source of templates; None if the settings name none. `files`: knows the sequences of chains. Raises UserError that
+    names the setting."""
     folder, latest, obsolete = config.template_structure_dir, config.max_template_date, config.obsolete
     if config.template_chains is not None:
         return _template_chains(config, files)
@@ -358,10 +366,10 @@ def _template_source(config: DataConfig, files: ChainFiles) -> TemplateSource | 
             f"data.obsolete is {obsolete}, which is not a file; download the PDB's obsolete.dat, or leave it out"
         )
     source = TemplateSource.open(folder, parse_latest_date("data.max_template_date", latest), obsolete)
-    return source if obsolete is not None or files.index is None else replace(source, obsolete=files.index.obsolete)
+    return source if obsolete is not None or index is None else replace(source, obsolete=index.obsolete)
 
 
-def _template_chains(config: DataConfig, files: ChainFiles) -> TemplateSource:
+def _template_chains(config: DataConfig, files: ChainFiles | StructureFolder) -> TemplateSource:
     """The source of templates that are chains of `structure_dir`. Raises UserError that names the setting."""
     assert config.template_chains is not None
     for name in ("template_structure_dir", "max_template_date", "obsolete"):
@@ -374,10 +382,10 @@ def _template_chains(config: DataConfig, files: ChainFiles) -> TemplateSource:
             "data.template_chains is given, but data.train.max_templates and data.validation.max_templates are 0; "
             "set them (AlphaFold2: 4), or leave template_chains out"
         )
-    listed = chain_list(config.template_chains)
     structures = KeptStructures(config.structure_dir)
+    listed = listed_chains(structures, chain_list(config.template_chains))
     present = [key for key in listed if structures.has_structure(key)]
-    letters = sequences(files, present, {}, config.chain_data_cache, workers=1)
+    letters = sequences(files, present, listed, config.chain_data_cache, workers=1)
     known = {key: sequence for key, sequence in letters.items() if sequence}
     if not known:
         raise UserError(

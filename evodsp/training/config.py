@@ -190,7 +190,8 @@ class DataConfig:
     """The PDB's obsolete.dat, which names the entries that replace withdrawn templates; null takes those of the index."""
     template_chains: str | list[str] | None = None
     """Chains of structure_dir that serve as templates, in place of template_structure_dir: usually the training chains, in the
-    form of train_chains. The best are found by alignment, without a search program and without regard to dates."""
+    form of train_chains. The best are found by alignment, without a search program and without regard to dates. An entry
+    stands for all of its chains."""
     template_max_identity: float = 0.7
     """A chain that is itself in template_chains gets no template of its entry, and none with a larger share of identical
     residues. Set it to the highest identity of held-out chains with training chains, which `evodsp data doctor` says:
@@ -253,8 +254,7 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
 
 
 _OF_CHAINS = (
-    "data.store", "data.index", "data.chain_data_cache", "data.filters", "data.sampling", "data.distillation", "data.template_",
-    "data.max_template_date", "data.obsolete",
+    "data.store", "data.index", "data.chain_data_cache", "data.filters", "data.sampling", "data.distillation",
 )  # fmt: skip
 _OF_COMPLEXES = (
     "data.assembly",

@@ -1,4 +1,4 @@
-"""DeepMind's side of the comparison of paired and merged MSAs, on the arrays of one .npz file, its outputs to another.
+"""DeepMind's side of the comparison of MSAs and templates of complexes, on the arrays of one .npz file, its outputs to another.
 
     .venv-parity/bin/python scripts/parity/alphafold_pairing_side.py SUBJECT.npz RESULT.npz
 
@@ -47,6 +47,9 @@ MERGED = (
     "entity_id",
     "sym_id",
     "residue_index",
+    "template_aatype",
+    "template_all_atom_positions",
+    "template_all_atom_mask",
 )
 
 
@@ -84,6 +87,7 @@ def features_of(case: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str
             "num_alignments": np.asarray(len(part["msa"]), np.int32),
             "msa": TO_HHBLITS[part["msa"]].astype(np.int32),
             "deletion_matrix_int": part["deletions"],
+            **templates_of(arrays, f"{case['name']}|{first}|template_", chain["name"]),
         }
         if len(set(sequences)) > 1:
             features[chain["name"]] |= {
@@ -92,6 +96,24 @@ def features_of(case: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str
                 "msa_species_identifiers_all_seq": species_of(case["chains"][first]["descriptions"]),
             }
     return features
+
+
+def templates_of(arrays: dict[str, np.ndarray], prefix: str, chain: str) -> dict[str, np.ndarray]:
+    """The templates of a chain, as DeepMind's search for templates makes them and its pipeline of complexes converts them.
+
+    A search that finds none makes one template of zeros.
+    """
+    letters, atoms = TO_HHBLITS[arrays[f"{prefix}aatype"]], arrays[f"{prefix}mask"]
+    raw = {
+        "template_aatype": np.eye(22, dtype=np.float32)[letters],
+        "template_all_atom_positions": arrays[f"{prefix}positions"],
+        "template_all_atom_masks": atoms,
+    }
+    if not len(letters):
+        raw = {name: np.zeros((1, *values.shape[1:]), np.float32) for name, values in raw.items()}
+    found = pipeline_multimer.convert_monomer_features(raw, chain)
+    del found["auth_chain_id"]
+    return found
 
 
 def species_of(descriptions: list[str]) -> np.ndarray:

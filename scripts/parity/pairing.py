@@ -1,10 +1,11 @@
-"""Compare the paired and merged MSAs of complexes live with DeepMind's code of AlphaFold-Multimer.
+"""Compare the paired and merged MSAs of complexes, and their templates, live with DeepMind's code of AlphaFold-Multimer.
 
     .venv/bin/python -m scripts.parity.pairing --alphafold .venv-parity/bin/python [--seed 0]
 
-Both sides get the same random MSAs of a few complexes: names of rows, letters, deletions. Species, pairs, order of chains,
-letters, deletions, masks and numbers of residues must be equal. The exit code is 1 if one differs, and 2 if the other side
-could not run. `alphafold_pairing_side.py` lists the changes to DeepMind's code.
+Both sides get the same random MSAs of a few complexes (names of rows, letters, deletions) and the same templates of their
+chains. Species, pairs, order of chains, letters, deletions, masks, numbers of residues and templates must be equal. The exit
+code is 1 if one differs, and 2 if the other side could not run. `alphafold_pairing_side.py` lists the changes to DeepMind's
+code.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ from pathlib import Path
 
 import numpy as np
 
+from evodsp.config import FeatureConfig
 from evodsp.data.complexes.keys import uniprot_species
 from evodsp.data.complexes.merging import ChainMsas, merge
 from evodsp.data.complexes.pairing import PairingMsa, pair
+from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.records import ProteinSequence
+from evodsp.data.samples.complex_features import complex_features
+from evodsp.data.samples.crop import piece
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import GAP, decode
+from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, decode
+from evodsp.rng import Draws
 
 from .compare import other_side
 from .data import Results, compare
@@ -37,6 +44,12 @@ NAMES = (
     "tr|Q{row:05}_1|Q{row:05}_{species}/1-9 a description",
     "tr|Q{row:05}|Q{row:05}_{species}_12",
 )
+TEMPLATES = {
+    "template_aatype": "template_aatype",
+    "template_all_atom_positions": "template_all_atom_positions",
+    "template_all_atom_mask": "template_all_atom_masks",
+}
+"""Features of templates that are compared, by DeepMind's names."""
 OTHER_NAMES = ("UniRef100_A0A{row:07}/1-50", "tr|A0A1|A0A1_HUMAN", "sp|P12345|NAME_TOOLONG", "MGYP{row}", "")
 
 
@@ -53,6 +66,8 @@ class Protein:
     """Fraction of changed letters."""
     query: str = "query"
     """Name of the query in the MSA for pairing."""
+    templates: int = 0
+    """Number of its templates."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,8 @@ class Drawn:
     case: Case
     chains: list[ChainMsas] = field(default_factory=list)
     names: list[list[str]] = field(default_factory=list)
+    templates: dict[str, TemplateFeatures] = field(default_factory=dict)
+    """Those of each sequence."""
 
 
 def species(count: int, rows: int, prefix: str = "S") -> dict[str, int]:
@@ -80,9 +97,17 @@ def species(count: int, rows: int, prefix: str = "S") -> dict[str, int]:
 
 
 CASES = (
-    Case("two chains", "AB", {"A": Protein(species(30, 4)), "B": Protein(species(40, 5), length=9)}),
-    Case("A, B, B", "ABB", {"A": Protein(species(20, 3)), "B": Protein(species(30, 4) | species(9, 2, "B"), length=7)}),
-    Case("A, A", "AA", {"A": Protein(species(20, 3))}),
+    Case(
+        "two chains",
+        "AB",
+        {"A": Protein(species(30, 4), templates=2), "B": Protein(species(40, 5), length=9, templates=6)},
+    ),
+    Case(
+        "A, B, B",
+        "ABB",
+        {"A": Protein(species(20, 3)), "B": Protein(species(30, 4) | species(9, 2, "B"), length=7, templates=1)},
+    ),
+    Case("A, A", "AA", {"A": Protein(species(20, 3), templates=4)}),
     Case("one chain", "A", {"A": Protein(species(20, 3))}),
     Case("many rows of A, A", "AA", {"A": Protein(species(20, 3), unpaired=70)}, most_rows=32),
     Case("no shared species", "AB", {"A": Protein(species(9, 3, "A")), "B": Protein(species(9, 3, "B"))}),
@@ -107,7 +132,7 @@ CASES = (
     Case(
         "chains regrouped",
         "BACBA",
-        {k: Protein(species(25, 4) | species(9, 2, k), length=ord(k) % 7 + 5) for k in "ABC"},
+        {k: Protein(species(25, 4) | species(9, 2, k), length=ord(k) % 7 + 5, templates=ord(k) % 5) for k in "ABC"},
     ),
     Case("products wrap", "ABABABABABABABABABAB", {k: Protein(species(60, 3)) for k in "AB"}),
     Case(
@@ -142,7 +167,20 @@ def draw(case: Case, rng: np.random.Generator) -> Drawn:
         sequence, features, pairing, names = of_protein[key]
         drawn.chains.append(ChainMsas(ProteinSequence(f"chain{place}", sequence), features, pairing))
         drawn.names.append(names)
+    for key in dict.fromkeys(case.chains):
+        sequence = of_protein[key][0]
+        drawn.templates[sequence] = _templates(case.proteins[key].templates, len(sequence), rng)
     return drawn
+
+
+def _templates(count: int, length: int, rng: np.random.Generator) -> TemplateFeatures:
+    """Random templates, some of whose residues are gaps or unknown."""
+    aatype = rng.integers(0, LETTERS_WITH_GAP, (count, length)).astype(np.int8)
+    mask = ((rng.random((count, length, 37)) < 0.8) & (aatype != GAP)[..., None]).astype(np.float32)
+    positions = rng.normal(size=(count, length, 37, 3)).astype(np.float32) * mask[..., None]
+    return TemplateFeatures(
+        tuple(f"{k}abc_A" for k in range(count)), aatype, positions, mask, np.zeros(count, np.float32)
+    )
 
 
 def _rows(query: np.ndarray, count: int, changed: float, rng: np.random.Generator) -> np.ndarray:
@@ -175,6 +213,10 @@ def results_of(drawn: Drawn) -> Results:
         copies = [len(entity.members) for entity in merged.entities]
         rows = pair([drawn.chains[entity.members[0]].to_pair() for entity in merged.entities], copies)
         results["pairs"] = np.repeat(rows, copies, axis=1)
+    config = FeatureConfig(crop_size=None, msa_clusters=5, extra_msa=1, max_templates=4)
+    templates = side_by_side(merged.entities, drawn.templates)
+    sample = complex_features(merged, config, Draws.root(0), 1, piece(0, merged.msa.shape[1]), templates)
+    results |= {name: sample[of_sample][0] for name, of_sample in TEMPLATES.items()}
     return {f"{name}|{drawn.case.name}": values for name, values in results.items()}
 
 
@@ -190,6 +232,9 @@ def subject_of(complexes: list[Drawn]) -> dict[str, np.ndarray]:
             for prefix, part in parts.items():
                 arrays[f"{drawn.case.name}|{place}|{prefix}msa"] = part.msa
                 arrays[f"{drawn.case.name}|{place}|{prefix}deletions"] = part.deletions
+            own = drawn.templates[chain.query.letters]
+            for name in ("aatype", "positions", "mask"):
+                arrays[f"{drawn.case.name}|{place}|template_{name}"] = getattr(own, name)
     return {"cases": np.array(json.dumps(cases)), **arrays}
 
 

@@ -42,3 +42,15 @@ def write_complex(folder: Path, places: str = "ABC", apart: float = 40.0) -> tup
         )
         (own / "uniprot_hits.a3m").write_text(f">1abc_{name}\n{letters}\n>{rows}\n{letters[:-1]}W\n")
     return alignments, structures
+
+
+def write_shortened(folder: Path, entry: str, left_out: int) -> None:
+    """Write the structure 1abc as another entry, without this number of residues at the beginning of each chain."""
+    structure = gemmi.read_structure(str(folder / "1abc.cif"))
+    for chain in structure[0]:
+        for _ in range(left_out):
+            del chain[0]
+    for entity in structure.entities:
+        entity.full_sequence = entity.full_sequence[left_out:]
+    structure.assign_label_seq_id(True)
+    structure.make_mmcif_document().write_file(str(folder / f"{entry}.cif"))

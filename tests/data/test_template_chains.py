@@ -52,6 +52,12 @@ def test_near_copies_are_kept_from_the_listed_chains_alone() -> None:
     assert names(TemplateChains({**CHAINS, "7abc_A": QUERY}, 0.79), "8abc_A")[0] == "1abc_A"
 
 
+def test_an_entry_is_its_only_chain() -> None:
+    """Catches near copies as templates of a training chain whose name is that of its entry."""
+    assert names(TemplateChains(CHAINS, 0.95), "2abc", CHAINS["2abc_A"])[0] != "1abc_A"
+    assert names(TemplateChains(CHAINS, 0.95), "9abc", CHAINS["2abc_A"])[0] == "2abc_A"
+
+
 def test_of_a_long_list_the_likeliest_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a list of 100,000 chains that is aligned whole for every sample, and the wrong ones left out."""
     aligned: list[str] = []

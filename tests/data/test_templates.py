@@ -155,6 +155,19 @@ def test_hits_of_hmmsearch():
     np.testing.assert_allclose(found.positions[0, 2:6, CA, 0] / np.float32(3.8), [2, 3, 6, 7], atol=1e-5)
 
 
+def test_copies_that_hmmsearch_found_are_one_template():
+    """Catches four slots with one structure, hits of HHsearch that are compared, and a hit without atoms that hides others."""
+    keys = ("1abc_A", "1abc_B", "2abc_A", "3abc_A")
+    letters = {"3abc_A": LETTERS[:8] + "W" + LETTERS[9:]}
+    chains = [straight_chain(letters.get(key, LETTERS), key) for key in keys]
+    empty = replace(chains[0], mask=np.zeros_like(chains[0].mask))
+    for score, expected in ((None, ("1abc_B", "3abc_A")), (10.0, keys[1:])):
+        hits = [make_hit(LETTERS, letters.get(key, LETTERS), key=key, score=score) for key in keys]
+        found, rejected = template_features(QUERY, hits, MemoryStructures(empty, *chains[1:]))
+        assert found.names == expected
+        assert rejected[TemplateRejection.NO_ATOMS] == ("1abc_A",)
+
+
 def test_realigned_where_the_structure_lacks_residues():
     """Catches atoms of the wrong residues if the file's sequence lacks a loop or has other letters."""
     theirs = "GS" + LETTERS[:10] + LETTERS[12:20].replace("F", "Y", 1) + LETTERS[20:] + "HHH"

@@ -18,6 +18,7 @@ import torch
 
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig, as_multimer
 from evodsp.data.complexes.merging import ChainMsas, merge
+from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
@@ -37,6 +38,7 @@ from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import PredictionResult, _read_chains, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure, structure_text
+from evodsp.inference.target_templates import find_templates, template_source
 from evodsp.inference.targets import Target, find_targets
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights, compute_contacts, compute_pae
@@ -45,6 +47,7 @@ from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
+from tests.builders.training_chains import write_chain
 from tests.ranks import RankPool
 
 from .conftest import OTHER, QUERY, TRAINED, write_alignment
@@ -235,8 +238,6 @@ def test_a_single_chain_is_a_complex_of_one(tmp_path: Path, multimer: Path) -> N
     assert not (result.folder / "ranking_debug.json").exists()
     assert "iptm" not in read_json(result.folder / "seed_0_scores.json")
     assert "pairing" not in read_json(result.folder / "ranking.json")["settings"]
-    with pytest.raises(UserError, match="multimer model, for which templates are not read yet; leave --templates out"):
-        predict(replace(config, templates=tmp_path), silent)
 
 
 def test_results_of_complexes_are_kept(tmp_path: Path, multimer: Path) -> None:
@@ -255,11 +256,68 @@ def test_results_of_complexes_are_kept(tmp_path: Path, multimer: Path) -> None:
         predict(settings(tmp_path, multimer, f">two\n{QUERY}:{OTHER}\n", pairing="none"), silent)
 
 
+def with_templates(root: Path) -> dict[str, Any]:
+    """Options with templates: two structures like chains A and C, one like B."""
+    for key, letters in {"1abc_A": QUERY[2:-1], "2abc_A": QUERY[4:], "3abc_B": OTHER[:4] + "A" + OTHER[5:]}.items():
+        write_chain(root, key, letters.replace("X", "A"))
+    (root / "train.txt").write_text("1abc\n2abc_A\n3abc_B\n")
+    return {"templates": root / "mmcif_files", "template_chains": root / "train.txt"}
+
+
+def test_templates_of_chains_reach_the_model(tmp_path: Path, multimer: Path) -> None:
+    """Catches templates of complexes that are not used, or are those of another chain; and a log or a result without them."""
+    lines: list[str] = []
+    config = settings(tmp_path, multimer, f">trimer\n{':'.join(LETTERS)}\n", **with_templates(tmp_path))
+    (result,) = predict(config, lines.append)
+    said = [line for line in lines if "templates of" in line]
+    assert [line.partition(":")[0] for line in said] == ["  templates of trimer_A", "  templates of trimer_B"]
+    assert said[0].endswith("; the best 2 are used: 1abc_A, 2abc_A")
+    assert said[1].endswith("; the best 2 are used: 3abc_B, 2abc_A")
+    made = read_json(result.folder / "ranking.json")["settings"]
+    assert made["templates"] == ["A:1abc_A", "A:2abc_A", "B:3abc_B", "B:2abc_A"]
+
+    queries = [ProteinSequence(f"trimer_{name}", letters) for name, letters in zip("ABC", LETTERS, strict=True)]
+    merged = merge([ChainMsas(one, query_only(encode(one.letters))) for one in queries])
+    features = replace(SIZES, recycles=0, msa_clusters=6, extra_msa=4)
+    source = template_source(config.template_settings, features, multimer)
+    ((target,), _) = find_targets(config.inputs, None)
+    found, _ = find_templates(source, target, 2)
+    batch = collate([complex_sample(merged, features, 0, side_by_side(merged.entities, found))])
+    assert batch["template_all_atom_masks"][0, 0, 0].amax(-1).sum() == 2 * 19 + 10
+    with torch.no_grad():
+        output = load_model(multimer)(batch)
+    chains = read_structure(result.structure(0)).chains
+    for name, number in (("A", 1), ("B", 3), ("C", 2)):
+        own = output.structure.positions[0, batch["asym_id"][0, 0] == number].numpy()
+        present = chains[name].mask > 0
+        np.testing.assert_allclose(chains[name].positions[present], own[present], atol=1e-3)
+    with pytest.raises(UserError, match=r"holds results of another run \(templates: "):
+        predict(replace(config, templates=None, template_chains=None), silent)
+
+
+def test_chains_whose_templates_cannot_be_read(tmp_path: Path, multimer: Path) -> None:
+    """Catches a chain without a search that ends the run, and a truncated search that is read as one with fewer hits."""
+    folder = tmp_path / "alignments" / "two_A"
+    write_alignment(folder, QUERY)
+    with_templates(tmp_path)
+    text = f"# STOCKHOLM 1.0\n2abc_A/1-18  ----{QUERY[4:]}\n//\n"
+    (folder / "hmm_output.sto").write_text(text)
+    options = {"alignments": tmp_path / "alignments", "templates": tmp_path / "mmcif_files"}
+    config = settings(tmp_path, multimer, f">two\n{QUERY}:{OTHER}\n", **options)
+    lines: list[str] = []
+    (result,) = predict(config, lines.append)
+    assert read_json(result.folder / "ranking.json")["settings"]["templates"] == ["A:2abc_A"]
+    assert "  templates of two_B: none; no folder with search results of this record" in lines
+    (folder / "hmm_output.sto").write_text(text.removesuffix("//\n"))
+    with pytest.raises(UserError, match=r"two_A/hmm_output\.sto:2: no '//' at the end"):
+        predict(replace(config, output=tmp_path / "other"), silent)
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.verify), 3])
 def test_several_ranks_predict_what_one_does(tmp_path: Path, multimer: Path, pool: RankPool, ranks: int) -> None:
     """Catches scores of one rank's rows only, and ranks that disagree about the passes or the order of the chains."""
     write_alignment(tmp_path / "alignments" / "x_A", QUERY)
-    options = {"recycles": 4, "stop_tolerance": 1e3, "alignments": tmp_path / "alignments"}
+    options = {"recycles": 4, "stop_tolerance": 1e3, "alignments": tmp_path / "alignments", **with_templates(tmp_path)}
     single = settings(tmp_path, multimer, f">x\n{':'.join(LETTERS)}\n", **options)
     (one,) = predict(single, silent)
     config = replace(single, output=tmp_path / "sharded", parallel=SequenceConfig(ranks))

@@ -19,14 +19,17 @@ from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.chain_folder import read_alignment_dir
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import TemplateSettings
-from evodsp.inference.targets import Target, find_templates, template_source
+from evodsp.inference.target_templates import find_templates, template_digest, template_source
+from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.command_lines import last_options
+from tests.builders.templates import random_templates
 from tests.builders.training_chains import SEQUENCES, write_chain
 
 from .test_ptm_model import PTM
@@ -207,6 +210,17 @@ def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, 
     np.testing.assert_allclose(chain.positions[present], output.structure.positions[0].numpy()[present], atol=2e-3)
 
 
+def test_the_fingerprint_covers_templates_of_all_chains() -> None:
+    """Catches a result that is kept although the structure of a template of another chain has changed."""
+    first, second = random_templates(2, 4), random_templates(1, 5)
+    moved = replace(second, positions=second.positions + 1)
+    digest = template_digest({"AAAA": first, "CCCCC": second})
+    assert digest != template_digest({"AAAA": first, "CCCCC": moved})
+    assert digest != template_digest({"AAAA": first})
+    none = {letters: TemplateFeatures.none(len(letters)) for letters in ("AAAA", "CCCCC")}
+    assert template_digest(none) == ""
+
+
 def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a list of template chains that is not used, hits that need a folder of alignments, and wrong names."""
     for key, letters in SEQUENCES.items():
@@ -216,8 +230,8 @@ def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixtur
     structures = tmp_path / "mmcif_files"
     source = template_source(TemplateSettings(structures, None, None, listed), FEATURES, tmp_path / "model.ckpt")
     target = Target(ProteinSequence("new", "KTAYIAKERWL"), None)
-    templates, line = find_templates(source, target, 4)
-    assert templates.names == ("1abc_A",)
+    templates, (line,) = find_templates(source, target, 4)
+    assert templates[target.sequence].names == ("1abc_A",)
     assert line.endswith("the best 1 are used: 1abc_A")
     listed.write_text("1abc_A\n9abc_A\n")
     with pytest.raises(UserError, match="9abc"):

@@ -90,16 +90,16 @@ def test_a_missing_template_counts_in_the_mean() -> None:
         name: torch.zeros_like(getattr(templates, name)) for name in ("positions", "atom_mask", "beta", "beta_mask")
     }
     pair = Sharded.whole(z, "j", torch.ones_like(z[..., 0]))
-    absent = dataclasses.replace(templates, aatype=torch.full_like(templates.aatype, 21), **missing).only(0)
+    absent = dataclasses.replace(templates, aatype=torch.full_like(templates.aatype, 21), **missing).only(slice(1))
     both = dataclasses.replace(
         templates,
         **{
-            field.name: torch.cat([getattr(templates.only(0), field.name), getattr(absent, field.name)], 1)
+            field.name: torch.cat([getattr(templates.only(slice(1)), field.name), getattr(absent, field.name)], 1)
             for field in dataclasses.fields(templates)
             if field.name != "chain"
         },
     )
-    embedded = [embedder.embedded(pair, one, NO_DROPOUT)[:, 0] for one in (templates.only(0), absent)]
+    embedded = [embedder.embedded(pair, one, NO_DROPOUT)[:, 0] for one in (templates.only(slice(1)), absent)]
     expected = embedder.output((sum(embedded) / 2).relu())
     torch.testing.assert_close(updated(embedder, z, both), expected, rtol=1e-9, atol=1e-9)
     assert embedded[1].abs().max() > 1e-3

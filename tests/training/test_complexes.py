@@ -21,7 +21,7 @@ from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, DistillationConfig, check_samples
 from evodsp.training.scores import known_scores, mean_scores, score, score_table
 from evodsp.weights.checkpoint import read_checkpoint
-from tests.builders.complex_files import write_complex
+from tests.builders.complex_files import write_complex, write_shortened
 from tests.builders.random_outputs import leaves_of, output_of
 
 CONFIG = """
@@ -30,22 +30,26 @@ model:
   arrangement: multimer
   structure_module: {position_scale: 20.0, scalar_bias: false}
   extra_msa: {blocks: 0}
+  templates: {enabled: true, channels: 6, blocks: 1, pair_heads: 2, pair_head_width: 3, triangle_channels: 5, checkpoint: false}
   loss: {interface_fape: 0.5, chain_centre: 1.0}
   optimizer: {warmup_samples: 2, lr: 1.0e-3}
 data:
   train_chains: [1abc]
   validation_chains: [1abc]
   samples_per_epoch: 4
-  train: {crop_size: 32, msa_clusters: 3, extra_msa: 2, recycles: 1}
-  validation: {crop_size: 48, msa_clusters: 3, extra_msa: 2, recycles: 0, uniform_recycling: false}
+  template_chains: [1abc, 2abc]
+  template_max_identity: 1.0
+  train: {crop_size: 32, msa_clusters: 5, extra_msa: 2, max_templates: 2, recycles: 1}
+  validation: {crop_size: 48, msa_clusters: 5, extra_msa: 2, max_templates: 2, recycles: 0, uniform_recycling: false}
 trainer: {accelerator: cpu, gradient_clip_val: 0.1, log_every_n_steps: 1, max_steps: 4, enable_progress_bar: false}
 """
-"""One thing for each kind of sample: two crops in four are spatial, and chains A and B are copies."""
+"""One thing for each kind of sample: two crops in four are spatial, chains A and B are copies, and all have templates."""
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataConfig:
     alignments, structures = write_complex(tmp_path)
+    write_shortened(structures, "2abc", 6)
     return DataConfig(alignment_dir=str(alignments), structure_dir=str(structures))
 
 
@@ -56,15 +60,26 @@ def words(folder: Path, output: str, *options: str) -> list[str]:
     return ["fit", f"--config={config}", f"--output={folder}/{output}", *options]
 
 
-def test_a_run_on_a_complex_and_its_second_half(data: DataConfig, tmp_path: Path) -> None:
-    """Catches a setting, an entry or a term of the loss that a run lacks, and a resumed run that goes on otherwise."""
+def test_a_run_on_a_complex_and_its_second_half(
+    data: DataConfig, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a setting, an entry or a term of the loss that a run lacks, templates that are not found, not said or not learnt
+    from, and a resumed run that goes on otherwise."""
     assert main(words(tmp_path, "whole")) == 0
+    log = capfd.readouterr().err
+    assert "templates of 1abc_A: 1 template of 2 hits; 1 hit: too few residues (2abc_C)" in log
+    assert "templates of 1abc_C: 2 templates of 2 hits" in log
+    assert "templates of 1abc_B" not in log
     assert main(words(tmp_path, "halves", "--trainer.max_steps=2")) == 0
     assert main(words(tmp_path, "halves", "--ckpt_path=auto")) == 0
     curve = read_curve(tmp_path / "whole" / "curve.csv")
     assert all(float(curve[step]["train/interface_fape"]) > 0 for step in range(4))
     assert float(curve[3]["val/lddt_ca"]) > 0
     first, second = (read_checkpoint(tmp_path / name / "checkpoints" / "last.ckpt") for name in ("whole", "halves"))
+    embedding = (
+        "model.template_embedder.distances.weight"  # absent templates have no distances, so no gradient reaches it
+    )
+    assert not torch.equal(first["state_dict"][embedding], first["ema_state_dict"][embedding])
     for name, weight in first["state_dict"].items():
         assert torch.equal(weight, second["state_dict"][name]), name
 
@@ -75,7 +90,7 @@ def test_the_order_of_copies_in_a_file_does_not_matter(tmp_path: Path) -> None:
     for places in ("ABC", "BAC"):
         folder = tmp_path / places
         folder.mkdir()
-        write_complex(folder, places)
+        write_shortened(write_complex(folder, places)[1], "2abc", 6)
         assert main(words(folder, "run", "--trainer.max_steps=1", "--data.train.spatial_crop_fraction=0")) == 0
         curves.append(read_curve(folder / "run" / "curve.csv")[0])
     for name in ("train/loss", "train/interface_fape", "train/lddt_ca", "val/loss", "val/rmsd"):
@@ -152,8 +167,6 @@ CHAINS, COMPLEXES = ModelConfig(), ModelConfig(arrangement="multimer")
     ("model", "setting", "given"),
     [
         (COMPLEXES, "store", {"store": "s3://x/y"}),
-        (COMPLEXES, "template_chains", {"template_chains": ["1abc_A"]}),
-        (COMPLEXES, "template_max_identity", {"template_max_identity": 0.5}),
         (COMPLEXES, "sampling", {"sampling": "alphafold2"}),
         (COMPLEXES, "filters.max_resolution", {"filters": FilterConfig(max_resolution=3.0)}),
         (COMPLEXES, "distillation.store", {"distillation": DistillationConfig(store="x")}),

@@ -7,8 +7,8 @@ do (`evodsp.data.sources.chain_files`), such as `<alignment_dir>/1ao7_A/`; chain
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
 from evodsp.data.sources.layout import split_key
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
-from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.query_check import matched_alignments, matched_hits
 from evodsp.data.sources.structures import StructureFolder
+from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
 from evodsp.printing import logger
@@ -52,10 +53,14 @@ complexes are known and whose rows have the names of chains."""
 
 @dataclass(frozen=True)
 class ParsedComplex:
-    """An assembly and the MSAs of its chains, in the same order."""
+    """An assembly and the MSAs of its chains, in the same order.
+
+    `hits`: by sequence, the hits of its template searches; empty if they were not asked for.
+    """
 
     assembly: Assembly
     chains: tuple[ChainMsas, ...]
+    hits: Mapping[str, tuple[TemplateHit, ...]] = field(default_factory=dict)
 
 
 class ComplexFiles:
@@ -90,9 +95,9 @@ class ComplexFiles:
         FileFormatError for a broken file."""
         return self._structures.structure(entry).resolution
 
-    def parsed(self, entry: str) -> ParsedComplex:
-        """The complex. Raises UserError if its file is missing, if a sequence has no alignments, or if an alignment's first row
-        is another sequence; FileFormatError for a broken file.
+    def parsed(self, entry: str, with_hits: bool = False) -> ParsedComplex:
+        """The complex, with the hits of template searches if they are wanted. Raises UserError if its file is missing, if a
+        sequence has no alignments, or if an alignment's first row is another sequence; FileFormatError for a broken file.
         """
         assembly = self._structures.assembly(entry, self.assembly)
         of_sequence: dict[str, list[ProteinSequence]] = {}
@@ -101,11 +106,13 @@ class ComplexFiles:
             query = ProteinSequence(chain.key, chain.sequence, alternatives=chain.alternatives)
             of_sequence.setdefault(chain.sequence, []).append(query)
             queries.append(ProteinSequence(name, chain.sequence))
-        msas = {letters: self._msas(chains) for letters, chains in of_sequence.items()}
-        return ParsedComplex(assembly, tuple(ChainMsas(query, *msas[query.letters]) for query in queries))
+        searched = {letters: self._searched(chains) for letters, chains in of_sequence.items()}
+        msas = {letters: self._msas(query) for letters, query in searched.items()}
+        hits = {letters: self._hits(query) for letters, query in searched.items()} if with_hits else {}
+        return ParsedComplex(assembly, tuple(ChainMsas(query, *msas[query.letters]) for query in queries), hits)
 
-    def _msas(self, chains: Sequence[ProteinSequence]) -> tuple[MsaFeatures, PairingMsa | None]:
-        """The MSA of chains with one sequence, and the one for pairing, from the first chain that has alignments."""
+    def _searched(self, chains: Sequence[ProteinSequence]) -> ProteinSequence:
+        """Of chains with one sequence the first that has alignments."""
         query = next((chain for chain in chains if self._chains.has_alignments(chain.name)), None)
         if query is None:
             names = ", ".join(dict.fromkeys(chain.name for chain in chains))
@@ -113,6 +120,14 @@ class ComplexFiles:
                 f"{self.alignment_dir}: no alignments of {names}; run the search for one of these chains, or leave the "
                 "complex out"
             )
+        return query
+
+    def _hits(self, query: ProteinSequence) -> tuple[TemplateHit, ...]:
+        """The hits of the template searches beside the alignments of a chain."""
+        return matched_hits(self._chains.template_hits(query.name, query), query)
+
+    def _msas(self, query: ProteinSequence) -> tuple[MsaFeatures, PairingMsa | None]:
+        """The MSA of a chain, and the one for pairing."""
         alignments = self._chains.alignments(query.name, query)
         paired = self._chains.alignments_for_pairing(query.name, query, self.rule.reads)
         return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / query.name))

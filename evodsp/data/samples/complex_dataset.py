@@ -9,7 +9,7 @@ Shapes: C chains in the order of the columns of the MSA, N residues of all of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa, merge
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.complexes.templates import find_templates, side_by_side
 from evodsp.data.records import Assembly
 from evodsp.data.samples.complex_crop import complex_crop, contiguous_crop
 from evodsp.data.samples.complex_features import complex_features
@@ -32,11 +33,15 @@ from evodsp.data.samples.dataset import (
     Sample,
     chain_labels,
     cropped,
+    draw_templates,
     observed_atoms,
 )
 from evodsp.data.samples.sampling import ChainChoice
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.residues import CA
+from evodsp.printing import logger
 
 COPIES = "copies_"
 """The beginning of the names of these entries, by which `evodsp.losses.permutation` knows them; it cannot be imported here."""
@@ -51,10 +56,18 @@ class ComplexRecord:
     labels: dict[str, Tensor]
     copies: dict[str, Tensor] = field(repr=False)
     """The labels of all chains side by side, for samples; see above."""
+    templates: Mapping[str, FoundTemplates] = field(default_factory=dict)
+    """The templates of each sequence; empty without a source of templates."""
 
     @classmethod
-    def of(cls, assembly: Assembly, merged: MergedMsa, assumed_resolution: float | None = None) -> ComplexRecord:
-        """`merged`: of the chains of the assembly. `assumed_resolution`: see `load_record`."""
+    def of(
+        cls,
+        assembly: Assembly,
+        merged: MergedMsa,
+        assumed_resolution: float | None = None,
+        templates: Mapping[str, FoundTemplates] | None = None,
+    ) -> ComplexRecord:
+        """`merged`: of the chains of the assembly. `assumed_resolution`: see `load_record`. `templates`: of each sequence."""
         chains = [assembly.chains[place] for place in merged.order()]
         labels = [chain_labels(chain, encode_sequence(chain.sequence), assumed_resolution) for chain in chains]
         by_chain = {name: [own[name] for own in labels] for name in labels[0] if name not in SCALAR_LABELS}
@@ -71,12 +84,14 @@ class ComplexRecord:
         if len(merged.entities) == len(chains):  # no copies, nothing to choose
             entity, copies = entity[:0], {name: label[:0, :0] for name, label in copies.items()}
         named = {f"{COPIES}{name}": label for name, label in copies.items()} | {f"{COPIES}entity": entity}
-        return cls(merged, tuple(map(len, chains)), joined | {"resolution": labels[0]["resolution"]}, named)
+        scalars = {"resolution": labels[0]["resolution"]}
+        return cls(merged, tuple(map(len, chains)), joined | scalars, named, templates or {})
 
     @property
     def nbytes(self) -> int:
         msa = self.merged.msa.nbytes + self.merged.deletions.nbytes + self.merged.block.nbytes
-        return msa + sum(label.nbytes for label in (*self.labels.values(), *self.copies.values()))
+        templates = sum(found.features.nbytes for found in self.templates.values())
+        return msa + sum(label.nbytes for label in (*self.labels.values(), *self.copies.values())) + templates
 
     def sample(self, drawing: Drawing) -> Sample:
         """A random crop, half of the time around an interface; in validation pieces of all chains, the same in every epoch."""
@@ -91,11 +106,22 @@ class ComplexRecord:
             crop = contiguous_crop(self.lengths, size, draws)
         if drawing.training:
             clamped = bool(draws.at("clamp").uniform(1)[0] < config.clamp_fape_fraction)
-        features = complex_features(self.merged, config, draws, drawing.cycles, crop)
+        features = complex_features(self.merged, config, draws, drawing.cycles, crop, self._templates(drawing))
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
         sample |= cropped(self.labels, crop, size or total)
         sample |= {name: values.clone() for name, values in self.copies.items()}  # the record is cached
         return sample | {"use_clamped_fape": torch.tensor(float(clamped))}
+
+    def _templates(self, drawing: Drawing) -> TemplateFeatures | None:
+        """The templates of a sample: of each sequence the best, in training random ones, the same for all of its chains."""
+        if not self.templates:
+            return None
+        most, chosen = drawing.config.max_templates, {}
+        for number, entity in enumerate(self.merged.entities):
+            found, draws = self.templates[entity.letters].features, drawing.draws.at("entity", number)
+            taken = draw_templates(found, most, draws) if drawing.training else found.select(slice(most))
+            chosen[entity.letters] = taken
+        return side_by_side(self.merged.entities, chosen)
 
 
 def in_any_copy(exists: Float[Tensor, "C L k"], entity: Int32[Tensor, " C"]) -> Float[Tensor, "C L k"]:
@@ -104,16 +130,26 @@ def in_any_copy(exists: Float[Tensor, "C L k"], entity: Int32[Tensor, " C"]) -> 
     return ((same @ exists.flatten(1)) > 0).view(exists.shape).to(exists.dtype)
 
 
-def load_complex(source: ComplexFiles, key: str, assumed_resolution: float | None = None) -> ComplexRecord:
-    """The complex `key`, an entry. `assumed_resolution`: see `load_record`. Raises UserError as `ComplexFiles.parsed` does."""
-    parsed = source.parsed(key)
-    return ComplexRecord.of(parsed.assembly, merge(parsed.chains), assumed_resolution)
+def load_complex(
+    source: ComplexFiles,
+    key: str,
+    templates: TemplateSource | None = None,
+    assumed_resolution: float | None = None,
+) -> ComplexRecord:
+    """The complex `key`, an entry, and the templates of its chains if their source is given. `assumed_resolution`: see
+    `load_record`. Raises UserError as `ComplexFiles.parsed` and `find_templates` do."""
+    parsed = source.parsed(key, with_hits=templates is not None and templates.reads_hits)
+    found = {} if templates is None else find_templates(templates, parsed)
+    for of_chain in found.values():
+        logger(__name__).info("templates of %s", of_chain.log_line)
+    return ComplexRecord.of(parsed.assembly, merge(parsed.chains), assumed_resolution, found)
 
 
 class ComplexDataset(RecordDataset):
     """Samples of complexes. A key is an entry, whose assembly the source reads. `assumed_resolution`: see `load_record`.
 
-    Templates are not read: all that `max_templates` asks for are absent.
+    If `max_templates` is above 0 samples have as many templates, of each chain a random number of random ones in training,
+    otherwise the best. `templates` finds them; without it all of them are absent.
     """
 
     def __init__(
@@ -125,11 +161,13 @@ class ComplexDataset(RecordDataset):
         training: bool,
         batch_group: int = 1,
         cache_bytes: int = 1 << 30,
+        templates: TemplateSource | None = None,
         choice: ChainChoice | None = None,
         assumed_resolution: float | None = None,
     ) -> None:
         super().__init__(keys, config, seed, training, batch_group, cache_bytes, choice)
         self.source, self.assumed_resolution = source, assumed_resolution
+        self.templates = templates if config.max_templates else None
 
     def _load(self, key: str) -> Record:
-        return load_complex(self.source, key, self.assumed_resolution)
+        return load_complex(self.source, key, self.templates, self.assumed_resolution)

@@ -37,8 +37,10 @@ def template_features(
     """The first `limit` usable hits by falling `sum_probs` (given order among equals), and the keys of the hits that were
     rejected before the limit was reached, by reason.
 
-    `hits`: already filtered (`filters.select_hits`). The query's residues without a counterpart are gaps. The names are of
-    the chains whose atoms were taken; they can differ from the hits' names (`matching.match_hit`).
+    `hits`: already filtered (`filters.select_hits`). Of hits without `sum_probs` (hmmsearch) that have the same residues along
+    the query one is taken, as in AlphaFold-Multimer's code: such a search finds each copy of a chain. The query's residues
+    without a counterpart are gaps. The names are of the chains whose atoms were taken; they can differ from the hits' names
+    (`matching.match_hit`).
 
     Raises UserError for a negative limit, for a hit of another query, and for a structure file that cannot be read or is
     broken: that is the user's mistake and not counted as a rejection.
@@ -46,12 +48,17 @@ def template_features(
     if limit < 0:
         raise UserError(f"the limit of templates is {limit}; give 0 or more")
     kept: list[tuple[TemplateHit, _TemplateRow]] = []
+    seen: set[bytes] = set()
     rejected: dict[TemplateRejection, tuple[str, ...]] = {}
     for hit in sorted(hits, key=lambda hit: -(hit.sum_probs or 0.0)):
         if len(kept) == limit:
             break
         _check_query(hit, query)
         found = _template_row(hit, structures, len(query))
+        if isinstance(found, _TemplateRow) and hit.sum_probs is None:
+            residues = found.aatype.tobytes()
+            found = TemplateRejection.SAME_RESIDUES if residues in seen else found
+            seen.add(residues)
         if isinstance(found, TemplateRejection):
             rejected[found] = (*rejected.get(found, ()), hit.key)
         else:

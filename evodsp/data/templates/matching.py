@@ -34,6 +34,7 @@ class TemplateRejection(Enum):
     LOW_IDENTITY = "the structure has a different sequence"
     BROKEN_CHAIN = "consecutive residues of the chain are too far apart"
     NO_ATOMS = "too few atoms in the aligned residues"
+    SAME_RESIDUES = "a better template has the same residues"
 
 
 @dataclass(frozen=True)

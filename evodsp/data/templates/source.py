@@ -76,6 +76,10 @@ class TemplateSource:
         """Whether hits are read from the files of search programs."""
         return self.chains is None
 
+    def lists(self, name: str) -> bool:
+        """Whether the chain of this name is one of those that serve as templates."""
+        return self.chains is not None and self.chains.lists(name)
+
     @classmethod
     def open(
         cls, structure_dir: str | Path, max_date: date | None = None, obsolete: str | Path | None = None

@@ -6,16 +6,19 @@ are its hits, and no date limits them, because the user's list does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from evodsp.data.formats.mmcif import read_header
 from evodsp.data.records import ProteinSequence
 from evodsp.data.similarity.pairs import MOST_CELLS, Words, identity, paired, plain, score
 from evodsp.data.sources.layout import split_key
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError
 
 MOST_HITS = 20
 """Number of hits of a query, as many as AF2 keeps templates of a search."""
@@ -37,7 +40,7 @@ class TemplateChains:
 
     def hits(self, query: ProteinSequence) -> list[TemplateHit]:
         """The chains of other entries by falling alignment score, at most `MOST_HITS`, each with its alignment."""
-        entry, limit = _entry(query.name), self.max_identity if query.name in self.sequences else 1.0
+        entry, limit = _entry(query.name), self.max_identity if self.lists(query.name) else 1.0
         letters = plain(query.letters)
         candidates = [
             (sequence, owner)
@@ -55,6 +58,10 @@ class TemplateChains:
                 found.append(hit)
         return found
 
+    def lists(self, name: str) -> bool:
+        """Whether a chain is one of these. An entry's name may be that of its only chain."""
+        return name in self.sequences or name in self._entries
+
     def _likeliest(self, letters: str) -> list[str]:
         """The different sequences to align with, of those that are not too long for it."""
         sequences = [sequence for sequence in self._owners if len(sequence) * len(letters) <= MOST_CELLS]
@@ -62,6 +69,10 @@ class TemplateChains:
             return sequences
         shared = dict(zip(self._owners, self._words.shared_with(letters)[1].tolist(), strict=True))
         return sorted(sequences, key=lambda sequence: -shared[sequence])[:MOST_ALIGNED]
+
+    @cached_property
+    def _entries(self) -> frozenset[str]:
+        return frozenset(split_key(key)[0] for key in self.sequences)
 
     @cached_property
     def _owners(self) -> dict[str, list[str]]:
@@ -79,6 +90,27 @@ class TemplateChains:
     def __getstate__(self) -> dict[str, object]:
         """Worker processes list sequences and words themselves: sending them takes longer."""
         return {"sequences": self.sequences, "max_identity": self.max_identity}
+
+
+def listed_chains(structures: StructureFolder, names: Iterable[str]) -> dict[str, str]:
+    """The chains of a list in which an entry stands for all of its chains, and their sequences.
+
+    The sequence of a name that is a chain's, or an entry's that cannot be read, is ''.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        chain_id = split_key(name)[1]
+        own = {} if chain_id else _sequences_of(structures, name)
+        found |= {f"{name}_{one}": letters for one, letters in own.items()} if own else {name: ""}
+    return found
+
+
+def _sequences_of(structures: StructureFolder, entry: str) -> dict[str, str]:
+    """The sequence of each chain of an entry; none if its file is missing or broken."""
+    try:
+        return read_header(structures.file_of(entry)).sequences
+    except (UserError, OSError):
+        return {}
 
 
 def _entry(key: str) -> str:

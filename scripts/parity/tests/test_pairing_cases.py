@@ -31,8 +31,12 @@ def test_equal_sides_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    "quantity", ["pairs", "msa", "deletion_matrix", "bert_mask", "cluster_bias_mask", "sym_id", "order"]
-)
+    "quantity",
+    [
+        "pairs", "msa", "deletion_matrix", "bert_mask", "cluster_bias_mask", "sym_id", "order", "template_aatype",
+        "template_all_atom_mask", "template_all_atom_positions",
+    ],
+)  # fmt: skip
 def test_a_planted_difference_is_found(quantity: str) -> None:
     """Catches a quantity that is not compared."""
     ours = pairing.results_of(DRAWN["A, B, B"])
