@@ -97,6 +97,7 @@ def test_the_order_of_copies_in_a_file_does_not_matter(tmp_path: Path) -> None:
         assert float(curves[1][name]) == pytest.approx(float(curves[0][name]), rel=1e-5), name
 
 
+@pytest.mark.filterwarnings("ignore:Error detected")  # the anomaly that it finds
 def test_a_complex_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a replay that lacks a term of the loss, or compares a predicted chain with the true chain of its name."""
     found = []
