@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.similarity.nearest import Bar, Copy, copies, gathered
 from evodsp.data.similarity.sequences import listed_sequences, read_sequence
 from evodsp.data.sources.chain_files import ChainFiles
@@ -37,7 +36,8 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
 
     Complexes have no bar. A failure is one line on standard error.
     """
-    if isinstance(chains.store, ComplexFiles):
+    store = chains.store
+    if not isinstance(store, ChainFiles | FeatureStore):
         return
     try:
         if _is_of(path, chains):
@@ -45,7 +45,7 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
         path.unlink(missing_ok=True)
         if len(chains.train) == 1 and chains.train == chains.validation:
             return  # a chain that is learnt by heart: there is no other to copy
-        found = _bar(chains, chains.store, cache, time.monotonic() + SECONDS)
+        found = _bar(chains, store, cache, time.monotonic() + SECONDS)
         if not found.copies and found.without:
             raise UserError("{}: {}".format(*next(iter(found.without.items()))))
         with whole_file(path) as partial:

@@ -20,11 +20,12 @@ from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
-from evodsp.data.sources.layout import split_key
+from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.store import Lacking
 from evodsp.data.sources.structures import StructureFolder
-from evodsp.errors import UserError
+from evodsp.errors import UserError, nearest
 from evodsp.geometry.alphabet import encode
 from evodsp.printing import logger
 
@@ -64,6 +65,8 @@ class ComplexFiles:
     `assembly`: the biological assembly that is taken; None: the asymmetric unit. Raises UserError if a folder does not exist.
     """
 
+    unknown: Lacking = "alignments"
+
     def __init__(
         self,
         alignment_dir: str | Path,
@@ -84,6 +87,29 @@ class ComplexFiles:
         """The entries that have alignments of a chain, sorted. Whether all of their chains have some is not checked."""
         chains = self._chains.keys()
         return sorted({split_key(key)[0] for key in chains if key.strip("_") == key})
+
+    @property
+    def index(self) -> None:
+        """None: its files are listed."""
+        return None
+
+    def stale_sources(self) -> list[str]:
+        """See `Store`."""
+        return []
+
+    def structure_lookup(self) -> Callable[[str], bool]:
+        """See `Store`: the folder is listed once."""
+        listing = StructureListing(self.structure_dir)
+        return lambda entry: listing.of_entry(entry) is not None
+
+    def absence(self, key: str, lacking: Lacking) -> str:
+        """See `Store`."""
+        is_unknown = lacking == self.unknown
+        what, where = ("alignments of a chain", self.alignment_dir) if is_unknown else ("structure", self.structure_dir)
+        return (
+            f"no {what} of the complex '{key}' in {where}; samples of a multimer are entries, such as 1abc, with "
+            f"folders such as 1abc_A: add it or leave the complex out.{nearest(key, self.keys()) if is_unknown else ''}"
+        )
 
     def resolution(self, entry: str) -> float | None:
         """The resolution of the entry's structure in Å, None if the method has none. Raises UserError if its file is missing,

@@ -27,12 +27,13 @@ from evodsp.data.index.metadata import ChainFacts, day_of, table_of
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.distillation import PredictedStore, chains_of
 from evodsp.data.samples.sampling import left_out_by_filters
-from evodsp.data.samples.selection import CountedStructures, Lacking, Presence, Selected, Selection, select
+from evodsp.data.samples.selection import CountedStructures, Presence, Selected, Selection, select
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.parsed_chain import ChainSource
 from evodsp.data.sources.query_check import QueryMismatch
+from evodsp.data.sources.store import Lacking
 from evodsp.errors import UserError
 from evodsp.progress import progress
 

@@ -9,25 +9,20 @@ such chains alone learns no confidence, and its `train/plddt` is 0. A message sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Float64
 
 from evodsp.config import FilterConfig, LossConfig, Sampling
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.chain_table import ChainTable
 from evodsp.data.index.metadata import cached_table
 from evodsp.data.samples.sampling import left_out_by_filters, sampling_weights
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.layout import StructureListing
+from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import UserError
 from evodsp.reading.text_files import lines_of
 
@@ -57,34 +52,17 @@ def chain_list(chains: str | list[str]) -> list[str]:
     return list(names)
 
 
-Lacking = Literal["alignments", "structure", "record"]
-"""The part that a chain lacks; in a feature store, its record."""
-
-
 class Presence:
-    """Looks chains up in time that does not grow with their number. Whether files can be read is not checked."""
+    """Looks keys up in time that does not grow with their number. Whether files can be read is not checked."""
 
-    def __init__(self, store: ChainFiles | FeatureStore | ComplexFiles) -> None:
+    def __init__(self, store: Store) -> None:
         self.keys = store.keys()
-        """Chains with alignments, sorted; of complexes, entries with alignments of a chain."""
+        """The keys of the store: chains with alignments, entries with alignments of a chain; sorted."""
         self._known = frozenset(self.keys)
-        self._unknown: Lacking = "record" if isinstance(store, FeatureStore) else "alignments"
-        self._is_resolved: Callable[[str], bool]
-        if isinstance(store, FeatureStore):
-            self._is_resolved = self._known.__contains__
-        elif isinstance(store, ComplexFiles):
-            self._listing = StructureListing(store.structure_dir)
-            self._is_resolved = lambda entry: self._listing.of_entry(entry) is not None
-        elif store.index is not None:
-            self._is_resolved = frozenset(compress(store.index.keys[:], store.index.has_structure())).__contains__
-        elif store.structure_dir is not None:
-            self._listing = StructureListing(store.structure_dir)
-            self._is_resolved = self._is_listed
-        else:
-            self._is_resolved = store.has_structure
+        self._unknown, self._is_resolved = store.unknown, store.structure_lookup()
 
     def lacks(self, key: str) -> Lacking | None:
-        """The part that the chain lacks; None if it has all."""
+        """The part that the key lacks; None if it has all."""
         if key not in self._known:
             return self._unknown
         return None if self._is_resolved(key) else "structure"
@@ -92,12 +70,6 @@ class Presence:
     def structures_without_alignments(self, structure_dir: Path) -> list[str]:
         """Entries of a folder of structures (lower case, sorted) that have no chain with alignments."""
         return StructureListing(structure_dir).entries_without(self.keys)
-
-    def _is_listed(self, key: str) -> bool:
-        try:
-            return self._listing.has(key)
-        except UserError:  # a folder whose name is no chain key
-            return False
 
 
 @dataclass(frozen=True)
