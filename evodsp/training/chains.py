@@ -19,6 +19,7 @@ from jaxtyping import Float64
 from evodsp.config import ArrangementName
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
 from evodsp.data.samples.sample_source import ChainSamples, ComplexSamples, SampleSource
 from evodsp.data.samples.sampling import DISTILLED
@@ -140,7 +141,8 @@ def _open_complexes(config: DataConfig) -> ComplexSamples:
     """The source of complexes. Raises UserError that names the setting of a folder that is not there."""
     _check_folders(config)
     rule = {"species": BY_SPECIES, "entry": BY_ENTRY}[config.pairing]
-    return ComplexSamples(ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule))
+    index = None if config.index is None else ComplexIndex(config.index)
+    return ComplexSamples(ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule, index))
 
 
 _OPEN: dict[ArrangementName, Callable[[DataConfig], SampleSource]] = {"monomer": _open, "multimer": _open_complexes}

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Float, Float64
 
 from evodsp.config import FilterConfig, LossConfig, Sampling
-from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.chain_table import ChainTable
 from evodsp.data.index.metadata import cached_table
+from evodsp.data.index.opening import open_index
 from evodsp.data.samples.sampling import left_out_by_filters, sampling_weights
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
@@ -104,7 +104,7 @@ class Selection:
                 "OpenFold's chain_data_cache.json or an index (evodsp data index), which have the lengths and cluster sizes, "
                 f"or set {self.where}.sampling to uniform"
             )
-        return ChainIndex(self.index).table, self.index
+        return open_index(self.index).table, self.index
 
 
 @dataclass(frozen=True)

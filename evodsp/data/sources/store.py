@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, Protocol, runtime_checkable
 
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.column_folder import Index
 from evodsp.data.sources.layout import StructureListing
 from evodsp.errors import UserError
 
@@ -22,7 +22,7 @@ class Store(Protocol):
     """Samples' data by key."""
 
     @property
-    def index(self) -> ChainIndex | None:
+    def index(self) -> Index | None:
         """The index of its files; None if it has none."""
 
     @property
