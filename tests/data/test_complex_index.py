@@ -125,7 +125,10 @@ def test_an_index_of_something_else(folders: Folders) -> None:
     ):
         ComplexIndex(chains)
     assert main(["data", "index", "--assembly=2", *where, "--overwrite=true"]) == 2
-    assert main(["data", "index", "--complexes=true", "--obsolete=x", *where, "--overwrite=true"]) == 2
+    assert (
+        main(["data", "index", "--complexes=true", f"--obsolete={folders[1] / '1abc.cif'}", *where, "--overwrite=true"])
+        == 2
+    )
 
 
 def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ class ComplexFiles:
 
     `assembly`: the biological assembly that is taken; None: the asymmetric unit. `index`: the index of both folders; with it no
     folder is listed, entries that have a chain without alignments are not among its keys, and a chain without alignments has
-    those of an identical chain. Raises UserError if a folder does not exist, or if the index is of another assembly.
+    those of an identical chain. `warn`: is told of chains without rows for pairing, and what such rows are; None: the user is.
+    Raises UserError if a folder does not exist, or if the index is of another assembly.
     """
 
     unknown: Lacking = "alignments"
@@ -80,9 +81,11 @@ class ComplexFiles:
         assembly: str | None = "1",
         rule: PairingRule = BY_SPECIES,
         index: ComplexIndex | None = None,
+        warn: Callable[[str, str], None] | None = None,
     ) -> None:
         self.alignment_dir, self.assembly, self.rule, self.index = Path(alignment_dir), assembly, rule, index
         self._chains = ChainFiles(alignment_dir)
+        self._warn = say_query_paired if warn is None else warn
         self._structures = StructureFolder(structure_dir)
         if index is not None and index.assembly != assembly:
             listed, wanted = (_unit(one) for one in (index.assembly, assembly))
@@ -91,6 +94,11 @@ class ComplexFiles:
                 f"'evodsp data index --complexes true --assembly {'null' if assembly is None else assembly}', or change "
                 "data.assembly"
             )
+
+    @property
+    def unit(self) -> str:
+        """The assembly that is read, for messages."""
+        return _unit(self.assembly)
 
     @property
     def structure_dir(self) -> Path:
@@ -181,7 +189,7 @@ class ComplexFiles:
             )
         alignments = self._chains.alignments(owner, query)
         paired = self._chains.alignments_for_pairing(owner, query, self.rule.reads)
-        return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / owner))
+        return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / owner), self._warn)
 
 
 def _unit(assembly: str | None) -> str:
@@ -208,17 +216,19 @@ def pairing_msa(place: Path, query: ProteinSequence, rule: PairingRule) -> Pairi
     """
     files = files_for_pairing(place, rule)
     paired = matched_alignments(parse_alignments(((path, None) for path in files), rule.reads), query)
-    return _pairing_of(paired, rule, str(place))
+    return _pairing_of(paired, rule, str(place), say_query_paired)
 
 
-def _pairing_of(alignments: Sequence[Alignment], rule: PairingRule, place: str) -> PairingMsa | None:
+def _pairing_of(
+    alignments: Sequence[Alignment], rule: PairingRule, place: str, warn: Callable[[str, str], None]
+) -> PairingMsa | None:
     """The rows for pairing of the alignments of one chain, which lie in `place`.
 
     None, and a warning, if there are no rows, or none whose name has a key.
     """
     pairing = PairingMsa.of(joined(alignments), rule.key) if alignments else None
     if pairing is None or not any(pairing.keys[1:]):
-        say_query_paired(place, rule.names)
+        warn(place, rule.names)
         return None
     # Queries are paired in any case; with keys of their own they would be paired twice.
     return dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))

@@ -12,6 +12,7 @@ from evodsp.data.samples.complex_dataset import ComplexDataset, load_complex
 from evodsp.data.samples.dataset import ChainDataset, RecordDataset, load_record
 from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.sampling import ChainChoice
+from evodsp.data.similarity.comparison import ChainComparison, Comparison, ComplexComparison
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.store import Store
@@ -47,6 +48,9 @@ class SampleSource(Protocol):
     def distillation(self) -> DistillationSet | None:
         """The self-distillation set; None if there is none."""
 
+    def comparison(self, cache: str | None) -> Comparison:
+        """How keys are compared. `cache`: OpenFold's chain_data_cache.json, which has sequences of chains."""
+
     def first_look(self, key: str) -> tuple[float, str | None]:
         """Read all files of a key: its resolution in Å, 0 without one, and a line about its templates, None without them.
 
@@ -64,6 +68,10 @@ class ChainSamples:
     store: ChainFiles | FeatureStore
     templates: TemplateSource | None = None
     distillation: DistillationSet | None = None
+
+    def comparison(self, cache: str | None) -> ChainComparison:
+        """See `SampleSource`."""
+        return ChainComparison(self.store, cache)
 
     def first_look(self, key: str) -> tuple[float, str | None]:
         """See `SampleSource`."""
@@ -85,6 +93,10 @@ class ComplexSamples:
     store: ComplexFiles
     templates: None = None
     distillation: None = None
+
+    def comparison(self, cache: str | None) -> ComplexComparison:
+        """See `SampleSource`."""
+        return ComplexComparison(self.store)
 
     def first_look(self, key: str) -> tuple[float, str | None]:
         """See `SampleSource`."""

@@ -158,7 +158,7 @@ class CountedStructures:
         """A line about the chains that the losses do not count; None if they count all, or have no weight.
 
         `resolutions`: the resolutions in Å of all or some of the `chains` chains, 0 if there is none, NaN if unknown. `kind`:
-        the kind of chains that the line names.
+        what the line calls them, such as training chains.
         """
         known = resolutions[~np.isnan(resolutions)]
         terms, loss = self.loss.by_resolution, self.loss
@@ -169,11 +169,7 @@ class CountedStructures:
         without, others = int((is_outside & (known == 0)).sum()), int((is_outside & (known != 0)).sum())
         if not terms or not without + others:
             return None
-        among = (
-            f"{chains:,} {kind} chains"
-            if len(known) == chains
-            else f"{len(known):,} {kind} chains whose resolution is known"
-        )
+        among = f"{chains:,} {kind}" if len(known) == chains else f"{len(known):,} {kind} whose resolution is known"
         have = f"{without:,} of {among} have no resolution" if without else ""
         which = f"{others:,}" if without else f"{others:,} of {among}"
         outside = f"{which} have one outside of {low:g} to {high:g} Å" if others else ""

@@ -107,6 +107,11 @@ class FeatureStore:
         """None: a feature store is its own index."""
         return None
 
+    @property
+    def structure_dir(self) -> None:
+        """None: the structures are in the records."""
+        return None
+
     def stale_sources(self) -> list[str]:
         """None: a store is checked against its checksums when it is opened."""
         return []

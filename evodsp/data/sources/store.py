@@ -7,6 +7,7 @@ chains of an assembly (`evodsp.data.complexes.source`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from evodsp.data.index.column_folder import Index
@@ -24,6 +25,10 @@ class Store(Protocol):
     @property
     def index(self) -> Index | None:
         """The index of its files; None if it has none."""
+
+    @property
+    def structure_dir(self) -> Path | None:
+        """The folder of structures; None if there is none."""
 
     @property
     def unknown(self) -> Lacking:
