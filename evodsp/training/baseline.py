@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.similarity.comparison import Comparison
+from evodsp.data.similarity.comparison import ComparedKeys
 from evodsp.data.similarity.nearest import Bar, Copy, gathered
 from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.errors import UserError
@@ -51,7 +51,7 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
         tell(f"evodsp: warning: the report will not say what copying the nearest training chain scores ({reason})")
 
 
-def _bar(chains: Chains, comparison: Comparison, end: float) -> Bar:
+def _bar(chains: Chains, comparison: ComparedKeys, end: float) -> Bar:
     """The bar. Raises UserError if it is not known by `end`."""
     if len(chains.train) > MOST_CHAINS:
         raise UserError(f"more than {MOST_CHAINS:,} training chains; evodsp data doctor says it")

@@ -20,8 +20,9 @@ from evodsp.data.doctor.complexes import copies_in_one_place
 from evodsp.data.doctor.leaks import SHORTEST
 from evodsp.data.similarity.nearest_complex import CopiedComplex, complex_copies
 from tests.builders.complex_files import write_complex
-from tests.data.test_leaks import SETS, changed, random_sequences
+from tests.builders.random_sequences import changed, random_sequences
 
+SETS = ("training", "validation")
 DIMERS = Path(__file__).parents[2] / "data" / "dimers"
 ENTRIES = ("c001", "c002", "c005", "c036")
 """Two heterodimers of a family for training, a third one, and a homodimer."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.similarity.comparison import ChainComparison
+from evodsp.data.similarity.comparison import ComparedChains
 from evodsp.report.runs import read_runs
 from evodsp.training import baseline
 from evodsp.training.baseline import write_baseline
@@ -81,7 +81,7 @@ def test_no_failure_ends_a_run(
         patch.setattr(baseline, "MOST_CHAINS", 1)
         assert "(more than 1 training chains; evodsp data doctor says it)" in said()
     with monkeypatch.context() as patch:
-        patch.setattr(ChainComparison, "copies", lambda *_, **__: 1 // 0)
+        patch.setattr(ComparedChains, "copies", lambda *_, **__: 1 // 0)
         assert "(integer division or modulo by zero)" in said()
     for key in VALIDATION:
         (tmp_path / "mmcif_files" / f"{key[:4]}.cif").unlink()

@@ -15,7 +15,7 @@ from evodsp.data.doctor.complex_leaks import DEFINITION_OF_COMPLEXES, complex_ov
 from evodsp.data.doctor.examination import Examined, packed_size, read_bad
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.records import Assembly
-from evodsp.data.similarity.comparison import ComplexComparison, Letters
+from evodsp.data.similarity.comparison import ComparedComplexes, Letters
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 
@@ -34,9 +34,9 @@ class ComplexExaminer:
     definition: str = DEFINITION_OF_COMPLEXES
 
     @property
-    def comparison(self) -> ComplexComparison:
+    def comparison(self) -> ComparedComplexes:
         """See `Examiner`."""
-        return ComplexComparison(self.store)
+        return ComparedComplexes(self.store)
 
     @property
     def place(self) -> str:

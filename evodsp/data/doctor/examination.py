@@ -13,7 +13,7 @@ import numpy as np
 from evodsp.data.doctor.leaks import DEFINITION, Overlap, overlap
 from evodsp.data.records import Chain
 from evodsp.data.samples.distillation import PredictedStore, chains_of
-from evodsp.data.similarity.comparison import ChainComparison, Comparison, Letters
+from evodsp.data.similarity.comparison import ComparedChains, ComparedKeys, Letters
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.msa import MsaFeatures
@@ -61,7 +61,7 @@ class Examiner(Protocol):
         """What a key stands for."""
 
     @property
-    def comparison(self) -> Comparison:
+    def comparison(self) -> ComparedKeys:
         """How keys are compared."""
 
     @property
@@ -109,9 +109,9 @@ class ChainExaminer:
         return chains_of(self.source)
 
     @property
-    def comparison(self) -> ChainComparison:
+    def comparison(self) -> ComparedChains:
         """See `Examiner`."""
-        return ChainComparison(self.source, self.cache)
+        return ComparedChains(self.source, self.cache)
 
     @property
     def place(self) -> str:

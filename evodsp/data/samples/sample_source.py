@@ -12,7 +12,7 @@ from evodsp.data.samples.complex_dataset import ComplexDataset, load_complex
 from evodsp.data.samples.dataset import ChainDataset, RecordDataset, load_record
 from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.sampling import ChainChoice
-from evodsp.data.similarity.comparison import ChainComparison, Comparison, ComplexComparison
+from evodsp.data.similarity.comparison import ComparedChains, ComparedComplexes, ComparedKeys
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.store import Store
@@ -48,7 +48,7 @@ class SampleSource(Protocol):
     def distillation(self) -> DistillationSet | None:
         """The self-distillation set; None if there is none."""
 
-    def comparison(self, cache: str | None) -> Comparison:
+    def comparison(self, cache: str | None) -> ComparedKeys:
         """How keys are compared. `cache`: OpenFold's chain_data_cache.json, which has sequences of chains."""
 
     def first_look(self, key: str) -> tuple[float, str | None]:
@@ -69,9 +69,9 @@ class ChainSamples:
     templates: TemplateSource | None = None
     distillation: DistillationSet | None = None
 
-    def comparison(self, cache: str | None) -> ChainComparison:
+    def comparison(self, cache: str | None) -> ComparedChains:
         """See `SampleSource`."""
-        return ChainComparison(self.store, cache)
+        return ComparedChains(self.store, cache)
 
     def first_look(self, key: str) -> tuple[float, str | None]:
         """See `SampleSource`."""
@@ -94,9 +94,9 @@ class ComplexSamples:
     templates: None = None
     distillation: None = None
 
-    def comparison(self, cache: str | None) -> ComplexComparison:
+    def comparison(self, cache: str | None) -> ComparedComplexes:
         """See `SampleSource`."""
-        return ComplexComparison(self.store)
+        return ComparedComplexes(self.store)
 
     def first_look(self, key: str) -> tuple[float, str | None]:
         """See `SampleSource`."""

@@ -26,7 +26,7 @@ Letters = Mapping[str, tuple[str, ...]]
 
 
 @runtime_checkable
-class Comparison(Protocol):
+class ComparedKeys(Protocol):
     """How keys of a store are compared. Processes can be sent it."""
 
     def listed(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -40,7 +40,7 @@ class Comparison(Protocol):
 
 
 def known_sequences(
-    comparison: Comparison, keys: Iterable[str], known: Letters, workers: int
+    comparison: ComparedKeys, keys: Iterable[str], known: Letters, workers: int
 ) -> dict[str, tuple[str, ...]]:
     """The sequences of each key: those that are `known`, that a table lists, or that are read."""
     found = {key: known.get(key, ()) for key in keys}
@@ -56,53 +56,53 @@ def known_sequences(
     return found
 
 
-def _read(comparison: Comparison, key: str) -> tuple[str, ...]:
+def _read(comparison: ComparedKeys, key: str) -> tuple[str, ...]:
     return comparison.read(key)
 
 
 @dataclass(frozen=True)
-class ChainComparison:
+class ComparedChains:
     """Of single chains. `cache`: OpenFold's chain_data_cache.json, which has sequences."""
 
     source: ChainFiles | PredictedStore | FeatureStore
     cache: str | None = None
 
     def listed(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """See `Comparison`."""
+        """See `ComparedKeys`."""
         letters = listed_sequences(self.source, keys, {}, self.cache)
         return {key: (sequence,) if sequence else () for key, sequence in letters.items()}
 
     def read(self, key: str) -> tuple[str, ...]:
-        """See `Comparison`."""
+        """See `ComparedKeys`."""
         sequence = read_sequence(self.source, key)
         return (sequence,) if sequence else ()
 
     def copies(self, targets: Letters, training: Letters, workers: int | None) -> Iterator[tuple[str, Copy | str]]:
-        """See `Comparison`."""
+        """See `ComparedKeys`."""
         store = chains_of(self.source)
         first, second = ({key: "".join(letters) for key, letters in part.items()} for part in (targets, training))
         return copies(first, second, store, store, workers)
 
 
 @dataclass(frozen=True)
-class ComplexComparison:
+class ComparedComplexes:
     """Of complexes."""
 
     files: ComplexFiles
 
     def listed(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """See `Comparison`."""
+        """See `ComparedKeys`."""
         index = self.files.index
         rows = {key: None if index is None else index.keys.find(key) for key in keys}
         return {key: () if index is None or row is None else index.sequences_of(row) for key, row in rows.items()}
 
     def read(self, key: str) -> tuple[str, ...]:
-        """See `Comparison`."""
+        """See `ComparedKeys`."""
         try:
             return tuple(chain.sequence for chain in self.files.assembly_of(key).chains)
         except (UserError, OSError):
             return ()
 
     def copies(self, targets: Letters, training: Letters, workers: int | None) -> Iterator[tuple[str, Copy | str]]:
-        """See `Comparison`. One process makes all copies."""
+        """See `ComparedKeys`. One process makes all copies."""
         return complex_copies(targets, training, self.files.assembly_of)
