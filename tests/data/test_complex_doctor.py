@@ -15,6 +15,7 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.doctor import complex_leaks
 from evodsp.data.doctor.complex_leaks import complex_overlap
 from evodsp.data.doctor.complexes import copies_in_one_place
 from evodsp.data.doctor.leaks import SHORTEST
@@ -148,7 +149,7 @@ def test_copies_in_one_place(tmp_path: Path) -> None:
 def test_a_complex_that_is_known_from_training() -> None:
     """Catches complexes that are called alike because of one chain, or of chains of two complexes, and peptides that decide."""
     one, two, three, antigen, far = random_sequences(5, 60)
-    peptide = one[: SHORTEST - 1]
+    peptide = far[: SHORTEST - 1]
     first = {"t1": (one, two), "t2": (antigen, three), "t3": (two,), "both": (far, far)}
     second = {
         "near": (changed(one, 3), changed(two, 5), peptide),
@@ -168,13 +169,17 @@ def test_a_complex_that_is_known_from_training() -> None:
     assert nearest["antigen"] == ("t2", 1.0)
     assert set(nearest) == {"near", "antigen", "two of them", "copies"}
     assert complex_overlap(SETS, first, {}).covered == []
-    alike = {
-        f"t{number}": (changed(one, 2 + number % 5), letters) for number, letters in enumerate(random_sequences(50, 40))
-    }
-    (near,) = (
-        complex_overlap(SETS, {**alike, "it": (changed(one, 2), changed(two, 9))}, {"new": (one, two)}).covered or []
-    )
-    assert near.first == "it"
+
+
+def test_which_complexes_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches complexes that are hidden by those of which one chain is nearer."""
+    monkeypatch.setattr(complex_leaks, "FEWEST_ALIGNED", 1)
+    monkeypatch.setattr(complex_leaks, "PAIRS_ALIGNED", 1)
+    one, two, *others = random_sequences(12, 60)
+    first = {f"t{number}": (changed(one, 20), letters) for number, letters in enumerate(others)}
+    first["both"] = changed(one, 7), changed(two, 7)
+    (near,) = complex_overlap(SETS, first, {"new": (one, two)}).covered or []
+    assert near.first == "both"
 
 
 def test_a_copy_is_scored_for_its_best_exchange_of_chains(tmp_path: Path) -> None:
