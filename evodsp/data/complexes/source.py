@@ -96,7 +96,7 @@ class ComplexFiles:
             )
 
     @property
-    def unit(self) -> str:
+    def assembly_name(self) -> str:
         """The assembly that is read, for messages."""
         return _unit(self.assembly)
 

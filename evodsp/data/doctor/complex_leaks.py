@@ -2,8 +2,7 @@
 
 Two complexes are as alike as their most alike chains (`evodsp.data.doctor.leaks`). That is often no leak: complexes of a family
 share a chain, such as an antigen. A complex is known from training if one training complex has a near chain for every chain of
-it: more than `NEAR` of the residues are identical. This is the measure by which AlphaFold 3's evaluation set leaves interfaces
-out. Numbers of copies do not count, and chains of fewer than `SHORTEST` residues are left to the others, unless all are short.
+it: more than `NEAR` of the residues are identical. Numbers of copies and chains of fewer than `SHORTEST` residues do not count.
 
 Each complex of the smaller set is aligned with those of the other set whose chains share most words with its chains: the chain
 that shares least decides.

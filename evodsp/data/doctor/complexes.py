@@ -6,13 +6,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 
 from evodsp.data.complexes.source import ComplexFiles, ParsedComplex
 from evodsp.data.doctor.complex_leaks import DEFINITION_OF_COMPLEXES, complex_overlap
-from evodsp.data.doctor.examination import Examined, packed_size, read_bad
+from evodsp.data.doctor.examination import Examined, Unit, packed_size, read_bad
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.records import Assembly
 from evodsp.data.similarity.comparison import ComparedComplexes, Letters
@@ -30,7 +29,7 @@ class ComplexExaminer:
     """Looks at complexes."""
 
     store: ComplexFiles
-    unit: Literal["complex"] = "complex"
+    unit: Unit = "complex"
     definition: str = DEFINITION_OF_COMPLEXES
 
     @property
@@ -42,7 +41,7 @@ class ComplexExaminer:
     def place(self) -> str:
         """See `Examiner`."""
         index = "no index" if self.store.index is None else self.store.index.path
-        return f"{self.store.alignment_dir}, {self.store.structure_dir}, {self.store.unit}, {index}"
+        return f"{self.store.alignment_dir}, {self.store.structure_dir}, {self.store.assembly_name}, {index}"
 
     def examine(self, key: str) -> Examined:
         """See `Examiner`."""

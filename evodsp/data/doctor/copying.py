@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from evodsp.data.doctor.examination import Examiner
+from evodsp.data.doctor.examination import UNITS, Examiner, Unit
 from evodsp.data.similarity.comparison import Letters
 from evodsp.data.similarity.nearest import Bar, counted_bar
 from evodsp.data.similarity.nearest_complex import interface_lddt_ca
@@ -40,14 +40,14 @@ class Copied:
     """Chains of the set that can be read."""
     bar: Bar
     """Of these chains, or of `MOST_COPIED` of them."""
-    unit: Literal["chain", "complex"] = "chain"
+    unit: Unit = "chain"
     """What is copied."""
 
     @property
     def line(self) -> str:
         """A line for a terminal."""
         found, said = self.bar, f"{self.kind}: copying the nearest training {self.unit} scores"
-        units = {"chain": "chains", "complex": "complexes"}[self.unit]
+        units = UNITS[self.unit]
         tried = len(found.copies) + len(found.without)
         number = (
             f"{tried:,} of {self.readable:,} {units}, drawn by --seed"

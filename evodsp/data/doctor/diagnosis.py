@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from evodsp.data.doctor.copying import Copied, copied
-from evodsp.data.doctor.examination import Examined, Examiner
+from evodsp.data.doctor.examination import UNITS, Examined, Examiner
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
@@ -54,7 +54,7 @@ class DataSet:
     @property
     def units(self) -> str:
         """What its keys are, in the plural."""
-        return {"chain": "chains", "complex": "complexes"}[self.examiner.unit]
+        return UNITS[self.examiner.unit]
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def _stale(examiner: Examiner, read: list[str]) -> list[str]:
     if examiner.store.index is None:
         return []
     changed = [key for key in read if examiner.differs_from_index(key)]
-    what = {"chain": "chains", "complex": "complexes"}[examiner.unit]
+    what = UNITS[examiner.unit]
     files = (
         f"the files of {len(changed):,} of {len(read):,} {what} that were read, such as {changed[0]}" if changed else ""
     )

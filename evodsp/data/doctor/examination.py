@@ -22,6 +22,10 @@ from evodsp.data.sources.store import Store
 from evodsp.errors import UserError
 
 State = Literal["good", "mismatching", "unreadable"]
+Unit = Literal["chain", "complex"]
+"""What a key stands for."""
+UNITS: dict[Unit, str] = {"chain": "chains", "complex": "complexes"}
+"""The plural of each."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Examiner(Protocol):
         """The store of the keys."""
 
     @property
-    def unit(self) -> Literal["chain", "complex"]:
+    def unit(self) -> Unit:
         """What a key stands for."""
 
     @property
@@ -100,7 +104,7 @@ class ChainExaminer:
 
     source: ChainFiles | PredictedStore | FeatureStore
     cache: str | None = None
-    unit: Literal["chain"] = "chain"
+    unit: Unit = "chain"
     definition: str = DEFINITION
 
     @property
