@@ -16,6 +16,7 @@ from evodsp.data.doctor.copying import COPYING
 from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_reasons
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.doctor.run_data import data_of_run
+from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
 from evodsp.reading.quoting import printable
@@ -162,6 +163,10 @@ def _page(found: Diagnosis) -> Page:
 
 def _add_set(page: Page, found: Diagnosis) -> None:
     bars = {f"lDDT-CA of copies, {part.kind}": f"{part.bar.lddt_ca:.3f}" for part in found.copied if part.bar.copies}
+    between = {part.kind: interface_lddt_ca(part.bar) for part in found.copied}
+    bars |= {
+        f"interface lDDT-CA of copies, {kind}": f"{share:.3f}" for kind, share in between.items() if share is not None
+    }
     page.figures(_summary(found) | bars)
     for source in found.stale:
         page.note(f"The index is older than {source}: make it again with evodsp data index.")
