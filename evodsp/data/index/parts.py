@@ -47,7 +47,7 @@ class Parts(Generic[Task]):
         digest = hashlib.sha256(repr([form, *(vars(source) for source in sources)]).encode())
         for task in tasks:
             digest.update(repr(task).encode("utf-8", "surrogateescape"))
-        self._keep(digest.hexdigest())
+        keep_parts(self._folder, digest.hexdigest())
 
     def scanned(self) -> Iterator[tuple[Task, dict[str, Any]]]:
         """Each task with what was found."""
@@ -61,14 +61,6 @@ class Parts(Generic[Task]):
     def remove(self) -> None:
         """Delete the parts: the output is complete."""
         shutil.rmtree(self._folder)
-
-    def _keep(self, fingerprint: str) -> None:
-        """Make the folder of parts ready: parts of a scan of other inputs are deleted, those of this one are kept."""
-        plan = self._folder / "plan"
-        if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
-            shutil.rmtree(self._folder, ignore_errors=True)
-            with whole_file(plan) as partial:
-                partial.write_bytes(fingerprint.encode())
 
     def scan(self, what: str) -> None:
         """Write the parts that are missing, and show progress. `what`: the words for it."""
@@ -91,6 +83,15 @@ class Parts(Generic[Task]):
                     advance(done)
         if ended is not None:
             raise UserError(f"{ended}: run the command again with fewer --workers") from ended
+
+
+def keep_parts(folder: Path, fingerprint: str) -> None:
+    """Make the folder of parts ready: parts of a scan of other inputs are deleted, those of this one are kept."""
+    plan = folder / "plan"
+    if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
+        shutil.rmtree(folder, ignore_errors=True)
+        with whole_file(plan) as partial:
+            partial.write_bytes(fingerprint.encode())
 
 
 def scan_part(one: Scan, alignment_dir: Path, structure_dir: Path, path: Path, tasks: Sequence[Any]) -> int:
