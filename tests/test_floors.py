@@ -67,6 +67,7 @@ NOT_FREE = {
     "data.samples.complex_dataset": ("torch",),
     "data.samples.dataset": ("torch",),
     "data.samples.sample_pool": ("torch",),
+    "data.samples.sample_source": ("torch",),
     "data.doctor.command": ("rich",),
     "inference.confidence_figure": ("matplotlib",),
     "model.kernels.triton_kernels.device.*": ("triton",),

@@ -151,6 +151,8 @@ def _levels(runs: Sequence[Run]) -> dict[str, list[Level]]:
     for colour, one in enumerate(runs):
         if one.baseline is not None:
             found.setdefault("val/lddt_ca", []).append(Level(one.baseline.name, one.baseline.lddt_ca, colour))
+            if (interface := one.baseline.interface_lddt_ca) is not None:
+                found.setdefault("val/interface_lddt_ca", []).append(Level(one.baseline.name, interface, colour))
             for chain, (nearest, lddt) in one.baseline.copies.items():
                 found.setdefault(f"{_CHAIN}{chain}", []).append(Level(f"copying {nearest}", lddt, colour))
     for column, levels in found.items():

@@ -30,11 +30,14 @@ class Baseline:
     """Validation chains."""
     copies: dict[str, tuple[str, float]]
     """For each of them that has a copy: the training chain, and the copy's lDDT-CA."""
+    interface_lddt_ca: float | None = None
+    """The mean over complexes whose chains are in contact; None for chains."""
 
     @property
     def name(self) -> str:
         some = "" if len(self.copies) == self.chains else f" ({len(self.copies):,} of {self.chains:,} chains)"
-        return f"copying the nearest training chain{some}"
+        what = "chain" if self.interface_lddt_ca is None else "complex"
+        return f"copying the nearest training {what}{some}"
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,10 @@ def _baseline(path: Path) -> Baseline | None:
     content = read_json(path, fix)
     try:
         copies = {str(copy["chain"]): (str(copy["nearest"]), _score(copy["lddt_ca"])) for copy in content["copies"]}
-        found = Baseline(_score(content["lddt_ca"]), content["validation_chains"], copies)
-    except (KeyError, TypeError, ValueError) as error:
+        between = content.get("interface_lddt_ca")
+        interface = None if between is None else _score(between)
+        found = Baseline(_score(content["lddt_ca"]), content["validation_chains"], copies, interface)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FileFormatError(path, f"not what copies of training chains score ({shown(error)}); {fix}") from error
     if not isinstance(found.chains, int):
         raise FileFormatError(path, f"validation_chains is {shown(found.chains)}, expected a number; {fix}")

@@ -14,11 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.similarity.nearest import Bar, Copy, copies, gathered
-from evodsp.data.similarity.sequences import listed_sequences, read_sequence
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.similarity.comparison import ComparedKeys
+from evodsp.data.similarity.nearest import Bar, Copy, gathered
+from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.printing import tell
@@ -35,17 +33,15 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
     """Write the bar of the validation chains, unless `path` has that of the same chains. `cache`: OpenFold's
     chain_data_cache.json, which has sequences.
 
-    Complexes have no bar. A failure is one line on standard error.
+    A failure is one line on standard error.
     """
-    if isinstance(chains.store, ComplexFiles):
-        return
     try:
         if _is_of(path, chains):
             return
         path.unlink(missing_ok=True)
         if len(chains.train) == 1 and chains.train == chains.validation:
             return  # a chain that is learnt by heart: there is no other to copy
-        found = _bar(chains, chains.store, cache, time.monotonic() + SECONDS)
+        found = _bar(chains, chains.samples.comparison(cache), time.monotonic() + SECONDS)
         if not found.copies and found.without:
             raise UserError("{}: {}".format(*next(iter(found.without.items()))))
         with whole_file(path) as partial:
@@ -55,18 +51,17 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
         tell(f"evodsp: warning: the report will not say what copying the nearest training chain scores ({reason})")
 
 
-def _bar(chains: Chains, store: ChainFiles | FeatureStore, cache: str | None, end: float) -> Bar:
+def _bar(chains: Chains, comparison: ComparedKeys, end: float) -> Bar:
     """The bar. Raises UserError if it is not known by `end`."""
     if len(chains.train) > MOST_CHAINS:
         raise UserError(f"more than {MOST_CHAINS:,} training chains; evodsp data doctor says it")
-    keys = dict.fromkeys([*chains.train, *chains.validation])
-    letters = listed_sequences(store, keys, {}, cache)
-    for key in [key for key, sequence in letters.items() if not sequence]:
+    letters = comparison.listed(dict.fromkeys([*chains.train, *chains.validation]))
+    for key in [key for key, sequences in letters.items() if not sequences]:
         _check_time(end)
-        letters[key] = read_sequence(store, key)
+        letters[key] = comparison.read(key)
     targets, training = ({key: letters[key] for key in part} for part in (chains.validation, chains.train))
     found: dict[str, Copy | str] = {}
-    for key, copy in copies(targets, training, store, store, workers=1):
+    for key, copy in comparison.copies(targets, training, workers=1):
         found[key] = copy
         _check_time(end)
     return gathered(found, targets, training)
@@ -78,8 +73,10 @@ def _check_time(end: float) -> None:
 
 
 def _as_json(bar: Bar, chains: Chains) -> dict[str, Any]:
+    interface = interface_lddt_ca(bar)
     return {
         "lddt_ca": bar.lddt_ca,
+        **({} if interface is None else {"interface_lddt_ca": interface}),
         "identity": bar.identity,
         "validation_chains": len(chains.validation),
         "training_chains": len(chains.train),

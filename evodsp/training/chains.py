@@ -16,22 +16,23 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float64
 
-from evodsp.config import ArrangementName, FeatureConfig
+from evodsp.config import ArrangementName
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
-from evodsp.data.samples.complex_dataset import ComplexDataset, load_complex
-from evodsp.data.samples.dataset import ChainDataset, RecordDataset, load_record
+from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
-from evodsp.data.samples.sampling import DISTILLED, ChainChoice
-from evodsp.data.samples.selection import Lacking, Presence, Selected, Selection, chain_list, select
+from evodsp.data.samples.sample_source import ChainSamples, ComplexSamples, SampleSource
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.samples.selection import Presence, Selected, Selection, chain_list, select
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.store import Lacking, Store
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.data.templates.template_chains import TemplateChains, listed_chains
-from evodsp.errors import UserError, nearest
+from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
 from evodsp.training.config import DataConfig, DistillationConfig
@@ -49,14 +50,12 @@ CHAINS_FOR_RESOLUTION = 16
 class Chains:
     """The open store and the chains of each stage."""
 
-    store: ChainFiles | FeatureStore | ComplexFiles
-    templates: TemplateSource | None
+    samples: SampleSource
     train: list[str]
     validation: list[str]
     test: list[str]
     weights: Float64[np.ndarray, " n"] | None = None
     """Relative frequencies with which training chains are drawn; None: all are equal."""
-    distillation: DistillationSet | None = None
     distilled: list[str] = field(default_factory=list)
     """Chains of the self-distillation set, their names beginning with `DISTILLED`."""
     distilled_weights: Float64[np.ndarray, " m"] | None = None
@@ -67,29 +66,20 @@ class Chains:
     """Resolutions of the training chains, or of those whose resolution is known before the first step: in Å, 0 if the structure
     has none."""
 
-    def dataset(
-        self,
-        keys: list[str],
-        config: FeatureConfig,
-        seed: int,
-        training: bool,
-        batch_group: int,
-        cache_bytes: int,
-        choice: ChainChoice,
-        assumed_resolution: float | None,
-    ) -> RecordDataset:
-        """Samples of these chains. The arguments are those of `RecordDataset` and `load_record`."""
-        common = keys, config, seed, training, batch_group, cache_bytes
-        if isinstance(self.store, ComplexFiles):
-            return ComplexDataset(self.store, *common, self.templates, choice, assumed_resolution)
-        return ChainDataset(
-            self.store,
-            *common,
-            templates=self.templates,
-            choice=choice,
-            distillation=self.distillation,
-            assumed_resolution=assumed_resolution,
-        )
+    @property
+    def store(self) -> Store:
+        """The store of the chains."""
+        return self.samples.store
+
+    @property
+    def templates(self) -> TemplateSource | None:
+        """The source of templates; None if samples have none."""
+        return self.samples.templates
+
+    @property
+    def distillation(self) -> DistillationSet | None:
+        """The self-distillation set; None if there is none."""
+        return self.samples.distillation
 
     def notes(self, listed_in: Path) -> list[str]:
         """Warnings before training starts, one a line. `listed_in`: the file that lists `missing`."""
@@ -102,9 +92,9 @@ class Chains:
                 notes.append(
                     f"{len(missing):,} of {total:,} {kind} chains are left out: {lacking}; {listed_in} lists them"
                 )
-        stores = [self.store, *([] if self.distillation is None else [self.distillation.store])]
+        stores: list[Store] = [self.store, *([] if self.distillation is None else [self.distillation.store])]
         for store in stores:
-            if isinstance(store, ChainFiles) and store.index is not None and (stale := store.stale_sources()):
+            if store.index is not None and (stale := store.stale_sources()):
                 notes.append(
                     f"{store.index.path} is older than {', '.join(stale)}; make it again: {store.index.command}"
                 )
@@ -138,39 +128,30 @@ def find_chains(
     samples of a multimer are complexes.
     Raises UserError for the first file or name that is missing otherwise.
     """
-    store, templates, predicted = on_every(lambda: _OPEN[arrangement](config), group)
-    found = from_first(lambda: _look_up(config, quarantined, store, templates, predicted), group)
-    names, distilled = (found.train, found.validation, found.test), (found.distilled, found.distilled_weights)
-    return Chains(store, templates, *names, found.weights, predicted, *distilled, found.missing, found.resolutions)
+    samples = on_every(lambda: _OPEN[arrangement](config), group)
+    return Chains(samples, **vars(from_first(lambda: _look_up(config, quarantined, samples), group)))
 
 
-_Opened = tuple[ChainFiles | FeatureStore | ComplexFiles, TemplateSource | None, DistillationSet | None]
-
-
-def _open(config: DataConfig) -> _Opened:
+def _open(config: DataConfig) -> ChainSamples:
     store, templates = open_source(config)
-    return store, templates, open_distillation(config, templates)
+    return ChainSamples(store, templates, open_distillation(config, templates))
 
 
-def _open_complexes(config: DataConfig) -> _Opened:
+def _open_complexes(config: DataConfig) -> ComplexSamples:
     """The sources of complexes and of their templates. Raises UserError that names the setting."""
     _check_folders(config)
     rule = {"species": BY_SPECIES, "entry": BY_ENTRY}[config.pairing]
-    files = ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule)
+    index = None if config.index is None else ComplexIndex(config.index)
+    files = ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule, index)
     # Chains that share a sequence have alignments once, so their structures tell the sequences of those that are listed.
-    return files, _template_source(config, StructureFolder(config.structure_dir)), None
+    return ComplexSamples(files, _template_source(config, StructureFolder(config.structure_dir)))
 
 
-_OPEN: dict[ArrangementName, Callable[[DataConfig], _Opened]] = {"monomer": _open, "multimer": _open_complexes}
+_OPEN: dict[ArrangementName, Callable[[DataConfig], SampleSource]] = {"monomer": _open, "multimer": _open_complexes}
 
 
-def _look_up(
-    config: DataConfig,
-    quarantined: Container[str],
-    store: ChainFiles | FeatureStore | ComplexFiles,
-    templates: TemplateSource | None,
-    predicted: DistillationSet | None,
-) -> _Found:
+def _look_up(config: DataConfig, quarantined: Container[str], samples: SampleSource) -> _Found:
+    store, predicted = samples.store, samples.distillation
     presence = Presence(store)
     listed = chain_list(config.train_chains) if config.train_chains is not None else presence.keys
     validation = chain_list(config.validation_chains) if config.validation_chains is not None else []
@@ -188,16 +169,9 @@ def _look_up(
     read: dict[str, float] = {}
     if len(distinct) <= MOST_CHAINS_READ:
         for key in (key for key in distinct if key not in quarantined):
-            if isinstance(store, ComplexFiles):
-                whole = load_complex(store, key, templates)
-                read[key] = float(whole.labels["resolution"])
-                for found in whole.templates.values():
-                    tell_first(f"templates of {found.log_line}")
-                continue
-            record = load_record(store, key, templates)
-            read[key] = float(record.labels["resolution"])
-            if record.templates is not None:
-                tell_first(f"templates of {record.templates.log_line}")
+            read[key], found = samples.first_look(key)
+            for line in found:
+                tell_first(f"templates of {line}")
     distilled = Selected([], None, {})
     if predicted is not None:
         distilled, absent = _look_up_distilled(config.distillation, predicted)
@@ -207,15 +181,13 @@ def _look_up(
     return _Found(train.keys, validation, test, train.weights, names, distilled.weights, missing, resolutions)
 
 
-def _resolutions(
-    keys: list[str], store: ChainFiles | FeatureStore | ComplexFiles, rules: Selection, read: dict[str, float]
-) -> Float64[np.ndarray, " k"]:
+def _resolutions(keys: list[str], store: Store, rules: Selection, read: dict[str, float]) -> Float64[np.ndarray, " k"]:
     """Resolutions in Å, 0 for none: of the chains that a cache, the index or a `read` structure knows; if none does, of a few
     chains that are read now."""
     if read:
         return np.array([read[key] for key in keys if key in read])
     table = rules.known[0] if rules.known is not None else None
-    if table is None and isinstance(store, ChainFiles) and store.index is not None:
+    if table is None and store.index is not None:
         table = store.index.table
     if table is not None:
         row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
@@ -224,8 +196,7 @@ def _resolutions(
         return found[~np.isnan(found)]
     for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
         with suppress(UserError):  # said when a sample is made of it
-            own = store.resolution(key) if isinstance(store, ComplexFiles) else store.chain(key).resolution
-            read[key] = own or 0.0
+            read[key] = store.resolution(key) or 0.0
     return np.array(list(read.values()))
 
 
@@ -256,29 +227,11 @@ def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
     return found
 
 
-def _check_chain(key: str, presence: Presence, store: ChainFiles | FeatureStore | ComplexFiles, source: str) -> None:
-    """Raise UserError, with the nearest name, if the chain is not in the store, or lacks alignments or its structure."""
+def _check_chain(key: str, presence: Presence, store: Store, source: str) -> None:
+    """Raise UserError if the chain is not in the store, or lacks a part."""
     lacking = presence.lacks(key)
-    if lacking is None:
-        return
-    if isinstance(store, FeatureStore):
-        raise UserError(
-            f"{source}: no chain '{key}' in {store.address}; leave it out or build the store with it."
-            f"{nearest(key, presence.keys)}"
-        )
-    if isinstance(store, ComplexFiles):
-        what = "alignments of a chain" if lacking == "alignments" else "structure"
-        where = store.alignment_dir if lacking == "alignments" else store.structure_dir
-        raise UserError(
-            f"{source}: no {what} of the complex '{key}' in {where}; samples of a multimer are entries, such as 1abc, with "
-            f"folders such as 1abc_A: add it or leave the complex out.{nearest(key, presence.keys)}"
-        )
-    if lacking == "alignments":
-        raise UserError(
-            f"{source}: no alignments of chain '{key}' in {store.alignment_dir}; add its folder "
-            f"or leave the chain out.{nearest(key, presence.keys)}"
-        )
-    raise UserError(f"{source}: no structure of chain '{key}' in {store.structure_dir}; add it or leave the chain out")
+    if lacking is not None:
+        raise UserError(f"{source}: {store.absence(key, lacking)}")
 
 
 def open_source(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None]:

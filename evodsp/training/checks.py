@@ -114,7 +114,7 @@ class CheckedRun:
     def notes(self) -> list[str]:
         """Warnings before training starts, one a line."""
         rule = CountedStructures(self.settings.model.loss, self.settings.data.assumed_resolution)
-        line = rule.line(self.chains.resolutions, len(self.chains.train), "training")
+        line = rule.line(self.chains.resolutions, len(self.chains.train), "training chains")
         return [*self.chains.notes(self.folder.missing), *([] if line is None else [line])]
 
     @property

@@ -152,8 +152,8 @@ class DataConfig:
     """Feature store that `evodsp data build` made: a folder, or an address such as s3://bucket/store. Chains and templates are
     then read from it; alignment_dir and structure_dir are not used. null reads the files."""
     index: str | None = None
-    """Index of both folders, made by `evodsp data index`. With it a run on hundreds of thousands of chains starts at once, and
-    all processes of a machine share it. null lists the folders."""
+    """Index of both folders, made by `evodsp data index`; for complexes with --complexes true. With it a run on hundreds of
+    thousands of chains starts at once, and all processes of a machine share it. null lists the folders."""
     train_chains: str | list[str] | None = None
     """Chains to train on: a list of names, or a text file with one name per line; null takes all chains with alignments. Chains
     without alignments or structure are left out."""
@@ -254,7 +254,7 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
 
 
 _OF_CHAINS = (
-    "data.store", "data.index", "data.chain_data_cache", "data.filters", "data.sampling", "data.distillation",
+    "data.store", "data.chain_data_cache", "data.distillation",
 )  # fmt: skip
 _OF_COMPLEXES = (
     "data.assembly",
@@ -274,6 +274,16 @@ def check_samples(model: ModelConfig, data: DataConfig) -> None:
                 f"{name} is {value}, but model.arrangement is {model.arrangement}, whose samples do not have it; leave {name} "
                 "out, or choose another arrangement"
             )
+        if name.startswith("data.filters") and value != defaults[name] and _filter_nothing(model, data):
+            raise UserError(
+                f"{name} is {value}, but data.sampling is uniform, which leaves no complex out; give data.sampling alphafold2 "
+                f"with data.index, or leave {name} out"
+            )
+
+
+def _filter_nothing(model: ModelConfig, data: DataConfig) -> bool:
+    """Whether filters would be ignored. Those of single chains may belong to a chain_data_cache that comes later."""
+    return model.arrangement == "multimer" and data.sampling == "uniform"
 
 
 @dataclass(frozen=True)

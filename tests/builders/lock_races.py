@@ -126,7 +126,7 @@ def one_index(folder: Path, draw: random.Random) -> None:
 
 def run(rounds: int) -> None:
     """All races, so many times. Raises AssertionError for one that has two winners, or none."""
-    assert scan.CHAINS_OF_PART, "imported before the first fork, so that races begin at once"
+    assert scan.make_index, "imported before the first fork, so that races begin at once"
     draw = random.Random(0)
     for _ in range(rounds):
         for race in (stale_lock, killed_holders, one_index):

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.index import scan
+from evodsp.data.index import parts, scan
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.records import ProteinSequence
@@ -252,7 +252,7 @@ def test_the_output_depends_on_the_inputs_only(folder: Path, monkeypatch: pytest
     for number in range(7):
         shutil.copytree(folder / "alignments" / KEY, folder / "alignments" / f"1abc_{number}")
     index_of(folder)
-    monkeypatch.setattr(scan, "CHAINS_OF_PART", 2)
+    monkeypatch.setattr(parts, "TASKS_OF_PART", 2)
     assert main([*words(folder, output="other"), "--workers=2"]) == 2  # given twice
     assert (
         main([word for word in words(folder, output="other") if word not in ("--workers", "0")] + ["--workers=2"]) == 0
@@ -263,9 +263,9 @@ def test_the_output_depends_on_the_inputs_only(folder: Path, monkeypatch: pytest
 
 def test_a_rerun_takes_finished_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a scan that begins again after an interruption, and parts of other inputs taken for its own."""
-    monkeypatch.setattr(scan, "CHAINS_OF_PART", 1)
+    monkeypatch.setattr(parts, "TASKS_OF_PART", 1)
     scanned: list[str] = []
-    original = scan._scan_chain
+    original = scan.scan_chain
 
     def interrupted(alignments: Path, structures: Path, task: scan.ChainTask) -> Any:
         scanned.append(task.key)
@@ -273,7 +273,7 @@ def test_a_rerun_takes_finished_parts(folder: Path, monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
         return original(alignments, structures, task)
 
-    monkeypatch.setattr(scan, "_scan_chain", interrupted)
+    monkeypatch.setattr(scan, "scan_chain", interrupted)
     assert main(words(folder)) == 130
     assert not (folder / "index").exists()
     assert main(words(folder)) == 0

@@ -5,28 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from evodsp.cli import main
 from evodsp.data.doctor.leaks import ALIGNED_WITH, SHORTEST, overlap
 from evodsp.data.similarity.pairs import identity
-from evodsp.geometry.alphabet import RESTYPES
+from tests.builders.random_sequences import changed, random_sequences
 from tests.builders.training_chains import TINY, write_chain
 
 SETS = ("training", "validation")
-
-
-def random_sequences(number: int, length: int) -> list[str]:
-    codes = np.random.default_rng(number).integers(len(RESTYPES), size=(number, length))
-    return ["".join(RESTYPES[code] for code in row) for row in codes]
-
-
-def changed(sequence: str, every: int) -> str:
-    """Each `every`-th residue is another one."""
-    after = dict(zip(RESTYPES, (*RESTYPES[1:], RESTYPES[0]), strict=True))
-    return "".join(after[letter] if at % every == 0 else letter for at, letter in enumerate(sequence))
 
 
 def test_identity_is_that_of_the_shorter_sequence() -> None:

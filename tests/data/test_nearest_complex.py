@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,7 +51,7 @@ def training(folder: Path, **complexes: list[tuple[str, str]]) -> TrainingComple
         made = [chain(one, letters, seed, resolution) for seed, (one, letters) in enumerate(chains)]
         write_mmcif(folder / f"{name}.cif", made)
     sequences = {name: tuple(letters for _, letters in chains) for name, chains in complexes.items()}
-    return TrainingComplexes(sequences, StructureFolder(folder), None)
+    return TrainingComplexes(sequences, partial(StructureFolder(folder).assembly, assembly=None))
 
 
 def target(*letters: str) -> Assembly:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.building.parts import Account, BuildInputs, Part, build_part
-from evodsp.data.index import scan
+from evodsp.data.index.parts import keep_parts
 from evodsp.data.sources.feature_store import CHAINS
 from evodsp.errors import FileFormatError
 from evodsp.report.curve import read_curve
@@ -39,10 +39,10 @@ def test_a_plan_of_other_bytes_is_another_plan(tmp_path: Path) -> None:
     """Catches a traceback over the rest of a scan that a full disk or another version has left."""
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "plan").write_bytes(b"\xff\xfe")
-    scan._keep_parts(tmp_path / "parts", "abc")
+    keep_parts(tmp_path / "parts", "abc")
     assert (tmp_path / "parts" / "plan").read_bytes() == b"abc"
     (tmp_path / "parts" / "kept").touch()
-    scan._keep_parts(tmp_path / "parts", "abc")
+    keep_parts(tmp_path / "parts", "abc")
     assert (tmp_path / "parts" / "kept").exists()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.doctor.diagnosis import examine
+from evodsp.data.doctor.examination import ChainExaminer
 from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import Chain
 from evodsp.data.sources.chain_files import ChainFiles
@@ -264,4 +264,4 @@ def test_the_warning_and_what_the_doctor_hears(tmp_path: Path, caplog: pytest.Lo
         def parsed(self, key: str, with_hits: bool) -> ParsedChain:
             return ParsedChain(self.chain(key), query_only(encode(self.chain(key).sequence)), ())
 
-    assert examine(Source(tmp_path / "alignments", tmp_path), "1abc_A").notes == (note,)
+    assert ChainExaminer(Source(tmp_path / "alignments", tmp_path)).examine("1abc_A").notes == (note,)

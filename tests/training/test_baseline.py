@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from evodsp.data.similarity.comparison import ComparedChains
+from evodsp.report.runs import read_runs
 from evodsp.training import baseline
 from evodsp.training.baseline import write_baseline
 from evodsp.training.chains import Chains, find_chains
@@ -79,8 +81,29 @@ def test_no_failure_ends_a_run(
         patch.setattr(baseline, "MOST_CHAINS", 1)
         assert "(more than 1 training chains; evodsp data doctor says it)" in said()
     with monkeypatch.context() as patch:
-        patch.setattr(baseline, "copies", lambda *_, **__: 1 // 0)
+        patch.setattr(ComparedChains, "copies", lambda *_, **__: 1 // 0)
         assert "(integer division or modulo by zero)" in said()
     for key in VALIDATION:
         (tmp_path / "mmcif_files" / f"{key[:4]}.cif").unlink()
     assert "(3abc_A: " in said()
+
+
+def test_the_bar_of_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run on complexes without a bar, and one whose report does not draw that of interfaces."""
+    dimers = Path(__file__).parents[2] / "data" / "dimers"
+    data = DataConfig(
+        alignment_dir=str(dimers / "alignments"),
+        structure_dir=str(dimers / "mmcif_files"),
+        train_chains=["c001", "c006"],
+        validation_chains=["c002"],
+    )
+    write_baseline(tmp_path / "baseline.json", find_chains(data, arrangement="multimer"), None)
+    assert capsys.readouterr().err == ""
+    found = json.loads((tmp_path / "baseline.json").read_text())
+    assert [(copy["chain"], copy["nearest"]) for copy in found["copies"]] == [("c002", "c001")]
+    assert found["interface_lddt_ca"] > 0.5
+    (tmp_path / "curve.csv").write_text("step,val/lddt_ca,val/interface_lddt_ca\n0,0.5,0.4\n")
+    (run,) = read_runs([tmp_path])
+    bar = run.baseline
+    assert bar is not None
+    assert (bar.name, bar.interface_lddt_ca) == ("copying the nearest training complex", found["interface_lddt_ca"])

@@ -168,7 +168,7 @@ CHAINS, COMPLEXES = ModelConfig(), ModelConfig(arrangement="multimer")
     ("model", "setting", "given"),
     [
         (COMPLEXES, "store", {"store": "s3://x/y"}),
-        (COMPLEXES, "sampling", {"sampling": "alphafold2"}),
+        (COMPLEXES, "chain_data_cache", {"chain_data_cache": "x"}),
         (COMPLEXES, "filters.max_resolution", {"filters": FilterConfig(max_resolution=3.0)}),
         (COMPLEXES, "distillation.store", {"distillation": DistillationConfig(store="x")}),
         (CHAINS, "pairing", {"pairing": "entry"}),
@@ -179,7 +179,7 @@ CHAINS, COMPLEXES = ModelConfig(), ModelConfig(arrangement="multimer")
 def test_settings_that_samples_do_not_have(model: ModelConfig, setting: str, given: dict[str, Any]) -> None:
     """Catches a setting that a run on complexes, or on single chains, ignores without a word."""
     check_samples(model, DataConfig())
-    with pytest.raises(UserError, match=rf"data\.{setting} is .*{model.arrangement}"):
+    with pytest.raises(UserError, match=rf"data\.{setting} is .*({model.arrangement}|data\.sampling is uniform)"):
         check_samples(model, DataConfig(**given))
 
 

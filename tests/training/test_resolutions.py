@@ -95,11 +95,11 @@ def test_the_note_counts_what_the_losses_do(
 ) -> None:
     """Catches chains above the largest resolution that nobody counts, unknown ones that are, and a note without a reason."""
     rule = CountedStructures(LossConfig(), assumed)
-    line = rule.line(np.array(resolutions, np.float32), 3, "training")
+    line = rule.line(np.array(resolutions, np.float32), 3, "training chains")
     assert line is None if expected is None else str(line).startswith(expected)
     assert line is None or (", as in AlphaFold2, so train/plddt is 0 in steps of such chains alone" in line)
     assert line is None or ("data.assumed_resolution" in line) == ("have no resolution" in line)
-    assert CountedStructures(LossConfig(plddt=0.0), assumed).line(np.zeros(3), 3, "training") is None
+    assert CountedStructures(LossConfig(plddt=0.0), assumed).line(np.zeros(3), 3, "training chains") is None
 
 
 def test_samples_have_the_assumed_resolution() -> None:

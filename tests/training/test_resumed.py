@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evodsp.cli import main
+from evodsp.data.samples.sample_source import ChainSamples
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.geometry.alphabet import RESTYPES
 from evodsp.report.curve import read_curve
@@ -229,7 +230,7 @@ def test_what_cannot_change_is_refused(
 def training_set(**changed: Any) -> str:
     """What a checkpoint keeps of a set of four chains."""
     chains = {"train": ["a", "b"], "distilled": ["c", "d"], "weights": np.array([1.0, 2.0]), "distilled_weights": None}
-    of_run = Chains(MagicMock(spec=ChainFiles), None, validation=[], test=[], **{**chains, **changed})
+    of_run = Chains(ChainSamples(MagicMock(spec=ChainFiles)), validation=[], test=[], **{**chains, **changed})
     return str(recorded({"init_from": None}, 1, of_run)["training set"])
 
 

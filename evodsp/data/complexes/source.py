@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,21 @@ import numpy as np
 from evodsp.data.complexes.keys import RowKey, entry_of_row, uniprot_species
 from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
+from evodsp.data.formats.mmcif import read_assembly
+from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
-from evodsp.data.sources.layout import split_key
+from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.sources.query_check import matched_alignments, matched_hits
+from evodsp.data.sources.store import Lacking
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
-from evodsp.errors import UserError
+from evodsp.errors import UserError, nearest
 from evodsp.geometry.alphabet import encode
 from evodsp.printing import logger
+from evodsp.reading.quoting import quoted
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,13 @@ class ParsedComplex:
 class ComplexFiles:
     """Complexes of a folder of alignments and a folder of structures. Construction reads no file.
 
-    `assembly`: the biological assembly that is taken; None: the asymmetric unit. Raises UserError if a folder does not exist.
+    `assembly`: the biological assembly that is taken; None: the asymmetric unit. `index`: the index of both folders; with it no
+    folder is listed, entries that have a chain without alignments are not among its keys, and a chain without alignments has
+    those of an identical chain. `warn`: is told of chains without rows for pairing, and what such rows are; None: the user is.
+    Raises UserError if a folder does not exist, or if the index is of another assembly.
     """
+
+    unknown: Lacking = "alignments"
 
     def __init__(
         self,
@@ -75,10 +85,25 @@ class ComplexFiles:
         structure_dir: str | Path,
         assembly: str | None = "1",
         rule: PairingRule = BY_SPECIES,
+        index: ComplexIndex | None = None,
+        warn: Callable[[str, str], None] | None = None,
     ) -> None:
-        self.alignment_dir, self.assembly, self.rule = Path(alignment_dir), assembly, rule
+        self.alignment_dir, self.assembly, self.rule, self.index = Path(alignment_dir), assembly, rule, index
         self._chains = ChainFiles(alignment_dir)
+        self._warn = say_query_paired if warn is None else warn
         self._structures = StructureFolder(structure_dir)
+        if index is not None and index.assembly != assembly:
+            listed, wanted = (_unit(one) for one in (index.assembly, assembly))
+            raise UserError(
+                f"{index.path}: an index of {listed}, but data.assembly is {wanted}; make the index of that with "
+                f"'evodsp data index --complexes true --assembly {'null' if assembly is None else assembly}', or change "
+                "data.assembly"
+            )
+
+    @property
+    def assembly_name(self) -> str:
+        """The assembly that is read, for messages."""
+        return _unit(self.assembly)
 
     @property
     def structure_dir(self) -> Path:
@@ -87,50 +112,105 @@ class ComplexFiles:
 
     def keys(self) -> list[str]:
         """The entries that have alignments of a chain, sorted. Whether all of their chains have some is not checked."""
+        if self.index is not None:
+            return list(compress(self.index.keys[:], self.index.has_alignments()))
         chains = self._chains.keys()
         return sorted({split_key(key)[0] for key in chains if key.strip("_") == key})
+
+    def stale_sources(self) -> list[str]:
+        """See `Store`."""
+        now_at = {"alignment_dir": self.alignment_dir, "structure_dir": self.structure_dir}
+        return [] if self.index is None else self.index.stale_sources(now_at)
+
+    def structure_lookup(self) -> Callable[[str], bool]:
+        """See `Store`: the index is read, or the folder listed, once."""
+        if self.index is not None:
+            return frozenset(compress(self.index.keys[:], self.index.has_structure())).__contains__
+        listing = StructureListing(self.structure_dir)
+        return lambda entry: listing.of_entry(entry) is not None
+
+    def absence(self, key: str, lacking: Lacking) -> str:
+        """See `Store`."""
+        is_unknown = lacking == self.unknown
+        what, where = ("alignments of a chain", self.alignment_dir) if is_unknown else ("structure", self.structure_dir)
+        return (
+            f"no {what} of the complex '{key}' in {where}; samples of a multimer are entries, such as 1abc, with "
+            f"folders such as 1abc_A: add it or leave the complex out.{nearest(key, self.keys()) if is_unknown else ''}"
+        )
 
     def resolution(self, entry: str) -> float | None:
         """The resolution of the entry's structure in Å, None if the method has none. Raises UserError if its file is missing,
         FileFormatError for a broken file."""
         return self._structures.structure(entry).resolution
 
+    def assembly_of(self, entry: str) -> Assembly:
+        """The chains of the complex, from its structure.
+
+        Raises UserError if its file is missing or has other chains than the index says; FileFormatError for a broken file.
+        """
+        file = None if self.index is None else self.index.structure(self.index.row(entry))
+        if self.index is None or file is None:
+            return self._structures.assembly(entry, self.assembly)
+        assembly, listed = (
+            read_assembly(self.structure_dir / file, self.assembly),
+            self.index.complex(self.index.row(entry)),
+        )
+        read = dict(zip(assembly.names, (chain.sequence for chain in assembly.chains), strict=True))
+        said = dict(zip(listed.names, listed.sequences, strict=True))
+        if said and read != said:
+            name = next((name for name in (*read, *said) if read.get(name) != said.get(name)), assembly.names[0])
+            found, known = (f"is {quoted(one[name])}" if name in one else "is not there" for one in (read, said))
+            raise UserError(
+                f"{self.structure_dir / file}: chain {name} {found}, but in {self.index.path} it {known}; make it again: "
+                f"{self.index.command}"
+            )
+        return assembly
+
     def parsed(self, entry: str, with_hits: bool = False) -> ParsedComplex:
         """The complex, with the hits of template searches if they are wanted. Raises UserError if its file is missing, if a
-        sequence has no alignments, or if an alignment's first row is another sequence; FileFormatError for a broken file.
+        sequence has no alignments, or if an alignment's first row is another sequence, and as `assembly_of` does;
+        FileFormatError for a broken file.
         """
-        assembly = self._structures.assembly(entry, self.assembly)
+        assembly = self.assembly_of(entry)
+        lent = {} if self.index is None else self.index.complex(self.index.row(entry)).lenders
         of_sequence: dict[str, list[ProteinSequence]] = {}
         queries = []
         for name, chain in zip(assembly.names, assembly.chains, strict=True):
             query = ProteinSequence(chain.key, chain.sequence, alternatives=chain.alternatives)
             of_sequence.setdefault(chain.sequence, []).append(query)
             queries.append(ProteinSequence(name, chain.sequence))
-        searched = {letters: self._searched(chains) for letters, chains in of_sequence.items()}
-        msas = {letters: self._msas(query) for letters, query in searched.items()}
-        hits = {letters: self._hits(query) for letters, query in searched.items()} if with_hits else {}
+        searched = {letters: self._searched(chains, lent.get(letters)) for letters, chains in of_sequence.items()}
+        msas = {letters: self._msas(*found) for letters, found in searched.items()}
+        hits = {letters: self._hits(*found) for letters, found in searched.items()} if with_hits else {}
         return ParsedComplex(assembly, tuple(ChainMsas(query, *msas[query.letters]) for query in queries), hits)
 
-    def _searched(self, chains: Sequence[ProteinSequence]) -> ProteinSequence:
-        """Of chains with one sequence the first that has alignments."""
-        query = next((chain for chain in chains if self._chains.has_alignments(chain.name)), None)
+    def _searched(self, chains: Sequence[ProteinSequence], lender: str | None) -> tuple[ProteinSequence, str]:
+        """Of chains with one sequence the first that has alignments, and the name of their folder. `lender`: the chain that has
+        them by the index."""
+        owners = [(chain, lender or chain.name) for chain in chains]
+        query, owner = next((one for one in owners if self._chains.has_alignments(one[1])), (None, ""))
         if query is None:
             names = ", ".join(dict.fromkeys(chain.name for chain in chains))
             raise UserError(
                 f"{self.alignment_dir}: no alignments of {names}; run the search for one of these chains, or leave the "
                 "complex out"
             )
-        return query
+        return query, owner
 
-    def _hits(self, query: ProteinSequence) -> tuple[TemplateHit, ...]:
+    def _hits(self, query: ProteinSequence, owner: str) -> tuple[TemplateHit, ...]:
         """The hits of the template searches beside the alignments of a chain."""
-        return matched_hits(self._chains.template_hits(query.name, query), query)
+        return matched_hits(self._chains.template_hits(owner, query), query)
 
-    def _msas(self, query: ProteinSequence) -> tuple[MsaFeatures, PairingMsa | None]:
+    def _msas(self, query: ProteinSequence, owner: str) -> tuple[MsaFeatures, PairingMsa | None]:
         """The MSA of a chain, and the one for pairing."""
-        alignments = self._chains.alignments(query.name, query)
-        paired = self._chains.alignments_for_pairing(query.name, query, self.rule.reads)
-        return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / query.name))
+        alignments = self._chains.alignments(owner, query)
+        paired = self._chains.alignments_for_pairing(owner, query, self.rule.reads)
+        return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / owner), self._warn)
+
+
+def _unit(assembly: str | None) -> str:
+    """An assembly in words that settings have, too."""
+    return "the asymmetric unit (null)" if assembly is None else f"assembly {assembly}"
 
 
 def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatures:
@@ -152,17 +232,19 @@ def pairing_msa(place: Path, query: ProteinSequence, rule: PairingRule) -> Pairi
     """
     files = files_for_pairing(place, rule)
     paired = matched_alignments(parse_alignments(((path, None) for path in files), rule.reads), query)
-    return _pairing_of(paired, rule, str(place))
+    return _pairing_of(paired, rule, str(place), say_query_paired)
 
 
-def _pairing_of(alignments: Sequence[Alignment], rule: PairingRule, place: str) -> PairingMsa | None:
+def _pairing_of(
+    alignments: Sequence[Alignment], rule: PairingRule, place: str, warn: Callable[[str, str], None]
+) -> PairingMsa | None:
     """The rows for pairing of the alignments of one chain, which lie in `place`.
 
     None, and a warning, if there are no rows, or none whose name has a key.
     """
     pairing = PairingMsa.of(joined(alignments), rule.key) if alignments else None
     if pairing is None or not any(pairing.keys[1:]):
-        say_query_paired(place, rule.names)
+        warn(place, rule.names)
         return None
     # Queries are paired in any case; with keys of their own they would be paired twice.
     return dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))

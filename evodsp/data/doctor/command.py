@@ -14,11 +14,9 @@ from rich.table import Table
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.copying import COPYING
 from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_reasons
-from evodsp.data.doctor.leaks import DEFINITION, Overlap
+from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.doctor.run_data import data_of_run
-from evodsp.data.samples.distillation import chains_of
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
 from evodsp.reading.quoting import printable
@@ -46,9 +44,8 @@ def run(settings: DoctorConfig, words: list[str]) -> int:
 def _examined(
     data: DataSet, scored: dict[str, list[str]], settings: DoctorConfig, distillation: Diagnosis | None = None
 ) -> Diagnosis:
-    store = chains_of(data.source)
-    if isinstance(store, ChainFiles) and store.index is not None:
-        store.index.check()
+    if (index := data.examiner.store.index) is not None:
+        index.check()
     how = settings.sample, settings.seed, settings.workers, settings.max_bad
     return diagnose(data, scored, *how, distillation)
 
@@ -61,20 +58,21 @@ def _sets(found: Diagnosis) -> list[Diagnosis]:
 def _summary(found: Diagnosis) -> dict[str, str]:
     depths = [chain.depth for chain in found.examined if chain.state == "good"]
     lengths = found.table.lengths[found.table.lengths > 0]
-    usable, drawn, kind = len(found.training), len(found.selected.keys), found.data.kind
+    usable, drawn, kind, units = len(found.training), len(found.selected.keys), found.data.kind, found.data.units
+    can_be_built = found.data.examiner.store.unknown != "record" and found.data.examiner.unit == "chain"
     of_store = {
         "size of a feature store, about": _bytes(found.store_bytes()),
         f"time to build it on {found.workers} cores, about": _duration(found.store_seconds()),
     }
     return {
-        f"{kind} chains that can be used": f"{usable:,} of {usable + len(found.missing):,}",
-        f"{kind} chains that the filters leave": f"{drawn:,}",
-        "chains read": f"{len(found.examined):,}, {len(found.bad):,} bad",
+        f"{kind} {units} that can be used": f"{usable:,} of {usable + len(found.missing):,}",
+        f"{kind} {units} that the filters leave": f"{drawn:,}",
+        f"{units} read": f"{len(found.examined):,}, {len(found.bad):,} bad",
         "structures without alignments": f"{len(found.unaligned):,}",
         "residues, median": f"{np.median(lengths):,.0f}" if len(lengths) else "unknown",
         "different sequences in the MSA, median": f"{np.median(depths):,.0f}" if depths else "unknown",
-        "draws of a chain in an epoch": f"{found.data.samples / drawn:.3g}" if drawn else "none",
-        **({} if isinstance(found.data.source, FeatureStore) else of_store),
+        f"draws of a {found.data.examiner.unit} in an epoch": f"{found.data.samples / drawn:.3g}" if drawn else "none",
+        **(of_store if can_be_built else {}),
     }
 
 
@@ -93,16 +91,18 @@ def _duration(seconds: float) -> str:
 
 def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
     """(chain, state, reason) of each fault of a single chain, scored chains first; then the structures that need a look."""
-    scored = (chain for part in found.scored for chain in part.examined)
-    notes = ((chain.key, note) for chain in (*scored, *found.examined) for note in chain.notes)
+    read = [*(chain for part in found.scored for chain in part.examined), *found.examined]
+    notes = ((chain.key, note) for chain in read for note in chain.notes)
+    pairing = ((chain.key, note) for chain in read for note in chain.pairing_notes)
+    unit = found.data.examiner.unit
     return [
         *(
             row
             for part in found.scored
             for row in (
-                *((key, f"{part.kind} chain missing", f"no {lacking}") for key, lacking in part.missing.items()),
+                *((key, f"{part.kind} {unit} missing", f"no {lacking}") for key, lacking in part.missing.items()),
                 *(
-                    (chain.key, f"{part.kind} chain {chain.state}", chain.reason)
+                    (chain.key, f"{part.kind} {unit} {chain.state}", chain.reason)
                     for chain in part.examined
                     if chain.state != "good"
                 ),
@@ -111,6 +111,8 @@ def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
         *((chain.key, chain.state, chain.reason) for chain in found.bad),
         *((key, "missing", f"no {lacking}") for key, lacking in found.missing.items()),
         *((key, "good, structure needs a look", note) for key, note in dict.fromkeys(notes)),
+        *((key, "good, rows for pairing need a look", note) for key, note in dict.fromkeys(pairing)),
+        *((one.key, "good, one chain only", "nothing is paired") for one in found.of_one_chain),
     ]
 
 
@@ -131,13 +133,18 @@ def _set_as_json(found: Diagnosis) -> dict[str, Any]:
         "unreadable_headers": found.unreadable_headers,
         "structures_without_alignments": found.unaligned,
         "not_counted": found.uncounted,
-        "overlaps": [
-            {"sets": part.sets, **vars(part), "highest": part.highest, "nearest": [vars(near) for near in part.nearest]}
-            for part in found.overlaps
-        ],
-        "identity": DEFINITION,
+        "overlaps": [_overlap_as_json(part) for part in found.overlaps],
+        "identity": found.data.examiner.definition,
         "copied": [part.as_json() for part in found.copied],
     }
+
+
+def _overlap_as_json(part: Overlap) -> dict[str, Any]:
+    """The overlap of two sets; `covered` is absent for chains."""
+    pairs = {"nearest": [vars(near) for near in part.nearest]}
+    pairs |= {} if part.covered is None else {"covered": [vars(near) for near in part.covered]}
+    others = {name: value for name, value in vars(part).items() if name != "covered"}
+    return {**others, "highest": part.highest, **pairs}
 
 
 def _page(found: Diagnosis) -> Page:
@@ -156,56 +163,65 @@ def _page(found: Diagnosis) -> Page:
 
 def _add_set(page: Page, found: Diagnosis) -> None:
     bars = {f"lDDT-CA of copies, {part.kind}": f"{part.bar.lddt_ca:.3f}" for part in found.copied if part.bar.copies}
+    between = {part.kind: interface_lddt_ca(part.bar) for part in found.copied}
+    bars |= {
+        f"interface lDDT-CA of copies, {kind}": f"{share:.3f}" for kind, share in between.items() if share is not None
+    }
     page.figures(_summary(found) | bars)
     for source in found.stale:
         page.note(f"The index is older than {source}: make it again with evodsp data index.")
     if found.uncounted is not None:
         page.note(f"{found.uncounted}.")
     if found.overlaps:
-        _add_overlaps(page, found.overlaps)
+        _add_overlaps(page, found)
     if any(part.readable for part in found.copied):
         _add_copied(page, found)
-    page.heading("Chains")
-    page.table(["what", "chains"], found.counts().items())
+    units = found.data.units
+    page.heading(units.capitalize())
+    page.table(["what", units], found.counts().items())
     page.heading("Filters")
+    given = "a chain_data_cache or sampling: alphafold2" if units == "chains" else "an index and sampling: alphafold2"
     applied = (
-        "The filters leave out these chains"
+        f"The filters leave out these {units}"
         if found.data.selection.is_applied
-        else "The filters are not applied. With a chain_data_cache or sampling: alphafold2 they would leave out these chains"
+        else f"The filters are not applied. With {given} they would leave out these {units}"
     )
     page.note(
-        f"{applied}, of {len(found.table):,}, by reason. A reason with the word unknown counts the chains without that fact. "
+        f"{applied}, of {len(found.table):,}, by reason. A reason with the word unknown counts the {units} without that fact. "
         f"The facts come from: {found.known_from}."
     )
-    page.table(["reason", "chains"], filter_reasons(found).items())
+    page.table(["reason", units], filter_reasons(found).items())
     page.heading("Distributions")
     page.charts(_charts(found))
     rows = _bad_rows(found)
-    page.heading("Chains with problems")
+    page.heading(f"{units.capitalize()} with problems")
     if len(rows) > _SHOWN:
         page.note(f"The first {_SHOWN} of {len(rows):,}; doctor.json lists all.")
-    page.table(["chain", "state", "reason"], rows[:_SHOWN]) if rows else page.note("None.")
+    page.table([found.data.examiner.unit, "state", "reason"], rows[:_SHOWN]) if rows else page.note("None.")
     if found.unaligned:
         page.heading("Structures without alignments")
         more = f", and {len(found.unaligned) - _SHOWN:,} more in doctor.json" if len(found.unaligned) > _SHOWN else ""
         page.note(f"{', '.join(found.unaligned[:_SHOWN])}{more}")
 
 
-def _add_overlaps(page: Page, overlaps: list[Overlap]) -> None:
+def _add_overlaps(page: Page, found: Diagnosis) -> None:
+    overlaps, unit = found.overlaps, found.data.examiner.unit
     page.heading("Training, validation and test")
-    page.note(DEFINITION)
+    page.note(found.data.examiner.definition)
     titles = [
         "sets",
-        "chains in both",
+        f"{found.data.units} in both",
         "others with equal sequences",
+        *(["others known from the first set"] if any(part.covered is not None for part in overlaps) else []),
         "highest identity",
         "pairs aligned",
         "unknown sequences",
     ]
     rows = [
         (
-            " and ".join(part.sets), f"{len(part.chains):,}", f"{len(part.same_sequence):,}", _percent(part.highest),
-            f"{part.alignments:,}", f"{part.unknown:,}",
+            " and ".join(part.sets), f"{len(part.chains):,}", f"{len(part.same_sequence):,}",
+            *([] if part.covered is None else [f"{len(part.covered):,}"]),
+            _percent(part.highest), f"{part.alignments:,}", f"{part.unknown:,}",
         )
         for part in overlaps
     ]  # fmt: skip
@@ -215,21 +231,29 @@ def _add_overlaps(page: Page, overlaps: list[Overlap]) -> None:
         page.note(f"The first {_SHOWN} of {len(pairs):,} pairs; doctor.json lists all.")
     if pairs:
         named = [(" and ".join(part.sets), *names, _percent(share)) for part, *names, share in pairs[:_SHOWN]]
-        page.table(["sets", "chain of the first", "chain of the second", "identity"], named, numbers=("identity",))
+        page.table(["sets", f"{unit} of the first", f"{unit} of the second", "identity"], named, numbers=("identity",))
+    covered = [(" and ".join(part.sets), near) for part in overlaps for near in part.covered or ()]
+    if covered:
+        page.note(
+            f"The known ones, with the identity of the chain that has least ({min(_SHOWN, len(covered)):,} shown)."
+        )
+        known = [(sets, near.first, near.second, _percent(near.identity)) for sets, near in covered[:_SHOWN]]
+        page.table(["sets", f"{unit} of the first", f"{unit} of the second", "identity"], known, numbers=("identity",))
 
 
 def _add_copied(page: Page, found: Diagnosis) -> None:
-    page.heading("The bar: copying the nearest training chain")
+    unit = found.data.examiner.unit
+    page.heading(f"The bar: copying the nearest training {unit}")
     for part in found.copied:
         page.note(f"{part.line}.")
-    page.note(COPYING)
+    page.note(COPYING[unit])
     rows = sorted(
         ((part.kind, copy) for part in found.copied for copy in part.bar.copies), key=lambda row: row[1].lddt_ca
     )
     if len(rows) > _SHOWN:
         page.note(f"The lowest {_SHOWN} of {len(rows):,}; doctor.json lists all.")
     if rows:
-        titles = ["set", "chain", "nearest training chain", "identity", "coverage", "lDDT-CA of the copy"]
+        titles = ["set", unit, f"nearest training {unit}", "identity", "coverage", "lDDT-CA of the copy"]
         page.table(
             titles,
             [
@@ -253,11 +277,12 @@ def _percent(share: float | None) -> str:
     return "none found" if share is None else f"{share:.1%}"
 
 
-def _overlap_line(part: Overlap) -> str:
+def _overlap_line(part: Overlap, units: str) -> str:
     """A line about the overlap of two sets, with the most alike pair."""
     said = [
-        f"{len(part.chains):,} chains in both",
+        f"{len(part.chains):,} {units} in both",
         f"{len(part.same_sequence):,} others with equal sequences",
+        *([] if part.covered is None else [f"{len(part.covered):,} others known from {part.sets[0]}"]),
         f"highest identity {_percent(part.highest)}",
     ]
     pairs = _alike(part)
@@ -269,9 +294,13 @@ def _overlap_line(part: Overlap) -> str:
 def _charts(found: Diagnosis) -> dict[str, Markup]:
     table = found.table
     depths = np.array([chain.depth for chain in found.examined if chain.state == "good"])
+    units = found.data.units
+    sizes = np.array([len(one.sequences) for one in found.examined if one.state == "good"])
+    of_complexes = {"Chains of a complex (complexes read)": (sizes, "chains")} if units == "complexes" else {}
     columns = {
         "Lengths": (table.lengths[table.lengths > 0], "residues"),
-        "Depths of the MSA (chains read)": (depths, "different sequences"),
+        **of_complexes,
+        f"Depths of the MSA ({units} read)": (depths, "different sequences"),
         "Resolutions": (table.resolutions[table.resolutions > 0], "Å"),
     }
     charts = {}
@@ -284,7 +313,7 @@ def _charts(found: Diagnosis) -> dict[str, Markup]:
                 bins = max(10, -(-int(high - low + 1) // step))
                 high = low + step * bins
             counts, edges = np.histogram(values, bins=bins, range=(low, high))
-            charts[title] = histogram(edges.tolist(), counts.tolist(), unit, "chains")
+            charts[title] = histogram(edges.tolist(), counts.tolist(), unit, units)
     return charts
 
 
@@ -306,16 +335,17 @@ def _print_set(console: Console, found: Diagnosis) -> None:
         figures.add_row(name, value)
     for name, count in found.counts().items():
         if count and name != "read":
-            figures.add_row(f"chains {name}", f"{count:,}")
+            figures.add_row(f"{found.data.units} {name}", f"{count:,}")
     for reason, count in filter_reasons(found).items():
         if count:
-            figures.add_row(reason, f"{count:,} of {len(found.table):,} chains")
+            figures.add_row(reason, f"{count:,} of {len(found.table):,} {found.data.units}")
     console.print(figures)
     for key, state, reason in _bad_rows(found)[:5]:
         console.print(printable(f"{key}: {state}: {reason}"), markup=False, highlight=False, soft_wrap=True)
     lines = [f"the index is older than {source}" for source in found.stale]
     lines += [] if found.uncounted is None else [found.uncounted]
-    lines += [*map(_overlap_line, found.overlaps), DEFINITION] if found.overlaps else []
+    overlaps = [_overlap_line(part, found.data.units) for part in found.overlaps]
+    lines += [*overlaps, found.data.examiner.definition] if overlaps else []
     lines += [part.line for part in found.copied if part.readable]
     for line in lines:
         console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

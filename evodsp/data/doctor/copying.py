@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evodsp.data.similarity.nearest import Bar, Structures, bar
+from evodsp.data.doctor.examination import UNITS, Examiner, Unit
+from evodsp.data.similarity.comparison import Letters
+from evodsp.data.similarity.nearest import Bar, counted_bar
+from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 
 MOST_COPIED = 200
 """Chains of a set for which training chains are copied: of more, that many are drawn by the seed."""
-COPYING = (
-    "A model has learnt more than its training structures if it exceeds this. The nearest training chain has the highest "
-    "alignment score (BLOSUM62, gaps 11 and 1, free at the ends). Its CA atoms are put on the residues that the alignment "
-    "pairs. Identity is that of the paired residues, coverage their share of the chain."
-)
+COPYING = {
+    "chain": (
+        "A model has learnt more than its training structures if it exceeds this. The nearest training chain has the highest "
+        "alignment score (BLOSUM62, gaps 11 and 1, free at the ends). Its CA atoms are put on the residues that the alignment "
+        "pairs. Identity is that of the paired residues, coverage their share of the chain."
+    ),
+    "complex": (
+        "A model has learnt more than its training structures if it exceeds this. The nearest training complex has as many "
+        "chains in as many copies and the highest sum of the alignment scores of its chains (BLOSUM62, gaps 11 and 1, free "
+        "at the ends). Its CA atoms are put on the residues that the alignments pair. Identity is that of the paired residues, "
+        "coverage their share of all residues. evodsp score --complexes true --baseline nearest says the DockQ of copies."
+    ),
+}
+"""How copies are made, by what is copied."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +40,19 @@ class Copied:
     """Chains of the set that can be read."""
     bar: Bar
     """Of these chains, or of `MOST_COPIED` of them."""
+    unit: Unit = "chain"
+    """What is copied."""
 
     @property
     def line(self) -> str:
         """A line for a terminal."""
-        found, said = self.bar, f"{self.kind}: copying the nearest training chain scores"
+        found, said = self.bar, f"{self.kind}: copying the nearest training {self.unit} scores"
+        units = UNITS[self.unit]
         tried = len(found.copies) + len(found.without)
         number = (
-            f"{tried:,} of {self.readable:,} chains, drawn by --seed" if tried < self.readable else f"{tried:,} chains"
+            f"{tried:,} of {self.readable:,} {units}, drawn by --seed"
+            if tried < self.readable
+            else f"{tried:,} {units}"
         )
         without = ""
         if found.without:
@@ -43,25 +60,30 @@ class Copied:
             without = f"; {len(found.without):,} have no copy, such as {key}: {reason}"
         if not found.copies:
             return f"{said} nothing ({number}{without})"
-        return f"{said} lDDT-CA {found.lddt_ca:.3f}, at {found.identity:.0%} identity ({number}{without})"
+        interface = interface_lddt_ca(found)
+        between = "" if interface is None else f" and interface lDDT-CA {interface:.3f}"
+        return f"{said} lDDT-CA {found.lddt_ca:.3f}{between}, at {found.identity:.0%} identity ({number}{without})"
 
     def as_json(self) -> dict[str, Any]:
         found = self.bar
         means = (found.lddt_ca, found.identity) if found.copies else (None, None)
         head = {"set": self.kind, "chains": self.readable, "lddt_ca": means[0], "identity": means[1]}
-        return {**head, **asdict(found)}
+        interface = interface_lddt_ca(found)
+        return {**head, **({} if interface is None else {"interface_lddt_ca": interface}), **asdict(found)}
 
 
 def copied(
     kind: str,
     keys: list[str],
-    letters: Mapping[str, str],
+    letters: Letters,
     training: Sequence[str],
-    store: Structures,
+    examiner: Examiner,
     seed: int,
     workers: int,
 ) -> Copied:
-    """What copies of training chains score on the chains `keys`, which can be read. `letters`: the sequences of all of them."""
+    """What copies of training keys score on `keys`, which can be read. `letters`: the sequences of all of them."""
     drawn = set(random.Random(seed).sample(keys, MOST_COPIED)) if len(keys) > MOST_COPIED else set(keys)
     targets = {key: letters[key] for key in keys if key in drawn}
-    return Copied(kind, len(keys), bar(kind, targets, {key: letters[key] for key in training}, store, store, workers))
+    known = {key: letters[key] for key in training}
+    made = examiner.comparison.copies(targets, known, workers)
+    return Copied(kind, len(keys), counted_bar(f"{kind} {examiner.unit}", made, targets, known), examiner.unit)

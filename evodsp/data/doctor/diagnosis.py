@@ -6,10 +6,7 @@ them. Training, validation and test chains are compared with each other.
 
 from __future__ import annotations
 
-import math
 import random
-import time
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,75 +17,24 @@ from typing import Literal
 import numpy as np
 
 from evodsp.data.doctor.copying import Copied, copied
-from evodsp.data.doctor.leaks import Overlap, overlap
+from evodsp.data.doctor.examination import UNITS, Examined, Examiner
+from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.index.metadata import ChainFacts, day_of, table_of
 from evodsp.data.pool import WorkerEndedError
-from evodsp.data.samples.distillation import PredictedStore, chains_of
 from evodsp.data.samples.sampling import left_out_by_filters
-from evodsp.data.samples.selection import CountedStructures, Lacking, Presence, Selected, Selection, select
-from evodsp.data.similarity.sequences import sequences
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.parsed_chain import ChainSource
-from evodsp.data.sources.query_check import QueryMismatch
-from evodsp.errors import UserError
+from evodsp.data.samples.selection import CountedStructures, Presence, Selected, Selection, select
+from evodsp.data.similarity.comparison import Letters, known_sequences
+from evodsp.data.sources.store import Lacking, Store
 from evodsp.progress import progress
-
-State = Literal["good", "mismatching", "unreadable"]
-
-
-@dataclass(frozen=True)
-class Examined:
-    """A chain that was read, or the reason why it could not be read. Unknown numbers of a bad chain are 0."""
-
-    key: str
-    state: State
-    reason: str = ""
-    sequence: str = ""
-    resolution: float = math.nan
-    """Its resolution in Å; 0 if the method has none."""
-    release_date: str = ""
-    depth: int = 0
-    """Number of different sequences in the merged MSA."""
-    packed_bytes: int = 0
-    """Its estimated size in a store: the rows and coordinates, packed by zlib."""
-    seconds: float = 0.0
-    """The time that reading and merging took."""
-    notes: tuple[str, ...] = ()
-    """Remarks for the user on how its structure was read."""
-
-
-def examine(source: ChainSource, key: str) -> Examined:
-    """Read one chain. An error that the user can repair is in the result; any other is raised."""
-    begun = time.perf_counter()
-    try:
-        parsed = source.parsed(key, with_hits=False)
-    except UserError as error:
-        state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
-        return Examined(key, state, " ".join(str(error).split()))
-    seconds = time.perf_counter() - begun
-    chain, msa = parsed.chain, parsed.msa
-    rows = msa.msa.astype(np.uint8).tobytes()
-    return Examined(
-        key,
-        "good",
-        sequence=chain.sequence,
-        resolution=chain.resolution or 0.0,
-        release_date="" if chain.release_date is None else chain.release_date.isoformat(),
-        depth=msa.num_alignments,
-        packed_bytes=len(zlib.compress(rows, 1)) + len(zlib.compress(chain.positions.tobytes(), 1)),
-        seconds=seconds,
-        notes=chain.notes,
-    )
 
 
 @dataclass(frozen=True)
 class DataSet:
     """A set of chains as a run would use it."""
 
-    source: ChainFiles | PredictedStore | FeatureStore
+    examiner: Examiner
     training: list[str] | None
     """The names of its training chains; None for all chains with alignments."""
     selection: Selection
@@ -103,11 +49,12 @@ class DataSet:
     @property
     def place(self) -> str:
         """The folders and the index, or the store, that it is read from."""
-        store = chains_of(self.source)
-        if isinstance(store, FeatureStore):
-            return store.address
-        index = "no index" if store.index is None else store.index.path
-        return f"{store.alignment_dir}, {store.structure_dir}, {index}"
+        return self.examiner.place
+
+    @property
+    def units(self) -> str:
+        """What its keys are, in the plural."""
+        return UNITS[self.examiner.unit]
 
 
 @dataclass(frozen=True)
@@ -163,7 +110,7 @@ class Diagnosis:
         resolutions = self.table.resolutions
         if self.data.kind == "distillation":
             resolutions = np.zeros_like(resolutions)  # whatever their files say
-        return self.data.counted.line(resolutions, len(self.training), self.data.kind)
+        return self.data.counted.line(resolutions, len(self.training), f"{self.data.kind} {self.data.units}")
 
     @property
     def bad(self) -> list[Examined]:
@@ -174,19 +121,26 @@ class Diagnosis:
         """The reasons why training cannot start; empty if it can."""
         found, kind = [], self.data.kind
         if not self.training:
-            found.append(f"no {kind} chain has alignments and structure")
+            found.append(f"no {kind} {self.data.examiner.unit} has alignments and structure")
         elif not self.selected.keys:
             found.append(f"{self.data.selection.where}.filters: {self.selected.line(kind)}")
         if self.examined and len(self.bad) > self.max_bad * len(self.examined):
             found.append(
-                f"{len(self.bad):,} of {len(self.examined):,} {kind} chains read are bad (more than {self.max_bad:.0%})"
+                f"{len(self.bad):,} of {len(self.examined):,} {kind} {self.data.units} read are bad (more than "
+                f"{self.max_bad:.0%})"
             )
         for scored in self.scored:
             if scored.missing:
-                found.append(f"{len(scored.missing):,} {scored.kind} chains are missing")
+                found.append(f"{len(scored.missing):,} {scored.kind} {self.data.units} are missing")
             if bad := sum(chain.state != "good" for chain in scored.examined):
-                found.append(f"{bad:,} {scored.kind} chains are bad")
+                found.append(f"{bad:,} {scored.kind} {self.data.units} are bad")
         return found if self.distillation is None else found + self.distillation.obstacles
+
+    @property
+    def of_one_chain(self) -> list[Examined]:
+        """The complexes that were read and have one chain only."""
+        is_complex = self.data.examiner.unit == "complex"
+        return [one for one in self.examined if is_complex and len(one.sequences) == 1]
 
     def counts(self) -> dict[str, int]:
         """Numbers of chains by fault; faults that only reading shows are counted among the chains that were read."""
@@ -201,6 +155,8 @@ class Diagnosis:
             "read, alignments of another sequence": states["mismatching"],
             "read, unreadable": states["unreadable"],
             "read, whose structure needs a look": sum(bool(chain.notes) for chain in self.examined),
+            "read, whose rows for pairing need a look": sum(bool(chain.pairing_notes) for chain in self.examined),
+            "read, of one chain only": len(self.of_one_chain),
             "unreadable header or first alignment (index)": len(self.unreadable_headers),
         }
 
@@ -215,6 +171,11 @@ class Diagnosis:
         return float(np.mean(good) * len(self.training) / max(1, self.workers)) if good else 0.0
 
 
+def examine(examiner: Examiner, key: str) -> Examined:
+    """Read one chain or complex. Runs in a process of its own."""
+    return examiner.examine(key)
+
+
 def diagnose(
     data: DataSet,
     scored: Mapping[str, list[str]],
@@ -227,7 +188,7 @@ def diagnose(
     """Examine the chains of a run. `sample`: the number of its training chains to read, 0 for all. `scored`: its validation
     and test chains, by the name of the set. `distillation`: the diagnosis of its self-distillation set.
     """
-    store = chains_of(data.source)
+    store = data.examiner.store
     presence = Presence(store)
     listed = presence.keys if data.training is None else data.training
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
@@ -240,8 +201,8 @@ def diagnose(
     wanted = list(dict.fromkeys([*drawn, *(key for key, lacking in lacking_of.items() if lacking is None)]))
     found: dict[str, Examined] = {}
     number = min(processes(workers), len(wanted))
-    with progress(f"read {data.kind} chains", len(wanted)) as advance:
-        for at, chain in LocalProcesses(number).map(examine, [(data.source, key) for key in wanted]):
+    with progress(f"read {data.kind} {data.units}", len(wanted)) as advance:
+        for at, chain in LocalProcesses(number).map(examine, [(data.examiner, key) for key in wanted]):
             ended = isinstance(chain, WorkerEndedError)
             found[wanted[at]] = Examined(wanted[at], "unreadable", str(chain)) if ended else chain
             advance(1)
@@ -265,14 +226,14 @@ def diagnose(
         examined,
         table,
         known_from,
-        _stale(store, wanted),
+        _stale(data.examiner, wanted),
         max_bad,
         max(1, number),
         _unreadable_headers(store, listed),
         _unaligned(store, presence),
-        _overlaps(sets, letters),
+        _overlaps(data.examiner, sets, letters),
         [
-            copied(kind, _readable(keys, lacking_of, found), letters, selected.keys, store, seed, number)
+            copied(kind, _readable(keys, lacking_of, found), letters, selected.keys, data.examiner, seed, number)
             for kind, keys in scored.items()
             if letters
         ],
@@ -286,55 +247,56 @@ def _readable(keys: list[str], lacking: Mapping[str, Lacking | None], found: Map
 
 def _sequences(
     data: DataSet, sets: Mapping[str, list[str]], found: Mapping[str, Examined], workers: int
-) -> dict[str, str]:
-    """The sequence of each chain of the sets, '' if it is unknown."""
-    known = {key: chain.sequence for key, chain in found.items()}
-    keys = dict.fromkeys(key for keys in sets.values() for key in keys)
-    return sequences(data.source, keys, known, data.selection.chain_data_cache, workers)
+) -> dict[str, tuple[str, ...]]:
+    """The sequences of the chains of each key of the sets, none if they are unknown."""
+    known = {key: one.sequences for key, one in found.items()}
+    return known_sequences(
+        data.examiner.comparison, dict.fromkeys(key for keys in sets.values() for key in keys), known, workers
+    )
 
 
-def _overlaps(sets: Mapping[str, list[str]], letters: Mapping[str, str]) -> list[Overlap]:
-    """Compare each two of the sets of chains; the first is the largest."""
+def _overlaps(examiner: Examiner, sets: Mapping[str, list[str]], letters: Letters) -> list[Overlap]:
+    """Compare each two of the sets; the first is the largest."""
     return [
-        overlap(pair, *({key: letters[key] for key in sets[name]} for name in pair)) for pair in combinations(sets, 2)
+        examiner.overlap(pair, *({key: letters[key] for key in sets[name]} for name in pair))
+        for pair in combinations(sets, 2)
     ]
 
 
-def _known(
-    data: DataSet, store: ChainFiles | FeatureStore, usable: list[str], examined: list[Examined]
-) -> tuple[ChainTable, str]:
+def _known(data: DataSet, store: Store, usable: list[str], examined: list[Examined]) -> tuple[ChainTable, str]:
     """The known facts about the usable chains, and their source."""
     if (known := data.selection.known) is not None:
         table, source = known
-    elif isinstance(store, ChainFiles) and store.index is not None:
+    elif store.index is not None:
         table, source = store.index.table, str(store.index.path)
     else:
-        return read_table(examined), f"the {data.kind} chains that were read"
+        return read_table(examined), f"the {data.kind} {data.units} that were read"
     row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
     rows = np.array([row for key in usable if (row := row_of.get(key)) is not None], np.int64)
-    return selected_rows(table, rows), f"all {data.kind} chains that {source} lists"
+    return selected_rows(table, rows), f"all {data.kind} {data.units} that {source} lists"
 
 
-def _stale(store: ChainFiles | FeatureStore, read: list[str]) -> list[str]:
-    if isinstance(store, FeatureStore):
+def _stale(examiner: Examiner, read: list[str]) -> list[str]:
+    if examiner.store.index is None:
         return []
-    changed = [key for key in read if store.differs_from_index(key)]
+    changed = [key for key in read if examiner.differs_from_index(key)]
+    what = UNITS[examiner.unit]
     files = (
-        f"the files of {len(changed):,} of {len(read):,} chains that were read, such as {changed[0]}" if changed else ""
+        f"the files of {len(changed):,} of {len(read):,} {what} that were read, such as {changed[0]}" if changed else ""
     )
-    return [*store.stale_sources(), *([files] if files else [])]
+    return [*examiner.store.stale_sources(), *([files] if files else [])]
 
 
-def _unreadable_headers(store: ChainFiles | FeatureStore, listed: list[str]) -> list[str]:
-    if isinstance(store, FeatureStore) or store.index is None:
-        return []
+def _unreadable_headers(store: Store, listed: list[str]) -> list[str]:
     index = store.index
+    if index is None:
+        return []
     rows = np.array([row for key in listed if (row := index.keys.find(key)) is not None], np.int64)
-    return [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
+    return [index.problems[int(row)] for row in rows[index.problems.lengths()[rows] > 0]]
 
 
-def _unaligned(store: ChainFiles | FeatureStore, presence: Presence) -> list[str]:
-    if isinstance(store, FeatureStore) or store.structure_dir is None:
+def _unaligned(store: Store, presence: Presence) -> list[str]:
+    if store.structure_dir is None:
         return []
     return presence.structures_without_alignments(store.structure_dir)
 
@@ -344,7 +306,8 @@ def read_table(chains: list[Examined]) -> ChainTable:
     good = sorted((chain for chain in chains if chain.state == "good"), key=lambda chain: chain.key)
     released = [date.fromisoformat(chain.release_date) if chain.release_date else None for chain in good]
     facts = [
-        ChainFacts(chain.sequence, chain.resolution, day_of(day)) for chain, day in zip(good, released, strict=True)
+        ChainFacts("".join(chain.sequences), chain.resolution, day_of(day))
+        for chain, day in zip(good, released, strict=True)
     ]
     return table_of([chain.key for chain in good], facts)
 

@@ -56,6 +56,8 @@ class Overlap:
     """Number of pairs of sequences that were aligned."""
     unknown: int
     """Number of chains whose sequences are not known."""
+    covered: list[Near] | None = None
+    """Complexes of the second set that are known from the first (`complex_leaks`), the most alike first; None for chains."""
 
     @property
     def highest(self) -> float | None:
@@ -78,12 +80,12 @@ def overlap(sets: tuple[str, str], first: Mapping[str, str], second: Mapping[str
         key: sequence for key, sequence in letters.items() if sequence not in of_first and len(sequence) >= SHORTEST
     }
     others = {key: sequence for sequence, key in of_first.items() if len(sequence) >= SHORTEST}
-    nearest, alignments = _nearest(others, left, f"{sets[0]} and {sets[1]} sequences")
+    nearest, alignments = nearest_sequences(others, left, f"{sets[0]} and {sets[1]} sequences")
     unknown = sum(not sequence for sequence in {**first, **second}.values())
     return Overlap(sets, chains, same, sorted(nearest, key=lambda near: -near.identity), alignments, unknown)
 
 
-def _nearest(first: Mapping[str, str], second: Mapping[str, str], name: str) -> tuple[list[Near], int]:
+def nearest_sequences(first: Mapping[str, str], second: Mapping[str, str], name: str) -> tuple[list[Near], int]:
     """For each chain of `second`, the nearest chain of `first` that was aligned with it; and the number of alignments."""
     if not first or not second:
         return [], 0

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from evodsp.config import FILTERS_OF_PREDICTIONS, FilterConfig, LossConfig, Sampling, check_selection
+from evodsp.config import (
+    FILTERS_OF_PREDICTIONS,
+    PRESETS,
+    FilterConfig,
+    LossConfig,
+    ModelConfig,
+    Sampling,
+    check_selection,
+)
+from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles
+from evodsp.data.doctor.complexes import ComplexExaminer
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.diagnosis import DataSet
+from evodsp.data.doctor.examination import ChainExaminer, Examiner
 from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import open_predictions
 from evodsp.data.samples.selection import CountedStructures, Selection, chain_list
 from evodsp.data.sources.chain_files import ChainFiles
@@ -43,7 +56,7 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     if predictions is not None:
         selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation")
         distillation = DataSet(
-            predictions,
+            ChainExaminer(predictions, of_set.get("chain_data_cache")),
             _chains(of_set.get("chains")),
             selection,
             samples * fraction,
@@ -54,7 +67,7 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     index = settings.index or block.get("index")
     selection = _selection({**block, "index": index}, FilterConfig(), "data")
     training = DataSet(
-        _source(settings, block, index),
+        _EXAMINERS[_arrangement(settings.config)](settings, block, index),
         _chains(settings.chains or block.get("train_chains")),
         selection,
         samples,
@@ -64,16 +77,64 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     return RunData(training, {kind: chains for kind, chains in scored.items() if chains}, distillation)
 
 
-def _source(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ChainFiles | FeatureStore:
-    given = {name: getattr(settings, name) for name in ("alignment_dir", "structure_dir")}
-    if (store := block.get("store")) is not None and not any(given.values()):
-        return FeatureStore(store)
-    roots = {name: value or block.get(name) for name, value in given.items()}
+def _of_chains(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ChainExaminer:
+    given = any(getattr(settings, name) for name in _FOLDERS)
+    source: ChainFiles | FeatureStore
+    if (store := block.get("store")) is not None and not given:
+        source = FeatureStore(store)
+    else:
+        folders = _folders(settings, block)
+        source = ChainFiles(**folders, index=None if index is None else ChainIndex(index))
+    return ChainExaminer(source, block.get("chain_data_cache"))
+
+
+def _of_complexes(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ComplexExaminer:
+    if (store := block.get("store")) is not None:
+        raise UserError(f"data.store is {store}, but samples of complexes are made of files; leave it out")
+    rule = {"species": BY_SPECIES, "entry": BY_ENTRY}.get(block.get("pairing", "species"))
+    if rule is None:
+        raise UserError(f"data.pairing is '{block['pairing']}', but must be species or entry; correct the config")
+    assembly = block.get("assembly", "1")
+    files = ComplexFiles(
+        **_folders(settings, block),
+        assembly=None if assembly is None else str(assembly),
+        rule=rule,
+        index=None if index is None else ComplexIndex(index),
+        warn=_noted,
+    )
+    return ComplexExaminer(files)
+
+
+_EXAMINERS: dict[str, Callable[[DoctorConfig, dict[str, Any], str | None], Examiner]] = {
+    "monomer": _of_chains,
+    "multimer": _of_complexes,
+}
+_FOLDERS = ("alignment_dir", "structure_dir")
+
+
+def _noted(place: str, names: str) -> None:
+    """Nothing: the report has a remark on each chain without rows for pairing."""
+
+
+def _arrangement(config: Path | None) -> str:
+    """That of the run's model: `model.arrangement` of a config file, else that of its preset."""
+    block = _mapping(read_run_config(config), "model", "config")
+    preset = PRESETS.get(str(block.get("preset")), ModelConfig())
+    arrangement = block.get("arrangement", preset.arrangement)
+    if arrangement not in _EXAMINERS:
+        raise UserError(
+            f"model.arrangement is '{arrangement}', but must be {' or '.join(_EXAMINERS)}; correct the config"
+        )
+    return str(arrangement)
+
+
+def _folders(settings: DoctorConfig, block: dict[str, Any]) -> dict[str, str]:
+    """The folders of alignments and structures. Raises UserError if one is not named."""
+    roots = {name: getattr(settings, name) or block.get(name) for name in _FOLDERS}
     for name, root in roots.items():
         if root is None:
             raise UserError(f"the data to examine has no {name}; give --{name}, or --config with data.{name}")
-    folders = {name: str(root) for name, root in roots.items()}
-    return ChainFiles(**folders, index=None if index is None else ChainIndex(index))
+    return {name: str(root) for name, root in roots.items()}
 
 
 def _block(config: Path | None) -> dict[str, Any]:

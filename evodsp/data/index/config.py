@@ -9,6 +9,7 @@ from evodsp.errors import UserError
 from evodsp.ranges import COUNT, check_numbers
 
 FOLDERS = ("alignment_dir", "structure_dir")
+_OF_CHAINS = ("chain_data_cache", "mmcif_cache", "obsolete")
 FILES = ("chain_data_cache", "mmcif_cache", "cluster_file", "duplicates", "obsolete")
 
 
@@ -22,6 +23,11 @@ class IndexConfig:
     """Folder of structures."""
     output: Path
     """Folder of the index to write. A scan that was interrupted continues where it was."""
+    complexes: bool = False
+    """Make an index of complexes, for runs of model.arrangement multimer: a row for each entry, with the chains of its
+    assembly. Every structure is read completely. chain_data_cache, mmcif_cache and obsolete are for indices of chains."""
+    assembly: str | None = "1"
+    """For complexes: the biological assembly that is read, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
     chain_data_cache: Path | None = None
     """OpenFold's chain_data_cache.json: sequences, release dates, resolutions, cluster sizes. Facts that it does not list are
     read from mmcif_cache, then from the structures."""
@@ -47,6 +53,15 @@ class IndexConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"workers": COUNT}, "--")
+        if self.assembly != "1" and not self.complexes:
+            raise UserError(
+                f"--assembly is {self.assembly}, but the index is of single chains; give --complexes true, or leave it out"
+            )
+        for name in _OF_CHAINS if self.complexes else ():
+            if getattr(self, name) is not None:
+                raise UserError(
+                    f"--{name} is {getattr(self, name)}, but an index of complexes reads the structures; leave it out"
+                )
         if self.scheduler is not None and self.workers == 0:
             raise UserError(
                 "--workers 0 scans in the main process, but --scheduler gives the work to others; give one of them"
@@ -55,7 +70,7 @@ class IndexConfig:
 
 def check_index_config(config: IndexConfig) -> None:
     """Raise UserError if an input is missing or the output is not free."""
-    from evodsp.data.index.chain_index import is_index
+    from evodsp.data.index.column_folder import is_index
 
     for name in FOLDERS:
         path = getattr(config, name)

@@ -1,9 +1,7 @@
-"""Scanning a data set for its index (`evodsp.data.index.chain_index`), in parallel and in parts that survive a kill.
+"""Scanning a data set for its index (`evodsp.data.index.chain_index`), in parts (`evodsp.data.index.parts`).
 
-The main process lists both folders, reads the caches and cuts the sorted chains into parts. Processes scan parts: they list
-the files of each chain and read the header of its structure (or its first alignment, if there is no structure) where no cache
-knows the chain. Each finished part is a JSON file in a hidden folder beside the output. A rerun with the same inputs takes the
-finished parts from there. The index depends on the inputs only, not on the number of processes or on interruptions.
+The main process lists both folders and reads the caches. Processes list the files of each chain, and read the header of its
+structure (or its first alignment, if there is no structure) where no cache knows the chain.
 
 Chains of the index are those that have alignments, or that a cache or the list of identical chains names.
 """
@@ -11,11 +9,8 @@ Chains of the index are those that have alignments, or that a cache or the list 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,19 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from evodsp.data.executors import executor
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.formats.mmcif import Header, read_header
 from evodsp.data.index.chain_index import (
     EMPTY_FOLDER,
     FOLDER_OF_ITS_OWN,
     IndexContent,
-    Source,
     own_alignments,
     write_index,
 )
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts
-from evodsp.data.index.config import FILES, FOLDERS, IndexConfig
+from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.metadata import (
     ChainFacts,
     ClusterSizes,
@@ -47,7 +40,7 @@ from evodsp.data.index.metadata import (
     read_sets,
     table_of,
 )
-from evodsp.data.pool import WorkerEndedError
+from evodsp.data.index.parts import Parts, sources_of
 from evodsp.data.sources.alignment_database import StoredFile, read_databases, read_parts
 from evodsp.data.sources.chain_folder import (
     chain_folders,
@@ -59,9 +52,7 @@ from evodsp.data.sources.chain_folder import (
 )
 from evodsp.data.sources.layout import StructureListing, nested_structure, split_key
 from evodsp.errors import UserError
-from evodsp.files import remove_partial, whole_file
 from evodsp.geometry.alphabet import decode
-from evodsp.progress import progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +122,6 @@ def assemble(chains: Iterable[ScannedChain], duplicates: Iterable[list[str]]) ->
     return replace(content, table=table)
 
 
-CHAINS_OF_PART = 500
 _FORM = 2
 """The form in which a part describes a chain. Parts of another form, of an earlier version, are scanned again."""
 _FIRST_BYTES = 1 << 16
@@ -163,7 +153,7 @@ def make_index(config: IndexConfig) -> int:
     Raises UserError if there are no chains, or a cache or a list is broken. A structure or alignment that cannot be read is no
     error: the index names it with the reason.
     """
-    sources = [Source.of(name, path) for name in (*FOLDERS, *FILES) if (path := getattr(config, name)) is not None]
+    sources = sources_of(config)
     listed = {} if config.chain_data_cache is None else read_chain_cache(config.chain_data_cache)
     facts = {} if config.mmcif_cache is None else read_entry_cache(config.mmcif_cache)
     facts |= {key: _filled(known, facts.get(key, ChainFacts())) for key, known in listed.items()}
@@ -173,29 +163,20 @@ def make_index(config: IndexConfig) -> int:
     obsolete = {} if config.obsolete is None else parse_obsolete(config.obsolete)
     named = {*listed, *(key for same in duplicates for key in same)}  # mmcif_cache lists all entries of the PDB
     tasks = _tasks(config, facts, named, by_entity)
-    chunks = [tasks[at : at + CHAINS_OF_PART] for at in range(0, len(tasks), CHAINS_OF_PART)]
-    folder = config.output.with_name(f".{config.output.name}.parts")
-    _keep_parts(folder, _fingerprint(tasks, sources))
-    _scan(config, folder, chunks)
+    parts = Parts(config, scan_chain, tasks, sources, _FORM)
+    parts.scan("scanned chains")
     if by_entity:
-        sizes = EntityClusters(clusters).sizes(found["entity"] for _, found in _scanned(folder, chunks))
+        sizes = EntityClusters(clusters).sizes(found["entity"] for _, found in parts.scanned())
     else:
         of_chain = ClusterSizes(clusters)
         sizes = [of_chain.of(task.key) for task in tasks]
     scanned = (
-        _with_facts(task, found, facts, size)
-        for (task, found), size in zip(_scanned(folder, chunks), sizes, strict=True)
+        _with_facts(task, found, facts, size) for (task, found), size in zip(parts.scanned(), sizes, strict=True)
     )
-    remove_partial(config.output.parent, {config.output.name})  # left by a scan that was killed while it wrote
+    parts.before_writing()
     write_index(config.output, assemble(scanned, duplicates), sources, obsolete)
-    shutil.rmtree(folder)
+    parts.remove()
     return len(tasks)
-
-
-def _scanned(folder: Path, chunks: list[list[ChainTask]]) -> Iterator[tuple[ChainTask, dict[str, Any]]]:
-    """Each chain with its entry in its part."""
-    for number, chunk in enumerate(chunks):
-        yield from zip(chunk, json.loads(_part(folder, number).read_bytes()), strict=True)
 
 
 def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
@@ -231,56 +212,7 @@ def _tasks(
     return tasks
 
 
-def _fingerprint(tasks: list[ChainTask], sources: list[Source]) -> str:
-    """A digest of all that the parts depend on."""
-    digest = hashlib.sha256(repr([_FORM, *(vars(source) for source in sources)]).encode())
-    for task in tasks:
-        digest.update(repr(task).encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
-
-
-def _keep_parts(folder: Path, fingerprint: str) -> None:
-    """Make the folder of parts ready: parts of a scan of other inputs are deleted, those of this one are kept."""
-    plan = folder / "plan"
-    if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
-        shutil.rmtree(folder, ignore_errors=True)
-        with whole_file(plan) as partial:
-            partial.write_bytes(fingerprint.encode())
-
-
-def _part(folder: Path, number: int) -> Path:
-    return folder / f"{number:06d}.json"
-
-
-def _scan(config: IndexConfig, folder: Path, chunks: list[list[ChainTask]]) -> None:
-    """Write the parts that are missing."""
-    missing = [number for number in range(len(chunks)) if not _part(folder, number).is_file()]
-    total = sum(map(len, chunks))
-    left = sum(len(chunks[number]) for number in missing)
-    alignments, structures = config.alignment_dir, config.structure_dir
-    if config.scheduler is not None:  # its workers may run in other folders
-        alignments, structures, folder = alignments.absolute(), structures.absolute(), folder.absolute()
-    pieces = [(alignments, structures, _part(folder, number), chunks[number]) for number in missing]
-    ended: WorkerEndedError | None = None
-    with progress("scanned chains", total, total - left) as advance:
-        for _, done in executor(config.scheduler, config.workers).map(scan_part, pieces):
-            if isinstance(done, WorkerEndedError):
-                ended = done
-            else:
-                advance(done)
-    if ended is not None:
-        raise UserError(f"{ended}: run the command again with fewer --workers") from ended
-
-
-def scan_part(alignment_dir: Path, structure_dir: Path, path: Path, tasks: list[ChainTask]) -> int:
-    """Scan some chains, write the findings to `path` and return the number of chains. Runs in a process of its own."""
-    found = [_scan_chain(alignment_dir, structure_dir, task) for task in tasks]
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps(found), encoding="ascii")
-    return len(tasks)
-
-
-def _scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
+def scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
     """The entry of a chain in its part: its files, and its header's facts if no cache has them. `_FORM` numbers this form."""
     files, structure = list(task.files), task.structure
     facts, entity, problem, is_empty = ChainFacts(), "", "", False

@@ -9,25 +9,20 @@ such chains alone learns no confidence, and its `train/plddt` is 0. A message sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Float64
 
 from evodsp.config import FilterConfig, LossConfig, Sampling
-from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.chain_table import ChainTable
 from evodsp.data.index.metadata import cached_table
+from evodsp.data.index.opening import open_index
 from evodsp.data.samples.sampling import left_out_by_filters, sampling_weights
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.layout import StructureListing
+from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import UserError
 from evodsp.reading.text_files import lines_of
 
@@ -57,34 +52,17 @@ def chain_list(chains: str | list[str]) -> list[str]:
     return list(names)
 
 
-Lacking = Literal["alignments", "structure", "record"]
-"""The part that a chain lacks; in a feature store, its record."""
-
-
 class Presence:
-    """Looks chains up in time that does not grow with their number. Whether files can be read is not checked."""
+    """Looks keys up in time that does not grow with their number. Whether files can be read is not checked."""
 
-    def __init__(self, store: ChainFiles | FeatureStore | ComplexFiles) -> None:
+    def __init__(self, store: Store) -> None:
         self.keys = store.keys()
-        """Chains with alignments, sorted; of complexes, entries with alignments of a chain."""
+        """The keys of the store: chains with alignments, entries with alignments of a chain; sorted."""
         self._known = frozenset(self.keys)
-        self._unknown: Lacking = "record" if isinstance(store, FeatureStore) else "alignments"
-        self._is_resolved: Callable[[str], bool]
-        if isinstance(store, FeatureStore):
-            self._is_resolved = self._known.__contains__
-        elif isinstance(store, ComplexFiles):
-            self._listing = StructureListing(store.structure_dir)
-            self._is_resolved = lambda entry: self._listing.of_entry(entry) is not None
-        elif store.index is not None:
-            self._is_resolved = frozenset(compress(store.index.keys[:], store.index.has_structure())).__contains__
-        elif store.structure_dir is not None:
-            self._listing = StructureListing(store.structure_dir)
-            self._is_resolved = self._is_listed
-        else:
-            self._is_resolved = store.has_structure
+        self._unknown, self._is_resolved = store.unknown, store.structure_lookup()
 
     def lacks(self, key: str) -> Lacking | None:
-        """The part that the chain lacks; None if it has all."""
+        """The part that the key lacks; None if it has all."""
         if key not in self._known:
             return self._unknown
         return None if self._is_resolved(key) else "structure"
@@ -92,12 +70,6 @@ class Presence:
     def structures_without_alignments(self, structure_dir: Path) -> list[str]:
         """Entries of a folder of structures (lower case, sorted) that have no chain with alignments."""
         return StructureListing(structure_dir).entries_without(self.keys)
-
-    def _is_listed(self, key: str) -> bool:
-        try:
-            return self._listing.has(key)
-        except UserError:  # a folder whose name is no chain key
-            return False
 
 
 @dataclass(frozen=True)
@@ -132,7 +104,7 @@ class Selection:
                 "OpenFold's chain_data_cache.json or an index (evodsp data index), which have the lengths and cluster sizes, "
                 f"or set {self.where}.sampling to uniform"
             )
-        return ChainIndex(self.index).table, self.index
+        return open_index(self.index).table, self.index
 
 
 @dataclass(frozen=True)
@@ -186,7 +158,7 @@ class CountedStructures:
         """A line about the chains that the losses do not count; None if they count all, or have no weight.
 
         `resolutions`: the resolutions in Å of all or some of the `chains` chains, 0 if there is none, NaN if unknown. `kind`:
-        the kind of chains that the line names.
+        what the line calls them, such as training chains.
         """
         known = resolutions[~np.isnan(resolutions)]
         terms, loss = self.loss.by_resolution, self.loss
@@ -197,11 +169,7 @@ class CountedStructures:
         without, others = int((is_outside & (known == 0)).sum()), int((is_outside & (known != 0)).sum())
         if not terms or not without + others:
             return None
-        among = (
-            f"{chains:,} {kind} chains"
-            if len(known) == chains
-            else f"{len(known):,} {kind} chains whose resolution is known"
-        )
+        among = f"{chains:,} {kind}" if len(known) == chains else f"{len(known):,} {kind} whose resolution is known"
         have = f"{without:,} of {among} have no resolution" if without else ""
         which = f"{others:,}" if without else f"{others:,} of {among}"
         outside = f"{which} have one outside of {low:g} to {high:g} Å" if others else ""

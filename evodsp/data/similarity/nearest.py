@@ -12,7 +12,7 @@ A chain is aligned with the training sequences that share most words with it, un
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -102,9 +102,17 @@ def bar(
     workers: int | None = None,
 ) -> Bar:
     """What copying scores on the targets, with a line of progress. `name`: what kind of chains they are; see `copies`."""
+    made = copies(targets, training, truth, structures, workers)
+    return counted_bar(f"{name} chain", made, targets, training)
+
+
+def counted_bar(
+    name: str, made: Iterable[tuple[str, Copy | str]], targets: Collection[str], training: Container[str]
+) -> Bar:
+    """The bar of what `copies` yields, with a line of progress. `name`: what a target is, such as a validation chain."""
     found = {}
-    with progress(f"copied the nearest training chains of {name} chains", len(targets)) as advance:
-        for key, copy in copies(targets, training, truth, structures, workers):
+    with progress(f"copied the nearest for each {name}", len(targets)) as advance:
+        for key, copy in made:
             found[key] = copy
             advance(1)
     return gathered(found, targets, training)

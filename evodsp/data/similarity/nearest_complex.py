@@ -4,15 +4,16 @@ The nearest training complex has as many chains, in as many copies each, as the 
 of the target's, so that the sum of the alignment scores is highest; among all training complexes the highest sum counts, of
 equals the best resolution (`nearest`). The copy has the target's sequences and the places of the training complex' atoms.
 
-Shapes: C chains of a complex, P permutations of them.
+Shapes: C chains of a complex, P permutations of them, R residues of all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,11 +21,14 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from evodsp.data.records import Assembly, Chain
-from evodsp.data.similarity.nearest import best_that_is_read, candidates_of
+from evodsp.data.similarity.nearest import Bar, Copy, best_that_is_read, candidates_of, nowhere
 from evodsp.data.similarity.pairs import paired, plain, same_residues, score
-from evodsp.data.sources.structures import StructureFolder
+from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 
+_MOST_EXCHANGES = 120
+"""Ways to exchange identical chains of a copy that are scored, at most."""
+_SAME_SCORE = 1e-9
 _MOST_PERMUTED = 6
 """Chains, up to which all ways to assign them are tried; of more the best pair goes first."""
 
@@ -40,15 +44,81 @@ class ComplexCopy:
     """The target's chains with atoms of the training complex, and the names that its chains have."""
 
 
-class TrainingComplexes:
-    """Training complexes of a folder of structures, from which copies are made.
+@dataclass(frozen=True)
+class CopiedComplex(Copy):
+    """A complex, and the scores of a copy of its nearest training complex."""
 
-    `sequences`: of the chains of each, by name. `assembly`: the biological assembly, None: the asymmetric unit.
+    interface_lddt_ca: float | None = None
+    """lDDT of the CA atoms over the distances between chains alone, 0 to 1; None if none of them is below 15 Å."""
+
+
+def interface_lddt_ca(bar: Bar) -> float | None:
+    """The mean over the complexes of a bar whose chains are in contact; None without any."""
+    values = [copy.interface_lddt_ca for copy in bar.copies if isinstance(copy, CopiedComplex)]
+    known = [value for value in values if value is not None]
+    return math.fsum(known) / len(known) if known else None
+
+
+def complex_copies(
+    targets: Mapping[str, Sequence[str]], training: Mapping[str, Sequence[str]], read: Callable[[str], Assembly]
+) -> Iterator[tuple[str, Copy | str]]:
+    """For each target its copy, or the reason why there is none; nothing of one complex stops the others.
+
+    `targets`, `training`: the sequences of the chains of each, none where they are unknown. `read`: as for `TrainingComplexes`.
+    """
+    known = TrainingComplexes({name: letters for name, letters in training.items() if letters}, read)
+    for name in targets:
+        try:
+            target = read(name)
+            copy = known.copy_for(name, target)
+        except (UserError, OSError) as error:
+            yield name, " ".join(str(error).split())
+        else:
+            yield name, copy if isinstance(copy, str) else _scored(name, target, copy)
+
+
+def _scored(name: str, target: Assembly, copy: ComplexCopy) -> CopiedComplex:
+    """The scores of a copy: identical chains of the target are exchanged so that lDDT-CA is highest."""
+    import torch  # here, because the commands of data sets do not wait for it
+
+    from evodsp import metrics
+
+    true = torch.from_numpy(np.concatenate([chain.positions[:, CA] for chain in target.chains]).astype(np.float64))
+    resolved = torch.from_numpy(np.concatenate([chain.mask[:, CA] for chain in target.chains]).astype(np.float64))
+    numbers = torch.from_numpy(np.repeat(np.arange(len(target.chains)), [len(chain) for chain in target.chains]))
+    places = torch.from_numpy(nowhere(len(target)))
+    best, best_interface = -math.inf, math.nan
+    for order in _exchanged(target.entities):
+        chains = [copy.assembly.chains[place] for place in order]
+        atoms, seen = (
+            np.concatenate([getattr(chain, part)[:, CA] for chain in chains]) for part in ("positions", "mask")
+        )
+        copied = torch.where(torch.from_numpy(seen > 0.5)[:, None], torch.from_numpy(atoms).double(), places)
+        score = float(metrics.lddt_ca(copied, true, resolved))
+        if score > best + _SAME_SCORE:
+            best, best_interface = score, float(metrics.interface_lddt_ca(copied, true, resolved, numbers))
+    interface = None if math.isnan(best_interface) else best_interface
+    return CopiedComplex(name, copy.nearest, copy.identity, copy.coverage, best, interface)
+
+
+def _exchanged(entities: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The ways to exchange chains of one sequence, at most `_MOST_EXCHANGES`, the given order first."""
+    groups = [[place for place, entity in enumerate(entities) if entity == one] for one in dict.fromkeys(entities)]
+    ways = itertools.product(*(itertools.permutations(group) for group in groups))
+    for way in itertools.islice(ways, _MOST_EXCHANGES):
+        order = dict(zip(itertools.chain(*groups), itertools.chain(*way), strict=True))
+        yield tuple(order[place] for place in range(len(entities)))
+
+
+class TrainingComplexes:
+    """Training complexes from which copies are made.
+
+    `sequences`: of the chains of each, by name. `read`: reads the assembly of one; may raise UserError or OSError.
     """
 
-    def __init__(self, sequences: Mapping[str, Sequence[str]], folder: StructureFolder, assembly: str | None) -> None:
+    def __init__(self, sequences: Mapping[str, Sequence[str]], read: Callable[[str], Assembly]) -> None:
         self.sequences = {name: tuple(map(plain, letters)) for name, letters in sequences.items()}
-        self._folder, self._assembly = folder, assembly
+        self._read = read
         self._letters = list(dict.fromkeys(letters for chains in self.sequences.values() for letters in chains))
         self._points: dict[tuple[str, str], int] = {}
 
@@ -70,7 +140,7 @@ class TrainingComplexes:
         assemblies: dict[str, Assembly] = {}
 
         def read(other: str) -> tuple[Chain, ...]:
-            assemblies[other] = self._folder.assembly(other, self._assembly)
+            assemblies[other] = self._read(other)
             return assemblies[other].chains
 
         found = best_that_is_read(ranked, read)

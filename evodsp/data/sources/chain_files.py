@@ -38,9 +38,10 @@ from evodsp.data.sources.chain_folder import (
     read_template_hits,
     say_query_only,
 )
-from evodsp.data.sources.layout import split_key
+from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.store import Lacking, listed_chain
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError, nearest
@@ -55,6 +56,8 @@ class ChainFiles:
     of a database is parsed, and a chain without alignments has those of an identical chain. Raises UserError if a directory
     does not exist.
     """
+
+    unknown: Lacking = "alignments"
 
     def __init__(
         self,
@@ -89,6 +92,27 @@ class ChainFiles:
             row = self.index.keys.find(key)
             return row is not None and self.index.structure(row) is not None
         return self._structures is not None and self._structures.has_structure(key)
+
+    def structure_lookup(self) -> Callable[[str], bool]:
+        """See `Store`: the index is read, or the folder listed, once."""
+        if self.index is not None:
+            return frozenset(compress(self.index.keys[:], self.index.has_structure())).__contains__
+        if self.structure_dir is not None:
+            return listed_chain(StructureListing(self.structure_dir))
+        return self.has_structure
+
+    def absence(self, key: str, lacking: Lacking) -> str:
+        """See `Store`."""
+        if lacking == "structure":
+            return f"no structure of chain '{key}' in {self.structure_dir}; add it or leave the chain out"
+        return (
+            f"no alignments of chain '{key}' in {self.alignment_dir}; add its folder or leave the chain out."
+            f"{nearest(key, self.keys())}"
+        )
+
+    def resolution(self, key: str) -> float | None:
+        """See `Store`. Raises UserError as `chain` does."""
+        return self.chain(key).resolution
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""

@@ -11,6 +11,7 @@ Samples are the same, bit by bit, as those that are made from the files.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import date
 from typing import Any
 
@@ -20,6 +21,7 @@ from evodsp.data.records import Chain, Structure
 from evodsp.data.sources.parsed_chain import ParsedChain
 from evodsp.data.sources.record_codec import decode_chain, decode_parsed
 from evodsp.data.sources.shards import Table
+from evodsp.data.sources.store import Lacking
 from evodsp.data.templates.filters import HitLimits
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import FileFormatError, UserError, nearest
@@ -36,6 +38,8 @@ class FeatureStore:
 
     Raises UserError if there is none, if a newer version of evodsp made it, or if its indices are damaged.
     """
+
+    unknown: Lacking = "record"
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -97,6 +101,33 @@ class FeatureStore:
     def chain(self, key: str) -> Chain:
         """The structure of the chain. Raises UserError as `parsed` does."""
         return self.parsed(key, with_hits=False).chain
+
+    @property
+    def index(self) -> None:
+        """None: a feature store is its own index."""
+        return None
+
+    @property
+    def structure_dir(self) -> None:
+        """None: the structures are in the records."""
+        return None
+
+    def stale_sources(self) -> list[str]:
+        """None: a store is checked against its checksums when it is opened."""
+        return []
+
+    def structure_lookup(self) -> Callable[[str], bool]:
+        """See `Store`: every record has a structure."""
+        return frozenset(self.keys()).__contains__
+
+    def absence(self, key: str, lacking: Lacking) -> str:
+        """See `Store`."""
+        fix = "leave it out or build the store with it"
+        return f"no chain '{key}' in {self.address}; {fix}.{nearest(key, self.keys())}"
+
+    def resolution(self, key: str) -> float | None:
+        """See `Store`. Raises UserError as `parsed` does."""
+        return self.chain(key).resolution
 
     def template_source(self, max_date: date | None = None) -> TemplateSource | None:
         """The source of templates; None if the store was built without them. `max_date`: latest release date."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.data.doctor.config import DoctorConfig
+from evodsp.data.doctor.examination import ChainExaminer
 from evodsp.data.doctor.run_data import data_of_run
 from evodsp.data.executors import processes
-from evodsp.data.samples.distillation import chains_of
 from evodsp.data.samples.selection import Presence, chain_list, select
 from evodsp.data.similarity.nearest import Bar, Structures, bar
 from evodsp.data.similarity.nearest_complex import TrainingComplexes
@@ -56,11 +56,16 @@ def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChai
             settings.output, settings.config, structure_dir=settings.structure_dir, chains=settings.train_chains
         )
         data = data_of_run(given).training
-        store = chains_of(data.source)
+        if not isinstance(data.examiner, ChainExaminer):
+            raise UserError(
+                f"--config {settings.config}: trains on complexes, but single chains are compared; give --complexes true with "
+                "--train_chains"
+            )
+        store = data.examiner.store
         presence = Presence(store)
         listed = presence.keys if data.training is None else data.training
         keys = select([key for key in listed if presence.lacks(key) is None], data.selection).keys
-        found = sequences(data.source, keys, {}, data.selection.chain_data_cache, _processes(keys))
+        found = sequences(data.examiner.source, keys, {}, data.selection.chain_data_cache, _processes(keys))
         structures, where = store, data.place
     unknown = [key for key, sequence in found.items() if not sequence]
     if len(unknown) == len(found):
@@ -100,7 +105,7 @@ def training_complexes(settings: ScoreConfig, train: Sequence[str]) -> TrainingC
     if problem:
         lost = len(names) - len(found)
         tell(f"{lost:,} of {len(names):,} training complexes cannot be read and are not copied ({problem})")
-    return TrainingComplexes(found, folder, settings.assembly)
+    return TrainingComplexes(found, lambda name: folder.assembly(name, settings.assembly))
 
 
 def _folder(settings: ScoreConfig) -> StructureFolder:

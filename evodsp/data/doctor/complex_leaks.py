@@ -1,0 +1,129 @@
+"""The overlap of two sets of complexes, by their chains.
+
+Two complexes are as alike as their most alike chains (`evodsp.data.doctor.leaks`). That is often no leak: complexes of a family
+share a chain, such as an antigen. A complex is known from training if one training complex has a near chain for every chain of
+it: more than `NEAR` of the residues are identical. Numbers of copies and chains of fewer than `SHORTEST` residues do not count.
+
+Each complex of the smaller set is aligned with those of the other set whose chains share most words with its chains: the chain
+that shares least decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from evodsp.data.doctor.leaks import DEFINITION, SHORTEST, Near, Overlap, nearest_sequences
+from evodsp.data.similarity.pairs import MOST_CELLS, Words, identity, plain
+from evodsp.progress import progress
+
+NEAR = 0.4
+"""Two chains are near with a larger share of identical residues."""
+FEWEST_ALIGNED, PAIRS_ALIGNED = 30, 7_000
+"""Complexes of the other set that a complex is aligned with: as many as make this number of pairs in all, but no fewer than
+these. At 40 % identity the shared words do not tell well which are nearest."""
+DEFINITION_OF_COMPLEXES = (
+    f"{DEFINITION} Of two complexes the most alike chains count. A complex is known from another set if one complex of that "
+    f"has, for each of its chains of at least {SHORTEST} residues, a chain with more than {NEAR:.0%} identity."
+)
+
+Letters = Mapping[str, tuple[str, ...]]
+_Chains = Mapping[str, tuple[str, ...]]
+"""The distinct sequences of at least `SHORTEST` residues of each complex."""
+
+
+def complex_overlap(sets: tuple[str, str], first: Letters, second: Letters) -> Overlap:
+    """Compare two sets of complexes, given as the sequences of their chains by entry, none where they are unknown. The second
+    is the smaller one."""
+    known = {key: frozenset(map(plain, letters)) for key, letters in first.items() if letters}
+    others = {key: frozenset(map(plain, letters)) for key, letters in second.items() if letters and key not in first}
+    of_all = {known[key]: key for key in reversed(list(known))}
+    same = [(of_all[chains], key) for key, chains in others.items() if chains in of_all]
+    of_first, of_second = (
+        {key: long for key, chains in part.items() if (long := _long(chains))}
+        for part in (known, {key: chains for key, chains in others.items() if chains not in of_all})
+    )
+    nearest, aligned = _nearest(of_first, of_second, f"{sets[0]} and {sets[1]} sequences")
+    covered, more = _covered(of_first, of_second, f"{sets[0]} and {sets[1]} complexes")
+    unknown = sum(not letters for letters in {**first, **second}.values())
+    return Overlap(sets, [key for key in second if key in first], same, nearest, aligned + more, unknown, covered)
+
+
+def _long(chains: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(letters for letters in chains if len(letters) >= SHORTEST))
+
+
+def _nearest(first: _Chains, second: _Chains, name: str) -> tuple[list[Near], int]:
+    """For each complex of `second` the one of `first` that has the most alike chain, most alike first; and the number of
+    alignments."""
+    owner = {letters: key for key in reversed(list(first)) for letters in first[key]}
+    wanted = dict.fromkeys(letters for chains in second.values() for letters in chains)
+    new = {letters: letters for letters in wanted if letters not in owner}
+    aligned, alignments = nearest_sequences({letters: letters for letters in owner}, new, name)
+    near = {letters: (owner[letters], 1.0) for letters in wanted if letters in owner}
+    near |= {one.second: (owner[one.first], one.identity) for one in aligned}
+    found = []
+    for key, chains in second.items():
+        if ranked := [near[letters] for letters in chains if letters in near]:
+            other, share = max(ranked, key=lambda one: one[1])
+            found.append(Near(other, key, share))
+    return sorted(found, key=lambda one: -one.identity), alignments
+
+
+def _covered(first: _Chains, second: _Chains, name: str) -> tuple[list[Near], int]:
+    """The complexes of `second` for each chain of which one complex of `first` has a near chain, most alike first; the identity
+    is that of the chain that has least. And the number of alignments."""
+    if not first or not second:
+        return [], 0
+    known: dict[tuple[str, str], float] = {}
+
+    def likeness(one: str, other: str) -> float:
+        if one == other:
+            return 1.0
+        if len(one) * len(other) > MOST_CELLS:
+            return 0.0
+        if (one, other) not in known:
+            known[one, other] = identity(other, one)
+        return known[one, other]
+
+    entries, found = list(first), []
+    with progress(f"compared {name}", len(second)) as advance:
+        for (key, chains), rows in zip(second.items(), _candidates(first, second), strict=True):
+            share, nearest = NEAR, ""
+            for entry in (entries[row] for row in rows):
+                least = 1.0
+                for one in chains:
+                    least = min(least, max(likeness(one, other) for other in first[entry]))
+                    if least <= share:
+                        break  # another complex is nearer
+                else:
+                    share, nearest = least, entry
+            found += [Near(nearest, key, share)] if nearest else []
+            advance(1)
+    return sorted(found, key=lambda one: -one.identity), len(known)
+
+
+def _candidates(first: _Chains, second: _Chains) -> list[list[int]]:
+    """For each complex of `second` the rows of the complexes of `first` with most words for each of its chains, best first."""
+    letters = list(dict.fromkeys(letters for chains in second.values() for letters in chains))
+    words, row_of = Words(letters), {one: row for row, one in enumerate(letters)}
+    starts = np.cumsum([0, *map(len, second.values())])[:-1]
+    columns = np.array([row_of[one] for chains in second.values() for one in chains])
+    shares: dict[str, np.ndarray] = {}
+    most_aligned = max(FEWEST_ALIGNED, PAIRS_ALIGNED // len(second))
+    best = np.zeros((len(second), 0))
+    rows = np.zeros((len(second), 0), np.int64)
+    for row, chains in enumerate(first.values()):
+        for one in chains:
+            if one not in shares:
+                own, shared = words.shared_with(one)
+                shares[one] = (shared / np.maximum(1, np.minimum(words.counts, own))).astype(np.float32)
+        most = np.max([shares[one] for one in chains], axis=0)[columns]
+        # The chain that shares least decides, of equals all chains together.
+        points = np.minimum.reduceat(most, starts) + 1e-3 * np.add.reduceat(most, starts)
+        best = np.concatenate([best, points[:, None]], 1)
+        rows = np.concatenate([rows, np.full((len(second), 1), row)], 1)
+        order = np.argsort(-best, axis=1, kind="stable")[:, :most_aligned]
+        best, rows = np.take_along_axis(best, order, 1), np.take_along_axis(rows, order, 1)
+    return [[int(row) for row, points in zip(*one, strict=True) if points > 0] for one in zip(rows, best, strict=True)]

@@ -1,0 +1,197 @@
+"""The doctor on complexes: what is wrong with each, what two sets share, and the bar."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from evodsp.cli import main
+from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.doctor import complex_leaks
+from evodsp.data.doctor.complex_leaks import complex_overlap
+from evodsp.data.doctor.complexes import copies_in_one_place
+from evodsp.data.doctor.leaks import SHORTEST
+from evodsp.data.similarity.nearest_complex import CopiedComplex, complex_copies
+from tests.builders.complex_files import write_complex
+from tests.builders.random_sequences import changed, random_sequences
+
+SETS = ("training", "validation")
+DIMERS = Path(__file__).parents[2] / "data" / "dimers"
+ENTRIES = ("c001", "c002", "c005", "c036")
+"""Two heterodimers of a family for training, a third one, and a homodimer."""
+
+
+def dimers(folder: Path) -> None:
+    """Folders of these entries, and a config of `fit` on them."""
+    for entry in ENTRIES:
+        (folder / "mmcif_files").mkdir(exist_ok=True)
+        shutil.copy(DIMERS / "mmcif_files" / f"{entry}.cif.gz", folder / "mmcif_files")
+        for place in DIMERS.glob(f"alignments/{entry}_*"):
+            shutil.copytree(place, folder / "alignments" / place.name)
+    data = {
+        "alignment_dir": f"{folder}/alignments", "structure_dir": f"{folder}/mmcif_files",
+        "train_chains": ["c001", "c002", "c036"], "validation_chains": ["c005"],
+    }  # fmt: skip
+    config = {"model": {"preset": "test", "arrangement": "multimer"}, "data": data}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def doctor(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    words = [
+        "data",
+        "doctor",
+        "--config",
+        str(folder / "config.yaml"),
+        "--output",
+        str(folder / "doctor"),
+        "--workers=0",
+    ]
+    code = main([*words, *options])
+    return code, json.loads((folder / "doctor" / "doctor.json").read_text())
+
+
+def test_good_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a doctor that looks for chains, residues of one chain for all, and leaks and a bar of complexes that are not
+    said."""
+    dimers(tmp_path)
+    code, report = doctor(tmp_path)
+    out = capsys.readouterr().out
+    assert (code, report["obstacles"], report["chains"]) == (0, [], [])
+    assert report["summary"]["training complexes that can be used"] == "3 of 3"
+    assert report["summary"]["residues, median"] == "64"
+    (part,) = report["overlaps"]
+    assert (part["chains"], part["same_sequence"]) == ([], [])
+    assert all(near["identity"] > 0.4 for near in part["covered"])
+    assert f"0 others with equal sequences, {len(part['covered'])} others known from training, highest identity" in out
+    (bar,) = report["copied"]
+    assert 0 < bar["interface_lddt_ca"] < bar["lddt_ca"] < 1
+    assert [copy["nearest"] in ("c001", "c002") for copy in bar["copies"]] == [True]
+    assert f"validation: copying the nearest training complex scores lDDT-CA {bar['lddt_ca']:.3f} and interface" in out
+    page = (tmp_path / "doctor" / "doctor.html").read_text()
+    assert "Chains of a complex (complexes read)" in page
+
+
+def test_each_fault_is_named(tmp_path: Path) -> None:
+    """Catches each thing that makes a complex useless in training, or less useful, without a word."""
+    dimers(tmp_path)
+    alignments, structures = tmp_path / "alignments", tmp_path / "mmcif_files"
+
+    def text_of(entry: str, text: str | None = None) -> str:
+        path = structures / f"{entry}.cif.gz"
+        if text is not None:
+            path.write_bytes(gzip.compress(text.encode()))
+        return gzip.decompress(path.read_bytes()).decode()
+
+    for entry in ("d1", "d2", "d3", "d4", "d5", "d6"):
+        shutil.copy(structures / "c001.cif.gz", structures / f"{entry}.cif.gz")
+        for chain in "AB":
+            shutil.copytree(alignments / f"c001_{chain}", alignments / f"{entry}_{chain}")
+    shutil.rmtree(alignments / "d1_B")
+    (alignments / "d2_B" / "uniprot_hits.a3m").unlink()
+    hits = alignments / "d3_A" / "uniprot_hits.a3m"
+    hits.write_text(hits.read_text().replace("|", ".", 4))
+    whole = text_of("d4")
+    text_of("d4", whole[: whole.rindex("ATOM") + 9])
+    text_of("d5", whole.replace("oper_expression 1", "oper_expression 7"))
+    text_of("d6", whole.replace("asym_id_list A,B", "asym_id_list A"))
+    data = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    data["data"]["train_chains"] = ["c001", "d1", "d2", "d3", "d4", "d5", "d6"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))
+    code, report = doctor(tmp_path)
+    found = {row["chain"]: (row["state"], row["reason"]) for row in report["chains"]}
+    assert (code, list(found)) == (1, ["d1", "d4", "d5", "d2", "d3", "d6"])
+    assert "no alignments of d1_B; run the search" in found["d1"][1]
+    assert found["d2"][0] == found["d3"][0] == "good, rows for pairing need a look"
+    assert found["d2"][1].startswith("chain B: no rows to pair with other chains (uniprot_hits.sto or .a3m")
+    assert found["d3"][1] == "chain A: 2 of 47 rows have no name to be paired by"
+    assert "truncated" in found["d4"][1]
+    assert "assembly 1 needs the operator '7', which the file does not list" in found["d5"][1]
+    assert found["d6"] == ("good, one chain only", "nothing is paired")
+    assert report["counts"]["read, of one chain only"] == 1
+    assert report["counts"]["read, whose rows for pairing need a look"] == 2
+    assert report["obstacles"] == ["3 of 7 training complexes read are bad (more than 5%)"]
+
+
+def test_an_index_that_is_old(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches complexes that the index lists otherwise, and a change of the folders that is not said."""
+    dimers(tmp_path)
+    index = tmp_path / "index"
+    roots = [f"--alignment_dir={tmp_path}/alignments", f"--structure_dir={tmp_path}/mmcif_files", f"--output={index}"]
+    assert main(["data", "index", "--complexes=true", "--workers=0", *roots]) == 0
+    shutil.copy(tmp_path / "mmcif_files" / "c002.cif.gz", tmp_path / "mmcif_files" / "c001.cif.gz")
+    (tmp_path / "alignments" / "x_A").mkdir()
+    code, report = doctor(tmp_path, f"--index={index}", "--max_bad=1")
+    assert code == 0
+    assert [row["chain"] for row in report["chains"]] == ["c001"]
+    assert "make it again: evodsp data index --complexes true" in report["chains"][0]["reason"]
+    assert report["stale"] == [f"alignment_dir {tmp_path}/alignments"]
+    assert report["counts"]["read, unreadable"] == 1
+
+
+def test_copies_in_one_place(tmp_path: Path) -> None:
+    """Catches an operator that moves nothing, and chains that are called copies because they touch."""
+    assembly = ComplexFiles(*write_complex(tmp_path, apart=0.0)).assembly_of("1abc")
+    (note,) = copies_in_one_place(assembly)
+    assert note.startswith("chains A and B lie in the same place (")
+    (tmp_path / "apart").mkdir()
+    apart = ComplexFiles(*write_complex(tmp_path / "apart", apart=2.0)).assembly_of("1abc")
+    assert copies_in_one_place(apart) == []
+
+
+def test_a_complex_that_is_known_from_training() -> None:
+    """Catches complexes that are called alike because of one chain, or of chains of two complexes, and peptides that decide."""
+    one, two, three, antigen, far = random_sequences(5, 60)
+    peptide = far[: SHORTEST - 1]
+    first = {"t1": (one, two), "t2": (antigen, three), "t3": (two,), "both": (far, far)}
+    second = {
+        "near": (changed(one, 3), changed(two, 5), peptide),
+        "antigen": (antigen, far[::-1]),
+        "two of them": (one, three),
+        "same": (two, one, one),
+        "both": (one,),
+        "unknown": (),
+        "copies": (changed(two, 6), changed(two, 6)),
+    }
+    found = complex_overlap(SETS, first, second)
+    assert (found.chains, found.same_sequence, found.unknown) == (["both"], [("t1", "same")], 1)
+    assert found.covered is not None
+    assert [(near.first, near.second) for near in found.covered] == [("t1", "copies"), ("t1", "near")]
+    assert found.covered[1].identity == pytest.approx(0.66, abs=0.02)
+    nearest = {near.second: (near.first, round(near.identity, 1)) for near in found.nearest}
+    assert nearest["antigen"] == ("t2", 1.0)
+    assert set(nearest) == {"near", "antigen", "two of them", "copies"}
+    assert complex_overlap(SETS, first, {}).covered == []
+
+
+def test_which_complexes_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches complexes that are hidden by those of which one chain is nearer."""
+    monkeypatch.setattr(complex_leaks, "FEWEST_ALIGNED", 1)
+    monkeypatch.setattr(complex_leaks, "PAIRS_ALIGNED", 1)
+    one, two, *others = random_sequences(12, 60)
+    first = {f"t{number}": (changed(one, 20), letters) for number, letters in enumerate(others)}
+    first["both"] = changed(one, 7), changed(two, 7)
+    (near,) = complex_overlap(SETS, first, {"new": (one, two)}).covered or []
+    assert near.first == "both"
+
+
+def test_a_copy_is_scored_for_its_best_exchange_of_chains(tmp_path: Path) -> None:
+    """Catches copies of a homodimer that are compared with each other's places."""
+    read = ComplexFiles(*write_complex(tmp_path, apart=10.0)).assembly_of
+    true = read("1abc")
+    swapped = replace(true, pdb_id="2abc", chains=(true.chains[1], true.chains[0], true.chains[2]))
+    sequences = tuple(chain.sequence for chain in true.chains)
+    ((name, copy),) = complex_copies(
+        {"1abc": sequences}, {"2abc": sequences}, {"1abc": true, "2abc": swapped}.__getitem__
+    )
+    assert isinstance(copy, CopiedComplex)
+    assert (name, copy.nearest, copy.coverage) == ("1abc", "2abc", 1.0)
+    assert (copy.lddt_ca, copy.interface_lddt_ca) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert np.isclose(copy.identity, 1.0)

@@ -1,0 +1,162 @@
+"""The index of complexes: what it says of each entry, runs that read it, and files that it contradicts."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.config import FilterConfig
+from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.complex_index import ComplexIndex
+from evodsp.errors import UserError
+from evodsp.training.chains import find_chains
+from evodsp.training.config import DataConfig
+from tests.builders.complex_files import write_complex
+
+Folders = tuple[Path, Path]
+DIMERS = Path(__file__).parents[2] / "data" / "dimers"
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    return write_complex(tmp_path)
+
+
+def index_of(folders: Folders, *options: str) -> ComplexIndex:
+    output = folders[0].parent / "index"
+    where = [f"--alignment_dir={folders[0]}", f"--structure_dir={folders[1]}", f"--output={output}"]
+    assert main(["data", "index", "--complexes=true", "--workers=0", "--overwrite=true", *where, *options]) == 0
+    return ComplexIndex(output)
+
+
+def another(folders: Folders, entry: str, *chains: str) -> Path:
+    """Another entry with the structure of 1abc, and alignments of these of its chains; returns its structure."""
+    for chain in chains:
+        shutil.copytree(folders[0] / f"1abc_{chain}", folders[0] / f"{entry}_{chain}")
+    text = (folders[1] / "1abc.cif").read_text()
+    (folders[1] / f"{entry}.cif").write_text(text)
+    return folders[1] / f"{entry}.cif"
+
+
+def test_what_it_says_of_each_entry(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a row without copies, residues of one chain for all, entries that are read in part, and a reason that is lost."""
+    another(folders, "2abc", "A")
+    cut = another(folders, "3abc", "A", "C")
+    cut.write_text(cut.read_text()[:4000])
+    another(folders, "4abc", "A", "C").write_text("data_4ABC\n")
+    clusters = folders[0].parent / "clusters.txt"
+    clusters.write_text("1abc_A 8abc_A 9abc_A\n1abc_C 9abc_C\n")
+    index = index_of(folders, f"--cluster_file={clusters}")
+    first = index.complex(index.row("1abc"))
+    assert (first.names, first.alignments) == (("A", "B", "C"), ("1abc_A", "1abc_A", "1abc_C"))
+    assert list(first.entities.values()) == [2, 1]
+    assert index.table.lengths[0] == sum(map(len, first.sequences)) > 100
+    assert index.table.cluster_sizes.tolist() == [2, -1, -1, -1], "the smallest of its chains"
+    problems = dict(zip(index.keys, index.problems, strict=True))
+    assert (problems["1abc"], problems["2abc"]) == ("", "no alignments of 2abc_C")
+    assert all(f"{entry}.cif:" in problems[entry] for entry in ("3abc", "4abc"))
+    assert ComplexFiles(*folders, index=index).keys() == ["1abc", "3abc", "4abc"]
+    assert (
+        "4 complexes, 3 with alignments and structure, 1 without alignments, 3 with a problem"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_complex_is_the_same_with_an_index(folders: Folders) -> None:
+    """Catches alignments of another chain, and an index that a worker does not get."""
+    index = index_of(folders)
+    plain, indexed = (
+        ComplexFiles(*folders, index=one).parsed("1abc") for one in (None, pickle.loads(pickle.dumps(index)))
+    )
+    assert plain.assembly.names == indexed.assembly.names
+    for one, other in zip(plain.chains, indexed.chains, strict=True):
+        assert one.query == other.query
+        assert (one.msa.msa == other.msa.msa).all()
+        assert one.pairing is not None
+        assert other.pairing is not None
+        assert one.pairing.keys == other.pairing.keys
+
+
+def test_identical_chains_lend_their_alignments(folders: Folders) -> None:
+    """Catches an entry of OpenProteinSet that is left out because its alignments lie with another one."""
+    another(folders, "2abc")
+    same = folders[0].parent / "duplicates.txt"
+    same.write_text("1abc_A 2abc_B\n1abc_C 2abc_C\n")
+    index = index_of(folders, f"--duplicates={same}")
+    assert index.complex(index.row("2abc")).alignments == ("1abc_A", "1abc_A", "1abc_C")
+    lent = ComplexFiles(*folders, index=index).parsed("2abc")
+    assert [len(chain.msa.msa) for chain in lent.chains] == [3, 3, 3]
+
+
+def test_files_that_the_index_contradicts(folders: Folders) -> None:
+    """Catches a run on a structure that was replaced since the index was made."""
+    index = index_of(folders)
+    path = folders[1] / "1abc.cif"
+    path.write_text(path.read_text().replace(" B ", " D "))
+    message = (
+        rf"1abc\.cif: chain .* is .*, but in {index.path} it is .*make it again: evodsp data index --complexes true"
+    )
+    with pytest.raises(UserError, match=message):
+        ComplexFiles(*folders, index=index).parsed("1abc")
+    assert index.stale_sources() == []
+    another(folders, "2abc")
+    assert index.stale_sources() == [f"structure_dir {folders[1]}"]
+
+
+def test_an_index_of_something_else(folders: Folders) -> None:
+    """Catches a run whose index lists other assemblies, or chains."""
+    index = index_of(folders, "--assembly=null")
+    assert index.command.startswith("evodsp data index --complexes true --assembly null --alignment_dir")
+    with pytest.raises(UserError, match=r"an index of the asymmetric unit \(null\), but data.assembly is assembly 1"):
+        ComplexFiles(*folders, index=index)
+    with pytest.raises(UserError, match="an index of chains, but of complexes; make it again"):
+        ChainIndex(index.path)
+    chains = folders[0].parent / "chains"
+    where = [f"--alignment_dir={folders[0]}", f"--structure_dir={folders[1]}", f"--output={chains}"]
+    assert main(["data", "index", "--workers=0", *where]) == 0
+    with pytest.raises(
+        UserError, match="of complexes, but of chains; make it again with 'evodsp data index --complexes"
+    ):
+        ComplexIndex(chains)
+    assert main(["data", "index", "--assembly=2", *where, "--overwrite=true"]) == 2
+    assert (
+        main(["data", "index", "--complexes=true", f"--obsolete={folders[1] / '1abc.cif'}", *where, "--overwrite=true"])
+        == 2
+    )
+
+
+def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
+    """Catches filters and weights that know nothing of complexes, and notes that do not know that an index is old."""
+    folders = tmp_path / "alignments", tmp_path / "mmcif_files"
+    for entry in ("c001", "c002", "c003"):
+        for chain in "AB":
+            shutil.copytree(DIMERS / "alignments" / f"{entry}_{chain}", folders[0] / f"{entry}_{chain}")
+    shutil.copytree(DIMERS / "mmcif_files", folders[1])
+    clusters = tmp_path / "clusters.txt"
+    clusters.write_text("c001_A 9abc_A 8abc_A 7abc_A\nc002_A 9abc_B\nc003_A\n")
+    index = index_of(folders, f"--cluster_file={clusters}")
+    assert index.content.methods[0] == "theoretical model"
+    data = DataConfig(
+        alignment_dir=str(folders[0]),
+        structure_dir=str(folders[1]),
+        index=str(index.path),
+        sampling="alphafold2",
+        filters=FilterConfig(max_release_date="2020-01-15"),
+    )
+    found = find_chains(data, arrangement="multimer")
+    assert found.train == ["c001", "c002"]
+    assert found.weights is not None
+    assert found.weights[1] == 2 * found.weights[0]
+    assert found.notes(Path("x")) == []
+    (folders[0] / "4abc_A").mkdir()
+    assert [note.partition(";")[0] for note in found.notes(Path("x"))] == [
+        f"{index.path} is older than alignment_dir {folders[0]}"
+    ]
+    with pytest.raises(UserError, match=r"index of assembly 1, but data\.assembly is the asymmetric unit"):
+        find_chains(replace(data, assembly=None), arrangement="multimer")
