@@ -6,6 +6,8 @@ The public API. Each name is imported when it is first used, so `import evodsp` 
     evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
     evodsp.Prediction.read(folder)          a finished prediction of the command
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
+    evodsp.from_pretrained(folder)          the model of a folder that travels, or of the Hugging Face hub
+    evodsp.save_pretrained(model, folder)   writes such a folder: safetensors, sizes, a model card
     evodsp.AlphaFold(config)                a new model, a torch module
     evodsp.ModelConfig.preset("model_1")    its sizes
     evodsp.load_deepmind(path, model)       set a model's parameters from DeepMind's params_model_<n>.npz
@@ -30,28 +32,33 @@ if TYPE_CHECKING:
     from evodsp.weights.checkpoint import load_model
     from evodsp.weights.deepmind import load_deepmind
     from evodsp.weights.openfold import load_openfold
+    from evodsp.weights.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
     "AlphaFold",
     "ModelConfig",
     "Prediction",
     "__version__",
+    "from_pretrained",
     "load_deepmind",
     "load_model",
     "load_openfold",
     "metrics",
     "parallel",
     "predict",
+    "save_pretrained",
 ]
 
 _MODULE_OF = {
     "AlphaFold": "evodsp.model.alphafold",
     "ModelConfig": "evodsp.config",
     "Prediction": "evodsp.inference.prediction",
+    "from_pretrained": "evodsp.weights.pretrained",
     "load_deepmind": "evodsp.weights.deepmind",
     "load_model": "evodsp.weights.checkpoint",
     "load_openfold": "evodsp.weights.openfold",
     "predict": "evodsp.inference.api",
+    "save_pretrained": "evodsp.weights.pretrained",
 }
 _MODULES = ("metrics", "parallel")
 

@@ -16,8 +16,8 @@ def test_every_public_name_can_be_imported() -> None:
     exec("from evodsp import *", namespace)
     assert set(evodsp.__all__) <= namespace.keys()
     assert set(evodsp.__all__) == {
-        "AlphaFold", "ModelConfig", "Prediction", "load_deepmind", "load_model", "load_openfold", "metrics", "parallel",
-        "predict", "__version__",
+        "AlphaFold", "ModelConfig", "Prediction", "from_pretrained", "load_deepmind", "load_model", "load_openfold", "metrics",
+        "parallel", "predict", "save_pretrained", "__version__",
     }  # fmt: skip
     assert all(name in dir(evodsp) and name in (evodsp.__doc__ or "") for name in evodsp.__all__ if name[0] != "_")
     with pytest.raises(AttributeError, match="no attribute 'alphafold'"):

@@ -33,6 +33,7 @@ from evodsp.planner.program import SampleSizes
 from evodsp.printing import show
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
+from evodsp.weights.hub import located
 
 TINY = 1e12
 """Multiplications of a target that is so quick that nobody needs to be told."""
@@ -183,10 +184,11 @@ def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
     if settings.checkpoint is None:
         name = settings.weights or settings.preset or "model_1_ptm"
         return ModelConfig.preset(name), published_features(name)
-    if not settings.checkpoint.exists():
-        raise UserError(f"{settings.checkpoint}: no such checkpoint; check --checkpoint")
-    model = load_model(settings.checkpoint, preset=settings.preset)
-    return model.config, load_features(settings.checkpoint, settings.preset)
+    checkpoint = located(settings.checkpoint)
+    if not checkpoint.exists():
+        raise UserError(f"{checkpoint}: no such checkpoint; check --checkpoint")
+    model = load_model(checkpoint, preset=settings.preset)
+    return model.config, load_features(checkpoint, settings.preset)
 
 
 def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:
