@@ -19,7 +19,8 @@ def test_every_public_name_can_be_imported() -> None:
         "AlphaFold", "ModelConfig", "Prediction", "from_pretrained", "load_deepmind", "load_model", "load_openfold", "metrics",
         "parallel", "predict", "save_pretrained", "__version__",
     }  # fmt: skip
-    assert all(name in dir(evodsp) and name in (evodsp.__doc__ or "") for name in evodsp.__all__ if name[0] != "_")
+    assert dir(evodsp) == sorted(evodsp.__all__)
+    assert all(name in (evodsp.__doc__ or "") for name in evodsp.__all__ if name[0] != "_")
     with pytest.raises(AttributeError, match="no attribute 'alphafold'"):
         evodsp.alphafold  # noqa: B018
 
