@@ -10,7 +10,7 @@ from typing import Any, overload
 
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.inputs import InputRecord, exists, is_sequence, read_inputs
+from evodsp.inference.inputs import InputRecord, clean_name, exists, is_sequence, read_inputs
 from evodsp.inference.predict import predict as predict_targets
 from evodsp.inference.prediction import Prediction
 from evodsp.model.alphafold import AlphaFold
@@ -136,7 +136,8 @@ def predict(
             raise UserError(named(str(error))) from error
     predictions = [Prediction.of(result, holder) for result in results]
     if isinstance(inputs, Mapping):
-        return {one.name: one for one in predictions}
+        given_names = {clean_name(name): name for name in inputs}
+        return {given_names[one.name]: one for one in predictions}
     return predictions[0] if is_sequence(inputs) else predictions
 
 
@@ -206,6 +207,7 @@ def _alignment_folder(given: Alignments, inputs: Sequence[Path], folder: Path) -
     if isinstance(given, Mapping):
         records = read_inputs(inputs)[0]
         known = [one.name for record in records for one in (record.query, *record.chains)]
+        given = {clean_name(name): one for name, one in given.items()}
         for name in given:
             if name not in known:
                 raise UserError(f"evodsp.predict: an alignment for '{name}', which is no record.{nearest(name, known)}")

@@ -299,8 +299,10 @@ class EstimateConfig:
     """A prediction that is not run, and its machine. Raises UserError if a value is out of range."""
 
     inputs: Sequence[Path] = ()
-    """What `evodsp predict` would be given: FASTA or A3M files, folders of either, or - for standard input. Every
-    record is estimated with an alignment as deep as the model takes."""
+    """What `evodsp predict` would be given: FASTA, A3M or CSV files, folders of the first two, or - for standard input."""
+    alignments: Path | None = None
+    """Folder of the records' alignments, as in `evodsp predict`: each record is estimated with the rows of its own. null: all
+    but those of A3M files are estimated with an alignment as deep as the model takes."""
     fasta: Path | None = None
     """A FASTA file, as in earlier versions. The same as giving it without an option."""
     residues: int | None = None
