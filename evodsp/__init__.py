@@ -1,6 +1,7 @@
 """evodsp: train AlphaFold2-style models and predict structures with them, one sample spread over many GPUs (DSP).
 
-The public API. Each name is imported when it is first used, so `import evodsp` is quick and does not import torch.
+The public API. Each name is imported when it is first used, so `import evodsp` is quick and does not import torch. Import it
+before torch: waiting threads then sleep, as in the commands (OMP_WAIT_POLICY, unless you have set it).
 
     evodsp.predict(sequence, alignment, model, **options)               predict a structure: arrays, files, 3D view
     evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
@@ -18,10 +19,15 @@ The public API. Each name is imported when it is first used, so `import evodsp` 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from evodsp.version import __version__
+
+# Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take time
+# from the threads that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from evodsp import metrics, parallel

@@ -318,9 +318,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
-    # time from the threads that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_with_launcher()
     try:
         with _names_of_files():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -30,3 +31,12 @@ def test_importing_the_package_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, evodsp; print(sorted({'torch', 'numpy', 'lightning'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_threads_wait_as_in_the_commands() -> None:
+    """Passes from Python that take seconds on a busy machine, and the command's a tenth; a user's setting that is lost."""
+    code = "import os, evodsp; print(os.environ['OMP_WAIT_POLICY'])"
+    for own, found in ({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | own
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout == f"{found}\n"
