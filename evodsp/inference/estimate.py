@@ -162,7 +162,7 @@ def _estimate(
     fits = machine.fits(memory.total, what.ranks)
     lines = [
         needs.line(label, free),
-        ("  " if depth is None else f"  alignments of at most {depth:,} rows: ")
+        ("  " if depth is None else f"  alignments of at most {depth:,} row{'s' if depth > 1 else ''}: ")
         + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
         + f"; most in: {memory.at}",
     ]
