@@ -1,11 +1,14 @@
 """evodsp: train AlphaFold2-style models and predict structures with them, one sample spread over many GPUs (DSP).
 
-The public API. Each name is imported when it is first used, so `import evodsp` is quick and does not import torch.
+The public API. Each name is imported when it is first used, so `import evodsp` is quick and does not import torch. Import it
+before torch: waiting threads then sleep, as in the commands (OMP_WAIT_POLICY, unless you have set it).
 
     evodsp.predict(sequence, alignment, model, **options)               predict a structure: arrays, files, 3D view
     evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
     evodsp.Prediction.read(folder)          a finished prediction of the command
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
+    evodsp.from_pretrained(folder)          the model of a folder that travels, or of the Hugging Face hub
+    evodsp.save_pretrained(model, folder)   writes such a folder: safetensors, sizes, a model card
     evodsp.AlphaFold(config)                a new model, a torch module
     evodsp.ModelConfig.preset("model_1")    its sizes
     evodsp.load_deepmind(path, model)       set a model's parameters from DeepMind's params_model_<n>.npz
@@ -16,10 +19,15 @@ The public API. Each name is imported when it is first used, so `import evodsp` 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from evodsp.version import __version__
+
+# Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take time
+# from the threads that work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if TYPE_CHECKING:
     from evodsp import metrics, parallel
@@ -30,28 +38,33 @@ if TYPE_CHECKING:
     from evodsp.weights.checkpoint import load_model
     from evodsp.weights.deepmind import load_deepmind
     from evodsp.weights.openfold import load_openfold
+    from evodsp.weights.pretrained import from_pretrained, save_pretrained
 
 __all__ = [
     "AlphaFold",
     "ModelConfig",
     "Prediction",
     "__version__",
+    "from_pretrained",
     "load_deepmind",
     "load_model",
     "load_openfold",
     "metrics",
     "parallel",
     "predict",
+    "save_pretrained",
 ]
 
 _MODULE_OF = {
     "AlphaFold": "evodsp.model.alphafold",
     "ModelConfig": "evodsp.config",
     "Prediction": "evodsp.inference.prediction",
+    "from_pretrained": "evodsp.weights.pretrained",
     "load_deepmind": "evodsp.weights.deepmind",
     "load_model": "evodsp.weights.checkpoint",
     "load_openfold": "evodsp.weights.openfold",
     "predict": "evodsp.inference.api",
+    "save_pretrained": "evodsp.weights.pretrained",
 }
 _MODULES = ("metrics", "parallel")
 
@@ -65,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

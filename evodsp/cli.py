@@ -309,12 +309,13 @@ COMMANDS: dict[str, Command] = {
         ),
         SettingsCommand(
             "weights export",
-            "convert a checkpoint to DeepMind's or OpenFold's parameter file",
+            "convert a checkpoint to a folder that travels, or to DeepMind's or OpenFold's parameter file",
             settings="evodsp.weights.config:ExportConfig",
             runner="evodsp.weights.command:run_export",
-            required="--checkpoint FILE.ckpt --output FILE.npz|FILE.pt",
-            description="Write the parameters of a checkpoint with DeepMind's or OpenFold's names and shapes. These files "
-            "do not contain the model's sizes: if it is not a preset, keep the checkpoint for `weights import --like`.",
+            required="--checkpoint FILE.ckpt (--output FILE.npz|FILE.pt | --format safetensors --output FOLDER)",
+            description="Write a model as a folder that travels (model.safetensors, config.json and a model card), or its "
+            "parameters with DeepMind's or OpenFold's names and shapes. The files of these two do not contain the model's "
+            "sizes: if it is not a preset, keep the checkpoint for `weights import --like`.",
         ),
     )
 }
@@ -327,9 +328,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    # Read when torch is first imported: waiting threads sleep instead of spinning. On a busy machine, spinning threads take
-    # time from the threads that work.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end_with_launcher()
     try:
         with _names_of_files():

@@ -80,6 +80,7 @@ def given_settings(words: list[str], names: Names) -> list[Given]:
     that is given twice (one value would be lost silently) or empty (an unset shell variable, for instance), and for a
     config file that is no mapping of options."""
     options: list[Given] = []
+    _refuse_bare_names(words, names)
     for word, after in itertools.pairwise([*words, "--"]):
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
@@ -92,6 +93,15 @@ def given_settings(words: list[str], names: Names) -> list[Given]:
             raise UserError(f"--{key} is given more than once; give it once")
         options.append(Given(key, "--", text))
     return [*(one for file in config_files(words) for one in _settings_of_file(file, names)), *options]
+
+
+def _refuse_bare_names(words: list[str], names: Names) -> None:
+    """Raise UserError for an option without its dashes, key=value, as programs that use Hydra take it."""
+    for before, word in itertools.pairwise(["", *words]):
+        key, equals, value = word.lstrip("+~").partition("=")
+        is_value = before.startswith("--") and "=" not in before
+        if equals and not is_value and names.has(key) and not Path(word).exists():
+            raise UserError(f"{word}: an option begins with two dashes; write --{key} {value}")
 
 
 def _settings_of_file(file: str, names: Names) -> Iterator[Given]:

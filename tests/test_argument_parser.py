@@ -66,6 +66,8 @@ GROUP = "expected a group of options (blocks, rate)"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["inner.blocks=3"], "inner.blocks=3: an option begins with two dashes; write --inner.blocks 3"),
+        (["+inner.blocks=3"], "+inner.blocks=3: an option begins with two dashes; write --inner.blocks 3"),
         (["--inner.block", "3"], "unknown argument '--inner.block'. Did you mean '--inner.blocks'? See 'evodsp try --help'"),
         (["--inner.blocks", "many"], f"--inner.blocks: expected int, found 'many'; {SEE}"),
         (["--inner.rate=fast"], f"--inner.rate: expected float or null, found 'fast'; {SEE}"),

@@ -205,7 +205,13 @@ def test_a_broken_second_record_costs_itself_only(case: str, inputs: Path, capsy
     for part in said:
         assert part in failure["reason"]
     assert printed.out.index(failure["reason"]) < printed.out.index(f"{KEY}: {len(QUERY)} residues")
-    assert {path.name for path in OUTPUT.iterdir()} == {KEY, "failures.json", "index.html", "predict.log"}
+    assert {path.name for path in OUTPUT.iterdir()} == {
+        KEY,
+        "failures.json",
+        "index.html",
+        "predictions.csv",
+        "predict.log",
+    }
 
 
 def test_a_folder_without_alignments(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,7 +204,7 @@ def test_a_mistyped_option_of_fit_is_answered_without_lightning(
     assert main(["fit", "--config", str(wrong)]) == 2
     assert f"{wrong}:3: unknown config key 'model.evoformr.blocks'. Did you mean" in capsys.readouterr().err
     assert not reached
-    (right := tmp_path / "right.yaml").write_text("trainer: {callbacks: [{class_path: a.B}], no_option_of_ours: 3}\n")
+    (right := tmp_path / "right.yaml").write_text("trainer: {callbacks: [{class_path: a.B}], min_steps: 3}\n")
     names = ["--trainer.help", "--trainer.logger.name=x", "--data.filters.max_resolution=3", "--model.preset=small"]
     assert main(["fit", "-c", str(right), *names, "--print_config=comments"]) == 0
     assert len(reached) == 1

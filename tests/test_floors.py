@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": ("geometry", "metrics", "reading", "report"),
     "metrics": ("geometry",),
     "losses": ("geometry", "metrics", "model", "parallel"),
-    "weights": ("model", "reading"),
+    "weights": ("model", "reading", "report"),
     "search": ("data", "reading"),
     "features": ("data", "geometry"),
     "planner": ("data", "geometry", "losses", "model", "parallel", "reading", "report"),
@@ -45,7 +45,7 @@ ROOMLESS = ("launch", "reading", "training")
 
 FAST = ("numpy", "torch", "lightning", "jsonargparse", "rich")
 FREE = {
-    "*": ("matplotlib", "openmm", "triton"),
+    "*": ("huggingface_hub", "matplotlib", "openmm", "triton"),
     "*config": FAST,
     "cli": FAST,
     "reading.*": FAST,

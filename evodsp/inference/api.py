@@ -10,11 +10,12 @@ from typing import Any, overload
 
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.inputs import InputRecord, exists, is_sequence, read_inputs
-from evodsp.inference.predict import predict as predict_targets
+from evodsp.inference.failures import none_usable
+from evodsp.inference.inputs import InputRecord, clean_name, exists, is_sequence, read_inputs
+from evodsp.inference.predict import predict_records
 from evodsp.inference.prediction import Prediction
 from evodsp.model.alphafold import AlphaFold
-from evodsp.printing import show
+from evodsp.printing import tell
 from evodsp.weights.checkpoint import save_model
 
 _PATHS = ("templates", "obsolete", "template_chains", "weights_folder")
@@ -42,7 +43,7 @@ def predict(
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
-    report: Callable[[str], None] = show,
+    report: Callable[[str], None] | None = None,
     **options: Any,
 ) -> dict[str, Prediction]: ...
 
@@ -53,7 +54,7 @@ def predict(
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
-    report: Callable[[str], None] = show,
+    report: Callable[[str], None] | None = None,
     fasta: str | Path | Sequence[str | Path] = (),
     **options: Any,
 ) -> Any: ...
@@ -64,7 +65,7 @@ def predict(
     alignments: Alignments = None,
     checkpoint: Checkpoints | None = None,
     output: str | Path | None = None,
-    report: Callable[[str], None] = show,
+    report: Callable[[str], None] | None = None,
     fasta: str | Path | Sequence[str | Path] = (),
     **options: Any,
 ) -> Prediction | dict[str, Prediction] | list[Prediction]:
@@ -80,12 +81,12 @@ def predict(
         copied and stays as it is. None where the option `weights` names AlphaFold2's parameters.
     output: folder for the files of `evodsp predict`; what it holds already is kept. None: they are in a temporary folder
         until the result is no longer used; `Prediction.save` keeps them.
-    report: receives one line of progress per stage; `lambda line: None` for silence.
+    report: receives one line of progress per stage, such as `print`. None: nothing is printed but records that fail.
     fasta: `inputs`, under the name of earlier versions.
     options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, preset, device, ….
 
     Returns a `Prediction` for a sequence; a dictionary for {name: sequence}; and a list, in the order of the records, for all
-    else. Records that fail are reported and left out. Raises UserError if an input or an option is wrong, or nothing could be
+    else. Records that fail are told and left out. Raises UserError if an input or an option is wrong, or nothing could be
     predicted.
 
         model = evodsp.load_model("params_model_1_ptm.npz")
@@ -131,12 +132,18 @@ def predict(
                 output=folder,
                 **options,
             )
-            results = predict_targets(config, lambda line: report(named(line)))
+            outcome = predict_records(config, lambda line: None if report is None else report(named(line)))
+            if not outcome.results:
+                raise none_usable(outcome.failures)
         except UserError as error:
             raise UserError(named(str(error))) from error
-    predictions = [Prediction.of(result, holder) for result in results]
+    if report is None:
+        for failure in outcome.failures:
+            tell(f"evodsp: {failure.name}: {named(failure.reason)}")
+    predictions = [Prediction.of(result, holder) for result in outcome.results]
     if isinstance(inputs, Mapping):
-        return {one.name: one for one in predictions}
+        given_names = {clean_name(name): name for name in inputs}
+        return {given_names[one.name]: one for one in predictions}
     return predictions[0] if is_sequence(inputs) else predictions
 
 
@@ -206,6 +213,7 @@ def _alignment_folder(given: Alignments, inputs: Sequence[Path], folder: Path) -
     if isinstance(given, Mapping):
         records = read_inputs(inputs)[0]
         known = [one.name for record in records for one in (record.query, *record.chains)]
+        given = {clean_name(name): one for name, one in given.items()}
         for name in given:
             if name not in known:
                 raise UserError(f"evodsp.predict: an alignment for '{name}', which is no record.{nearest(name, known)}")

@@ -114,9 +114,10 @@ class PredictConfig:
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the time and of the bytes that the server may take."""
     checkpoint: Path | list[Path] | None = None
-    """Checkpoint written by `evodsp fit`, or another program's parameters: DeepMind's `params_model_<n>[_ptm].npz`, OpenFold's
-    .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the option once more for each, or a folder)
-    predict in turn, and their predictions are ranked together."""
+    """Checkpoint written by `evodsp fit`, a folder of `evodsp weights export --format safetensors`, a model of the Hugging Face
+    hub (hf:organisation/name, or hf:organisation/name@revision), or another program's parameters: DeepMind's
+    `params_model_<n>[_ptm].npz`, OpenFold's .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold. Several of them (the
+    option once more for each, or a folder) predict in turn, and their predictions are ranked together."""
     weights: str | list[str] | None = None
     """AlphaFold2's published parameters by name, instead of or beside checkpoints: model_1 to model_5, model_1_ptm to
     model_5_ptm, for complexes model_1_multimer_v3 to model_5_multimer_v3; several as with --checkpoint. They are read from
@@ -299,8 +300,10 @@ class EstimateConfig:
     """A prediction that is not run, and its machine. Raises UserError if a value is out of range."""
 
     inputs: Sequence[Path] = ()
-    """What `evodsp predict` would be given: FASTA or A3M files, folders of either, or - for standard input. Every
-    record is estimated with an alignment as deep as the model takes."""
+    """What `evodsp predict` would be given: FASTA, A3M or CSV files, folders of the first two, or - for standard input."""
+    alignments: Path | None = None
+    """Folder of the records' alignments, as in `evodsp predict`: each record is estimated with the rows of its own. null: all
+    but those of A3M files are estimated with an alignment as deep as the model takes."""
     fasta: Path | None = None
     """A FASTA file, as in earlier versions. The same as giving it without an option."""
     residues: int | None = None

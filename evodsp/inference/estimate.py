@@ -17,8 +17,10 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.config import EstimateConfig, PassSettings
 from evodsp.inference.devices import device_of, working_memory
-from evodsp.inference.inputs import read_inputs
+from evodsp.inference.failures import RecordFailure
 from evodsp.inference.models import check_ranks, feature_config
+from evodsp.inference.target_readers import READERS
+from evodsp.inference.targets import find_targets
 from evodsp.model.alphafold import AlphaFold
 from evodsp.planner.prediction import (
     Machine,
@@ -33,6 +35,7 @@ from evodsp.planner.program import SampleSizes
 from evodsp.printing import show
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
+from evodsp.weights.hub import located
 
 TINY = 1e12
 """Multiplications of a target that is so quick that nobody needs to be told."""
@@ -52,14 +55,19 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     rows, templates = features.msa_clusters - features.max_templates, features.max_templates
     templates = max(1, templates) if model.templates.enabled else 0
     found = []
-    for residues, names in sorted(_lengths(settings).items()):
-        check_ranks(settings.parallel.sequence, residues, rows)
-        sizes = SampleSizes(residues, rows, features.extra_msa, templates)
+    records = _records(settings, model)
+    for (residues, depth), names in sorted(records.items(), key=lambda one: (one[0][0], one[0][1] or math.inf)):
+        own = rows if depth is None else min(rows, depth)
+        extra = features.extra_msa if depth is None else min(features.extra_msa, max(1, depth - own))
+        check_ranks(settings.parallel.sequence, residues, own)
+        sizes = SampleSizes(residues, own, extra, templates)
         what = _planned(settings.passes, model, sizes, features.recycles + 1, memory, machine)
-        found.append(_estimate(what, names, machine))
+        found.append(_estimate(what, names, machine, depth))
+    full = any(depth is None for _, depth in records)
+    assumed = " Alignments are assumed to be as deep as the model takes (--alignments counts theirs)." if full else ""
     show(
         f"{machine.name}, {settings.precision}, {features.recycles + 1} passes a seed, {features.msa_clusters} MSA rows, "
-        f"{features.extra_msa} extra ones, {templates} templates. Times are a model's, not measured."
+        f"{features.extra_msa} extra ones, {templates} templates. Times are a model's, not measured.{assumed}"
     )
     for lines, _ in found:
         show("\n".join(lines))
@@ -131,11 +139,16 @@ def _planned(
     )
 
 
-def _estimate(what: PlannedPrediction, names: list[str], machine: Machine) -> tuple[list[str], dict[str, Any]]:
-    """The lines that tell the needs of a length, and the entry of the JSON file. `names`: the records of this length."""
+def _estimate(
+    what: PlannedPrediction, names: list[str], machine: Machine, depth: int | None
+) -> tuple[list[str], dict[str, Any]]:
+    """The lines that tell the needs of a length, and the entry of the JSON file. `names`: the records of this length. `depth`:
+    the rows of their alignments; None: as many as the model takes."""
     label = f"{what.sizes.residues:,} residues" + (f" ({_some(names)})" if names else "")
     free = machine.free_for(what.ranks)
-    head = {"residues": what.sizes.residues, "names": names, "ranks": what.ranks}
+    sizes = what.sizes
+    head = {"residues": sizes.residues, "names": names, "ranks": what.ranks}
+    head |= {"msa_rows": sizes.clusters, "extra_rows": sizes.extra}
     if not machine.fits(what.pair_share, what.ranks):  # to follow the pass of such a chain would take minutes
         pair = what.pair_share
         line = (
@@ -149,7 +162,9 @@ def _estimate(what: PlannedPrediction, names: list[str], machine: Machine) -> tu
     fits = machine.fits(memory.total, what.ranks)
     lines = [
         needs.line(label, free),
-        "  " + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value) + f"; most in: {memory.at}",
+        ("  " if depth is None else f"  alignments of at most {depth:,} row{'s' if depth > 1 else ''}: ")
+        + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
+        + f"; most in: {memory.at}",
     ]
     entry = {**head, "bytes": parts, "total_bytes": memory.total, "at": memory.at, "free_bytes": free, "fits": fits}
     entry["seconds_a_seed"] = needs.seconds
@@ -183,24 +198,31 @@ def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
     if settings.checkpoint is None:
         name = settings.weights or settings.preset or "model_1_ptm"
         return ModelConfig.preset(name), published_features(name)
-    if not settings.checkpoint.exists():
-        raise UserError(f"{settings.checkpoint}: no such checkpoint; check --checkpoint")
-    model = load_model(settings.checkpoint, preset=settings.preset)
-    return model.config, load_features(settings.checkpoint, settings.preset)
+    checkpoint = located(settings.checkpoint)
+    if not checkpoint.exists():
+        raise UserError(f"{checkpoint}: no such checkpoint; check --checkpoint")
+    model = load_model(checkpoint, preset=settings.preset)
+    return model.config, load_features(checkpoint, settings.preset)
 
 
-def _lengths(settings: EstimateConfig) -> dict[int, list[str]]:
-    """The names of the records of each length."""
+def _records(settings: EstimateConfig, model: ModelConfig) -> dict[tuple[int, int | None], list[str]]:
+    """The names of the records of each length and depth: the rows of their alignments, rounded up; None: not known."""
     if settings.residues is not None:
-        return {settings.residues: []}
-    records, failures = read_inputs(settings.sources)
+        return {(settings.residues, None): []}
+    targets, failures = find_targets(settings.sources, settings.alignments)
+    found = defaultdict(list)
+    for target in targets:
+        known = settings.alignments is not None or target.alignments is not None
+        try:
+            depth = _rounded(READERS[model.arrangement].read(target).rows) if known else None
+        except UserError as error:
+            failures.append(RecordFailure(target.query.name, str(error)))
+            continue
+        found[len(target.query), depth].append(target.query.name)
     for failure in failures:
         show(f"left out: {failure.reason}")
-    if not records:
+    if not found:
         raise UserError("no record of the inputs can be predicted; see the lines above")
-    found = defaultdict(list)
-    for record in records:
-        found[len(record.query)].append(record.query.name)
     return found
 
 

@@ -11,6 +11,7 @@ records of a file are to be one complex, which has the file's name.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections import Counter
@@ -32,6 +33,8 @@ STANDARD_INPUT = Path("-")
 _FASTA = (".fasta", ".fa", ".faa", ".fas")
 _A3M = (".a3m",)
 _TABLE = (".csv",)
+_UNIPROT = ("sp", "tr")
+_PDB = re.compile(r"[0-9][A-Za-z0-9]{3}_[0-9]+")
 _SHORTEST_OF_BASES = 16
 """Shorter sequences of these letters may well be peptides."""
 
@@ -182,20 +185,22 @@ def _records(path: Path, one_complex: bool) -> Iterator[tuple[str, str, InputRec
         yield _joined(source if piped is None else Path("standard_input"), read)
         return
     for record in read:
-        place = f"{source}:{record.line}"
+        place, name = f"{source}:{record.line}", clean_name(record.name)
         if isinstance(record.sequence, UserError):
-            yield record.name, place, record.sequence
+            yield name, place, record.sequence
         else:
             notes = _substitutions() if record.substituted else ()
-            notes = (*notes, *_maybe_nucleotides(record.name, record.sequence.letters))
+            notes = (*notes, *_maybe_nucleotides(name, record.sequence.letters))
             if piped is not None and record is read[0]:
                 notes = (*notes, *_maybe_an_alignment([other.sequence for other in read]))
             try:
-                chains = _named(record.name, record.chains)
+                check_name(source, name, record.line)  # a part of a name that was in order
+                chains = _named(name, record.chains)
             except UserError as error:
-                yield record.name, place, error
+                yield name, place, error
                 continue
-            yield record.name, place, InputRecord(record.sequence, None, notes, chains=chains)
+            query = ProteinSequence(name, record.sequence.letters)
+            yield name, place, InputRecord(query, None, notes, chains=chains)
 
 
 def _record_of_a3m(path: Path, name: str, piped: bytes | None) -> InputRecord:
@@ -224,7 +229,10 @@ def _joined(path: Path, read: Sequence[FastaRecord]) -> tuple[str, str, InputRec
         for record in read:
             if isinstance(record.sequence, UserError):
                 raise record.sequence
-            chains += _named(record.name, record.chains) or [record.sequence]
+            name_of_chain = clean_name(record.name)
+            check_name(path, name_of_chain, record.line)
+            one = ProteinSequence(name_of_chain, record.sequence.letters)
+            chains += _named(name_of_chain, record.chains) or [one]
         _check_number(name, len(chains))
     except UserError as error:
         return name, str(path), error
@@ -235,6 +243,19 @@ def _joined(path: Path, read: Sequence[FastaRecord]) -> tuple[str, str, InputRec
     )
     several = tuple(chains) if len(chains) > 1 else ()
     return name, str(path), InputRecord(ProteinSequence(name, letters), None, notes, chains=several)
+
+
+def clean_name(name: str) -> str:
+    """The name of a record for folders and files, from a database's header with '|' between its parts.
+
+    UniProt's `sp|P61823|RNAS1_BOVIN` is P61823, the PDB's `1ABC_1|Chain` 1ABC_1; of others the parts are joined by '_'.
+    """
+    parts = [part for part in name.split("|") if part]
+    if len(parts) > 1 and parts[0] in _UNIPROT:
+        return parts[1]
+    if len(parts) > 1 and _PDB.fullmatch(parts[0]):
+        return parts[0]
+    return "_".join(parts) if parts else name
 
 
 def _named(name: str, chains: Sequence[str]) -> tuple[ProteinSequence, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from evodsp.config import ArrangementName, FeatureConfig
 from evodsp.errors import UserError
+from evodsp.inference.batch_table import BESIDE_TABLE, TABLE
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import check_pair_fits, memory_errors
 from evodsp.inference.earlier_results import EarlierResult, find_earlier, result_settings
@@ -44,7 +45,7 @@ from evodsp.planner.prediction import pair_share
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
 from evodsp.weights.checkpoint import load_config, load_features, load_model
 
-_OURS = (INDEX, BESIDE, FAILURES, LOG, SEARCHED)
+_OURS = (INDEX, BESIDE, TABLE, BESIDE_TABLE, FAILURES, LOG, SEARCHED)
 """Names of files and folders that a run itself writes into its output."""
 
 

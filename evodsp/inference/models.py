@@ -16,7 +16,9 @@ from evodsp.data.samples.feature_axes import check_config
 from evodsp.errors import UserError
 from evodsp.inference.config import SizeSettings
 from evodsp.inference.targets import Target, content_digest, fingerprint
+from evodsp.weights.hub import located
 from evodsp.weights.parameter_file import parameter_file
+from evodsp.weights.pretrained_folder import CONFIG, is_pretrained
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
 """Options whose default is the value used in training."""
@@ -41,7 +43,7 @@ class NamedModel:
 
 
 def find_models(given: Sequence[Path]) -> list[NamedModel]:
-    """The models of `--checkpoint` and `--weights`: files, or folders of them.
+    """The models of `--checkpoint` and `--weights`: files, or folders of them, or names of the Hugging Face hub.
 
     Of several files with the same content only the first is taken: a run's last.ckpt is often its best one too.
     Raises UserError if a file is missing or given twice.
@@ -50,20 +52,29 @@ def find_models(given: Sequence[Path]) -> list[NamedModel]:
     if repeated := [path for path in paths if paths.count(path) > 1]:
         raise UserError(f"{repeated[0]} is given as --checkpoint more than once; give it once")
     different: dict[str, Path] = {}
-    for path in paths:
-        if not path.exists():
+    local = {path: located(path) for path in paths}
+    for path, place in local.items():
+        if not place.exists():
             raise UserError(f"{path}: no such checkpoint; check --checkpoint")
-        different.setdefault(content_digest(parameter_file(path)), path)
+        different.setdefault(_content(place), path)
     names = _names(list(different.values()))
     return [
-        NamedModel(path, name if len(names) > 1 else None, fingerprint((parameter_file(path).name, content)))
+        NamedModel(
+            local[path], name if len(names) > 1 else None, fingerprint((parameter_file(local[path]).name, content))
+        )
         for (content, path), name in zip(different.items(), names, strict=True)
     ]
 
 
+def _content(path: Path) -> str:
+    """A fingerprint of a model's content: of its file, and where its sizes are in another one, of that too."""
+    content = content_digest(parameter_file(path))
+    return fingerprint((content, content_digest(path / CONFIG))) if is_pretrained(path) else content
+
+
 def _files(path: Path) -> list[Path]:
-    """The checkpoints in a folder; or `path` itself, if it is a file or a folder that DeepSpeed wrote."""
-    if not path.is_dir() or any(any(path.glob(pattern)) for pattern in _OF_DEEPSPEED):
+    """The checkpoints in a folder; or `path` itself, if it is a file, or a folder that is one model."""
+    if not path.is_dir() or is_pretrained(path) or any(any(path.glob(pattern)) for pattern in _OF_DEEPSPEED):
         return [path]
     if found := sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES):
         return found

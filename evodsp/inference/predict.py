@@ -18,6 +18,7 @@ from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_folder
 from evodsp.inference.attempts import AttemptNotes
+from evodsp.inference.batch_table import write_batch_table
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, memory_errors, working_memory
 from evodsp.inference.earlier_results import EarlierResult, copy_files, find_earlier
@@ -306,4 +307,5 @@ def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Rep
 
 
 def _write_index(output: Path, failures: list[RecordFailure], report: Report) -> None:
+    write_batch_table(output)
     report(f"to look at: {write_batch_page(output, failures)}")

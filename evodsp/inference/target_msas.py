@@ -38,6 +38,11 @@ class ChainMsa:
         return cls(target.query, target.read())
 
     @property
+    def rows(self) -> int:
+        """The most rows that the MSA can have: those of all alignments, or the query alone."""
+        return max(1, sum(map(len, self.alignments)))
+
+    @property
     def line(self) -> str:
         """For the log: how many rows were read."""
         rows = counted(sum(map(len, self.alignments)), "sequence")
@@ -72,6 +77,11 @@ class ComplexMsa:
         places = columns_of(self.merged.entities)
         names = (self.name, *(f"row {number}" for number in range(1, rows)))
         return [Alignment(self.name, names, self.merged.msa[:, places], self.merged.deletions[:, places])]
+
+    @property
+    def rows(self) -> int:
+        """The rows of the MSA."""
+        return len(self.merged.msa)
 
     @property
     def line(self) -> str:

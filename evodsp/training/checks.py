@@ -251,14 +251,19 @@ def check_scored_chains(command: Command, chains: Chains) -> None:
 
 
 def check_start(command: Command, settings: Settings, start: Path) -> None:
-    """Raise UserError if the checkpoint's model has other sizes than the settings.
+    """Raise UserError if the checkpoint's model has other sizes than the settings, or if `fit` cannot resume from it.
 
     `validate` and `test` take the sizes from the checkpoint, so settings without any size fit every checkpoint.
     """
     sizes = settings.model.model_config()
     if command != "fit" and (sizes == ModelConfig() or is_parameter_file(start)):
         return
-    check_same_model(start, read_checkpoint(start), sizes)
+    checkpoint = read_checkpoint(start)
+    if command == "fit" and "optimizer_states" not in checkpoint:
+        raise UserError(
+            f"{start}: holds weights, but not the state of a run, which --ckpt_path resumes; begin with --init_from {start}"
+        )
+    check_same_model(start, checkpoint, sizes)
 
 
 def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:

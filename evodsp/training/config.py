@@ -253,9 +253,7 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
             raise UserError(f"{where} {features.max_templates}; set it to 0, or model.templates.enabled to true")
 
 
-_OF_CHAINS = (
-    "data.store", "data.chain_data_cache", "data.distillation",
-)  # fmt: skip
+_OF_CHAINS = ("data.store", "data.chain_data_cache", "data.distillation")
 _OF_COMPLEXES = (
     "data.assembly",
     "data.pairing",
@@ -315,8 +313,9 @@ class RunConfig:
     """Checkpoint to resume from or to score; `last` and `best` are the ones in the output folder. fit: `auto` resumes from
     `last` if it exists and otherwise starts a new run, so that one command line does both."""
     init_from: str | None = field(default=None, metadata={"resume": "refused"})
-    """fit: begin with the weights of this file: a checkpoint of evodsp, DeepMind's .npz or OpenFold's .pt. Optimizer, step and
-    samples are new. A run that resumes (ckpt_path auto or last) does not read it again."""
+    """fit: begin with the weights of this file: a checkpoint of evodsp, a folder of `weights export --format safetensors` (or
+    hf:organisation/name), DeepMind's .npz or OpenFold's .pt. Optimizer, step and samples are new. A run that resumes (ckpt_path
+    auto or last) does not read it again."""
     raw: bool = field(default=False, metadata={"resume": "refused"})
     """Use the raw weights of a checkpoint instead of their moving average: those that validate and test score, and those of
     init_from."""

@@ -15,6 +15,7 @@ from evodsp.printing import tell
 from evodsp.reading.pickles import PickleRefused
 from evodsp.reading.quoting import printable
 from evodsp.training.config import RunConfig
+from evodsp.weights.hub import located
 from evodsp.weights.parameter_file import archive_damage, first_sentence
 from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
 
@@ -126,7 +127,7 @@ class RunFolder:
                 raise UserError(f"--ckpt_path {name}: no {path}; check --output, or train first with 'evodsp fit'")
             return path
         if name is not None:
-            return Path(name)
+            return located(name)
         if command != "fit":
             raise UserError(f"evodsp {command} needs --ckpt_path FILE (or last, or best)")
         found = sorted(self.checkpoints.glob("*.ckpt"))

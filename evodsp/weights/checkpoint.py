@@ -9,7 +9,8 @@ Keys that evodsp reads:
 - `ema_state_dict`, optional: the exponential moving average of the weights.
 
 Everything is tensors, numbers, strings and containers, so files are loaded with `weights_only=True`: a stranger's checkpoint
-cannot run code.
+cannot run code. A folder of `evodsp.weights.pretrained_folder` holds the same entries, and is read as a checkpoint without an
+average.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from evodsp.reading.pickles import PickleRefused
 from evodsp.reading.quoting import quoted, shown
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
-from evodsp.weights.parameter_file import archive_damage, container
+from evodsp.weights.hub import located
+from evodsp.weights.parameter_file import archive_damage, container, parameter_file
+from evodsp.weights.pretrained_folder import check_finite, check_sum, is_pretrained, read_pretrained
 from evodsp.weights.published import is_parameter_file, load_published
 from evodsp.weights.sizes import check_bytes, check_weights, compare, is_array
 from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
@@ -51,25 +54,7 @@ def checkpoint_entries(config: ModelConfig, features: FeatureConfig | None) -> d
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The checkpoint's dictionary, on the CPU, memory-mapped. Raises UserError if the file is not an evodsp checkpoint."""
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path}: a folder, but an evodsp checkpoint is a file; give <output>/checkpoints/last.ckpt")
-    if not path.is_file():
-        raise UserError(f"{path}: no such checkpoint file; give one that `evodsp fit` wrote to <output>/checkpoints")
-    kind = container(path)
-    if kind is None:
-        raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
-    if kind == "npz":
-        raise UserError(f"{path}: NumPy's .npz, not a checkpoint; give a .ckpt file written by `evodsp fit`")
-    try:
-        checkpoint = load_checked(path)
-    except PickleRefused as error:
-        refuse_foreign(path)
-        raise refused(path, error) from error
-    except Exception as error:  # a damaged pickle can raise any exception
-        refuse_foreign(path)
-        raise UserError(
-            f"{path}: not a readable checkpoint, it is damaged or another program's; give one written by `evodsp fit`"
-        ) from error
+    checkpoint = read_pretrained(path, PREFIX) if is_pretrained(path) else _read_file(path)
     lacking = [key for key in ("format_version", "model_config", "state_dict") if key not in _keys(checkpoint)]
     if lacking:
         raise UserError(
@@ -90,11 +75,35 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     return checkpoint
 
 
+def _read_file(path: Path) -> Any:
+    """What `torch.save` put into a file. Raises UserError if it is none, or would harm its reader."""
+    if path.is_dir():
+        raise UserError(f"{path}: a folder, but an evodsp checkpoint is a file; give <output>/checkpoints/last.ckpt")
+    if not path.is_file():
+        raise UserError(f"{path}: no such checkpoint file; give one that `evodsp fit` wrote to <output>/checkpoints")
+    kind = container(path)
+    if kind is None:
+        raise UserError(f"{path}: not a checkpoint (or cut short); give a .ckpt file written by `evodsp fit`")
+    if kind == "npz":
+        raise UserError(f"{path}: NumPy's .npz, not a checkpoint; give a .ckpt file written by `evodsp fit`")
+    try:
+        return load_checked(path)
+    except PickleRefused as error:
+        refuse_foreign(path)
+        raise refused(path, error) from error
+    except Exception as error:  # a damaged pickle can raise any exception
+        refuse_foreign(path)
+        raise UserError(
+            f"{path}: not a readable checkpoint, it is damaged or another program's; give one written by `evodsp fit`"
+        ) from error
+
+
 def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -> AlphaFold:
     """Load a model from an evodsp checkpoint or from DeepMind's or OpenFold's parameters; on the CPU, in evaluation mode.
 
-    path: evodsp's .ckpt, DeepMind's .npz, OpenFold's .pt or .ckpt, or a DeepSpeed folder written by OpenFold. Or the name of
-        AlphaFold2's parameters, such as model_1_ptm, that `evodsp weights fetch` has fetched.
+    path: evodsp's .ckpt, a folder of `evodsp.save_pretrained`, DeepMind's .npz, OpenFold's .pt or .ckpt, or a DeepSpeed folder
+        written by OpenFold. Or a name: of AlphaFold2's parameters, such as model_1_ptm, that `evodsp weights fetch` has
+        fetched, or of a model on the Hugging Face hub (hf:organisation/name, hf:organisation/name@revision).
     raw: take the raw weights. By default they are the exponential moving average, if training kept one.
     preset: the model that DeepMind's or OpenFold's parameters belong to; None: read from the file's name, such as
         params_model_1_ptm.npz. evodsp's checkpoints hold their sizes, so they take no preset.
@@ -103,6 +112,7 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
     """
     if path in NAMES and not Path(path).exists():
         (path,) = need_weights([str(path)])
+    path = located(path)
     if is_parameter_file(path):
         model = load_published(path, preset, raw)[0]
         model.trained_features = load_features(path, preset)
@@ -113,6 +123,9 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
     checkpoint = _own_checkpoint(path, preset)
     config, weights = _config(path, checkpoint), own_weights(path, checkpoint, raw)
     check_weights(config, weights, str(path))
+    if is_pretrained(path):
+        check_sum(path)
+        check_finite(weights, path)
     model = AlphaFold(config)
     model.trained_features = _features(path, checkpoint)
     load_weights(model, weights, str(path))
@@ -128,7 +141,7 @@ def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> d
     chosen = checkpoint["state_dict"] if raw or averaged is None else averaged
     if strange := [name for name, value in chosen.items() if not is_array(value)]:
         raise UserError(f"{path}: '{strange[0]}' is not an array of floats; give a checkpoint written by `evodsp fit`")
-    check_bytes(chosen, path)
+    check_bytes(chosen, parameter_file(path))
     return {name.removeprefix(PREFIX): value for name, value in chosen.items()}
 
 
@@ -207,6 +220,8 @@ def model_config(path: str | Path) -> ModelConfig:
 
 def _own_checkpoint(path: str | Path, preset: str | None) -> dict[str, Any]:
     if Path(path).is_file() and container(Path(path)) is None:
+        if is_pretrained(Path(path).parent):
+            raise UserError(f"{path}: the file of a folder that holds a model; give the folder: {Path(path).parent}")
         raise UserError(
             f"{path}: neither a checkpoint nor a parameter file (or cut short); give a .ckpt file written by `evodsp fit`, "
             "DeepMind's .npz or OpenFold's .pt"

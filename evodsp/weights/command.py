@@ -18,8 +18,11 @@ from evodsp.weights.config import (
     published_features,
 )
 from evodsp.weights.deepmind import export_deepmind, write_npz
+from evodsp.weights.hub import located
 from evodsp.weights.openfold import export_openfold, write_openfold
 from evodsp.weights.parameter_file import container
+from evodsp.weights.pretrained import write_folder
+from evodsp.weights.pretrained_folder import check_new_folder, is_pretrained
 from evodsp.weights.published import is_parameter_file, load_parameters, load_published
 
 
@@ -53,8 +56,9 @@ def import_weights(settings: ImportConfig) -> str:
     path = settings.checkpoint
     _refuse_checkpoint(path)
     if settings.like is not None:
-        sizes, config = str(settings.like), model_config(settings.like)
-        features = load_features(settings.like)
+        like = located(settings.like)
+        sizes, config = str(settings.like), model_config(like)
+        features = load_features(like)
         model, arrays = load_parameters(path, config, settings.raw)
     else:
         sizes = settings.preset or preset_of(path)
@@ -65,14 +69,17 @@ def import_weights(settings: ImportConfig) -> str:
 
 
 def export_weights(settings: ExportConfig) -> str:
-    """Write DeepMind's or OpenFold's parameter file from a checkpoint; returns a line that says what was done.
+    """Write DeepMind's or OpenFold's parameter file, or a folder, from a checkpoint; returns a line that says what was done.
 
     Raises UserError if the output exists, or the checkpoint cannot be read.
     """
-    check_new_file(settings.output, settings.overwrite)
     kind = settings.output_format
-    model = load_model(settings.checkpoint, settings.raw, settings.preset)
-    if kind == "deepmind":
+    (check_new_folder if kind == "safetensors" else check_new_file)(settings.output, settings.overwrite)
+    path = located(settings.checkpoint)
+    model = load_model(path, settings.raw, settings.preset)
+    if kind == "safetensors":
+        count = write_folder(model, settings.output, path, settings.raw)
+    elif kind == "deepmind":
         arrays = export_deepmind(model, settings.fused)
         write_npz(settings.output, arrays)
         count = len(arrays)
@@ -84,7 +91,9 @@ def export_weights(settings: ExportConfig) -> str:
 
 
 def _refuse_checkpoint(path: Path) -> None:
-    """Raise UserError if `path` is already an evodsp checkpoint."""
+    """Raise UserError if `path` is already an evodsp checkpoint, or a folder of one."""
+    if is_pretrained(path):
+        raise UserError(f"{path}: is already a model of evodsp; use it as it is")
     if container(path) != "torch" or is_parameter_file(path):
         return
     try:

@@ -15,7 +15,7 @@ from evodsp.ranges import COUNT, POSITIVE, check_numbers
 _PUBLISHED = re.compile(r"model_([1-5])(_ptm|_multimer(?:_v[23])?)?$")
 _OPENFOLD = re.compile(r"(?:initial_training|finetuning(_no_templ)?(_ptm)?_\d+)$")
 
-Format = Literal["deepmind", "openfold", "openfold-legacy"]
+Format = Literal["deepmind", "openfold", "openfold-legacy", "safetensors"]
 _FORMATS: dict[str, Format] = {".npz": "deepmind", ".pt": "openfold"}
 
 
@@ -86,10 +86,11 @@ class ExportConfig:
     checkpoint: Path
     """Checkpoint written by `evodsp fit` or `evodsp weights import`; or another program's parameters, to convert them."""
     output: Path
-    """Parameter file to write."""
+    """Parameter file to write; of the format safetensors, the folder."""
     format: Format | None = None
     """Names and shapes to write: deepmind (.npz), openfold (.pt, version 2 and later), openfold-legacy (.pt, releases before
-    version 2 and the published checkpoints); null: by the output's suffix, .npz or .pt."""
+    version 2 and the published checkpoints), safetensors (a folder: evodsp's own names, sizes and a model card); null: by the
+    output's suffix, .npz or .pt."""
     preset: str | None = None
     """Model that another program's parameters belong to; null: read from the file's name. evodsp's checkpoints need none."""
     raw: bool = False
@@ -101,6 +102,8 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
+        if self.format == "safetensors" and self.fused:
+            raise UserError("--fused is given with --format safetensors, which has evodsp's own arrays; leave it out")
 
     @property
     def output_format(self) -> Format:
@@ -109,7 +112,11 @@ class ExportConfig:
         if found is None:
             raise UserError(
                 f"{self.output}: the format is unknown from this name; end it in .npz or .pt, or give --format "
-                f"{', '.join(get_args(Format))}"
+                f"{', '.join(get_args(Format))} (which writes a folder)"
+            )
+        if found == "safetensors" and self.output.suffix == ".safetensors":
+            raise UserError(
+                f"{self.output}: --format safetensors writes a folder; name it without the suffix .safetensors"
             )
         return found
 

@@ -1,4 +1,4 @@
-"""Weights for the start of a training run from a file: evodsp's checkpoint, DeepMind's `.npz` or OpenFold's `.pt`.
+"""Weights for the start of a training run from a file: evodsp's checkpoint or folder, DeepMind's `.npz` or OpenFold's `.pt`.
 
 Unlike loading a model, the file and the model may each have parts that the other lacks, such as the head of the aligned error.
 What both have must have the same sizes. A model of complexes may start from a checkpoint of single chains (`of_complexes`).
@@ -24,8 +24,10 @@ from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
+from evodsp.weights.hub import located
 from evodsp.weights.names import parameter_names
 from evodsp.weights.parameter_file import container, parameter_file
+from evodsp.weights.pretrained_folder import check_finite, check_sum, is_pretrained
 from evodsp.weights.published import is_parameter_file
 from evodsp.weights.sizes import on_meta
 
@@ -77,8 +79,12 @@ def check_initial(path: str | Path, config: ModelConfig) -> None:
 
     Reads little of the file. The arrays of other programs' files are checked when they are read.
     """
+    path = located(path)
     if not Path(path).exists():
-        raise UserError(f"--init_from {path}: no such file; give a checkpoint, DeepMind's .npz or OpenFold's .pt")
+        raise UserError(
+            f"--init_from {path}: no such file; give a checkpoint, a folder of `weights export --format safetensors`, "
+            "DeepMind's .npz or OpenFold's .pt"
+        )
     if Path(path).is_file() and container(Path(path)) is None:
         raise UserError(
             f"--init_from {path}: neither a checkpoint nor a parameter file (or cut short); give a .ckpt file written by "
@@ -112,15 +118,14 @@ def initialise(model: AlphaFold, path: str | Path, raw: bool = False) -> Initial
     Raises UserError if the file cannot be read, holds none of the model's parameters, an array of another shape or a number
     that is not finite; the model is then unchanged.
     """
+    path = located(path)
     check_initial(path, model.config)
     read = _own if not is_parameter_file(path) else _deepmind if container(parameter_file(path)) == "npz" else _openfold
     found, left_out = read(model, path, raw)
     parameters = dict(model.named_parameters())
     if not found:
         raise UserError(f"--init_from {path}: holds none of the model's parameters; give a file of an AlphaFold2 model")
-    for name, value in found.items():
-        if not bool(value.isfinite().all()):
-            raise UserError(f"--init_from {path}: '{name}' holds numbers that are not finite; give another checkpoint")
+    check_finite(found, f"--init_from {path}")
     for name, value in found.items():
         parameters[name].copy_(value)
     taken = sum(parameters[name].numel() for name in found)
@@ -139,6 +144,8 @@ def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     if model.config.arrangement == "multimer" and model_config(path).arrangement == "monomer":
         arrays = of_complexes(saved, shapes)
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, _our_shapes, model.config)
+    if is_pretrained(path):
+        check_sum(path)
     found = {name: value for name, value in arrays.items() if name in shapes}
     return found, [name for name in saved if name not in found]
 

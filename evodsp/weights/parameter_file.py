@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from evodsp.errors import UserError
+from evodsp.weights.pretrained_folder import WEIGHTS, is_pretrained
 
 Container = Literal["npz", "torch"]
 _STATES = "mp_rank_*_model_states.pt"
@@ -57,7 +58,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def parameter_file(path: str | Path) -> Path:
-    """The file that holds a checkpoint's arrays: `path`, or if that is a DeepSpeed folder, the model states in it.
+    """The file that holds a checkpoint's arrays: `path`; of evodsp's or DeepSpeed's folder, the file of the arrays in it.
 
     The folder may be the whole checkpoint or the inner folder with the model states. Raises UserError if `path` is a folder
     of another kind, or its arrays are spread over several files.
@@ -65,6 +66,8 @@ def parameter_file(path: str | Path) -> Path:
     path = Path(path)
     if not path.is_dir():
         return path
+    if is_pretrained(path):
+        return path / WEIGHTS
     folder = _inner_folder(path)
     files = sorted(folder.glob(_STATES))
     if len(files) == 1:

@@ -14,6 +14,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.config import preset_of
 from evodsp.weights.parameter_file import container, parameter_file
+from evodsp.weights.pretrained_folder import is_pretrained
 from evodsp.weights.sizes import on_meta
 from evodsp.weights.untrusted import load_untrusted
 
@@ -24,7 +25,7 @@ def is_parameter_file(path: str | Path) -> bool:
     Raises UserError if `path` is a folder, but not a DeepSpeed checkpoint that can be read.
     """
     file = parameter_file(path)
-    kind = container(file)
+    kind = None if is_pretrained(path) else container(file)
     if kind != "torch":
         return kind == "npz"
     try:

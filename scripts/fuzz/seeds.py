@@ -19,7 +19,8 @@ from evodsp.data.index.scan import make_index
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import save_model
+from evodsp.weights.checkpoint import load_model, save_model
+from evodsp.weights.pretrained import save_pretrained
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
@@ -61,13 +62,15 @@ _SMALL = {
     "triangle_channels": 2,
 }
 _SMALL |= {"outer_product_channels": 2, "transition_factor": 1}
-_MODEL = {
-    "channels": {"msa": 4, "pair": 4, "extra_msa": 4, "single": 4},
-    "extra_msa": _SMALL,
-    "evoformer": _SMALL,
-    "structure_module": {"iterations": 1, "heads": 1, "query_points": 1, "value_points": 1, "angle_channels": 2},
-    "heads": {"plddt_channels": 2},
-}
+SMALLEST = ModelConfig.from_dict(
+    {
+        "channels": {"msa": 4, "pair": 4, "extra_msa": 4, "single": 4},
+        "extra_msa": _SMALL,
+        "evoformer": _SMALL,
+        "structure_module": {"iterations": 1, "heads": 1, "query_points": 1, "value_points": 1, "angle_channels": 2},
+        "heads": {"plddt_channels": 2},
+    }
+)
 
 
 def beginning(path: Path, size: int = 3000) -> bytes:
@@ -129,9 +132,20 @@ def _saved(array: np.ndarray) -> bytes:
 def checkpoint(work: Path) -> Path:
     """A checkpoint of the smallest model."""
     torch.manual_seed(0)
-    model = AlphaFold(ModelConfig.from_dict(_MODEL))
+    model = AlphaFold(SMALLEST)
     save_model(work / "c.ckpt", model, dict(model.named_parameters()), FeatureConfig())
     return work / "c.ckpt"
+
+
+def pretrained(checkpoint: Path) -> Path:
+    """The folder of a checkpoint's model, without a sum, which would tell most changes at once."""
+    folder = checkpoint.with_name("pretrained")
+    save_pretrained(load_model(checkpoint), folder)
+    config = folder / "config.json"
+    config.write_text(
+        json.dumps({name: value for name, value in json.loads(config.read_text()).items() if name != "sha256"})
+    )
+    return folder
 
 
 def openfold(work: Path) -> Path:

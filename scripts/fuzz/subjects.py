@@ -32,6 +32,7 @@ from evodsp.inference.pages.batch_page import batch_page
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.target_msas import ComplexMsa
 from evodsp.inference.targets import find_targets
+from evodsp.model.alphafold import AlphaFold
 from evodsp.planner.device import load_device, load_link
 from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
@@ -43,6 +44,7 @@ from evodsp.training.replay import replay
 from evodsp.training.run_folder import damage
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.deepmind import read_npz
+from evodsp.weights.initial import initialise
 from evodsp.weights.openfold import read_openfold
 from scripts.fuzz import seeds
 from scripts.fuzz.seeds import DATA, ROOT, Files
@@ -114,6 +116,7 @@ def subjects(work: Path) -> list[Subject]:
         Subject("run", [run], (lambda f: page(read_runs([f / "run"])).html(),)),
         Subject("result", [_files(seeds.prediction(work))], (lambda f: batch_page(f, []).html(), _prediction)),
         Subject("checkpoint", [_members(checkpoint)], (each(load_model), each(load_features), each(damage), each(_replay))),
+        Subject("model's folder", [_files(seeds.pretrained(checkpoint))], (load_model, load_features, _initialised)),
         Subject("OpenFold's weights", [_members(openfold)], (each(read_openfold),)),
         Subject("DeepMind's weights", [seeds.weights()], (each(read_npz),)),
         Subject("server", [seeds.answers()], (lambda f: _Server(f).search(["MKT", "MK"], lambda _: None),)),
@@ -181,6 +184,10 @@ def _files(folder: Path, pattern: str = "*") -> Files:
 def _members(path: Path) -> Files:
     with zipfile.ZipFile(path) as archive:
         return {f"{path.name}/archive/{name.partition('/')[2]}": archive.read(name) for name in archive.namelist()}
+
+
+def _initialised(folder: Path) -> None:
+    initialise(AlphaFold(seeds.SMALLEST), folder)
 
 
 def _records(store: Path) -> list[Files]:

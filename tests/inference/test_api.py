@@ -48,3 +48,24 @@ def test_a_wrong_option_is_a_user_error(tmp_path: Path, options: dict[str, Any],
         evodsp.predict("x.fasta", "alignments", **{"checkpoint": "x.ckpt", "output": tmp_path / "out", **options})
     assert expected in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_results_and_alignments_have_the_names_that_were_given(workplace: Workplace) -> None:
+    """Catches a dictionary whose keys are the clean names of folders, which the caller does not know."""
+    name, sizes = "sp|P1|X_Y", {"recycles": 0, "msa_clusters": 5, "extra_msa": 4, "device": "cpu"}
+    given: dict[str, Any] = {"checkpoint": workplace.config.checkpoint, "report": lambda line: None}
+    found = evodsp.predict({name: "MKTAYI"}, {name: ">q\nMKTAYI\n>h\nMKTAYV\n"}, **given, **sizes)
+    assert list(found) == [name]
+    assert found[name].name == "P1"
+
+
+def test_nothing_is_printed_but_what_fails(workplace: Workplace, capfd: pytest.CaptureFixture[str]) -> None:
+    """Catches progress in the middle of a program's own output, and a record that is left out without a word."""
+    sizes: dict[str, Any] = {"recycles": 0, "msa_clusters": 5, "extra_msa": 4, "device": "cpu"}
+    fasta = ">good\nMKTAYI\n>bad\nMK1\n"
+    (found,) = evodsp.predict(fasta, checkpoint=workplace.config.checkpoint, **sizes)
+    assert found.name == "good"
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("evodsp: bad: ")
+    assert said.err.count("\n") == 1

@@ -170,6 +170,26 @@ def test_records_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "10 residues (long): needs" in said
 
 
+def test_the_depth_of_alignments_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches an estimate of minutes for what takes seconds, because full alignments are assumed without a word."""
+    (tmp_path / "a").mkdir()
+    rows = "".join(f">hit{number}\nMKTAYIAK\n" for number in range(19))
+    (tmp_path / "a" / "deep.a3m").write_text(f">q\nMKTAYIAK\n{rows}")
+    (fasta := tmp_path / "in.fasta").write_text(">deep\nMKTAYIAK\n>alone\nMKTAYIAG\n")
+    words = [*SMALL, "--device=h100", str(fasta), f"--output={tmp_path / 'o.json'}"]
+    assumed = "Alignments are assumed to be as deep as the model takes"
+    assert main(words) == 0
+    assert assumed in capsys.readouterr().out
+    assert main([*words, f"--alignments={tmp_path / 'a'}"]) == 0
+    said = capsys.readouterr().out
+    assert assumed not in said
+    assert "alignments of at most 20 rows: " in said
+    found = {
+        one["names"][0]: (one["msa_rows"], one["extra_rows"]) for one in json.loads((tmp_path / "o.json").read_text())
+    }
+    assert found == {"deep": (16, 4), "alone": (1, 1)}
+
+
 @pytest.mark.verify
 def test_a_published_model_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches --weights that is ignored, and one that wants the file of the parameters."""

@@ -96,10 +96,17 @@ def test_a_broken_record_is_named_and_the_other_goes_on(workplace, break_record)
     assert lines[-1].startswith("1 done, 0 kept, 1 failed; reasons in ")
     listed = read_json(config.output / "failures.json")["failures"]
     assert listed == [{"name": failure.name, "reason": failure.reason}]
-    assert {path.name for path in config.output.iterdir()} == {"alpha_A", "failures.json", "index.html"}
+    assert {path.name for path in config.output.iterdir()} == {
+        "alpha_A",
+        "failures.json",
+        "index.html",
+        "predictions.csv",
+    }
 
 
-@pytest.mark.parametrize("name", ["failures.json", "index.html", "index_evodsp.html", "predict.log", "_alignments"])
+@pytest.mark.parametrize(
+    "name", ["failures.json", "index.html", "index_evodsp.html", "predictions.csv", "predict.log", "_alignments"]
+)
 def test_a_record_that_would_take_the_place_of_another_file_is_named(workplace, name):
     """Catches a folder of results where the run writes its own file, so that the run ends with its last line missing."""
     workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>{name}\n{OTHER}\n")
@@ -214,7 +221,12 @@ def test_memory_that_ends_outside_of_the_passes_is_one_record(workplace, monkeyp
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert "alpha_A: 22 residues do not fit" in found.failures[0].reason
-    assert {path.name for path in workplace.config.output.iterdir()} == {"beta_A", "failures.json", "index.html"}
+    assert {path.name for path in workplace.config.output.iterdir()} == {
+        "beta_A",
+        "failures.json",
+        "index.html",
+        "predictions.csv",
+    }
 
 
 def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):
@@ -238,7 +250,12 @@ def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
     assert "residue 4" in found.failures[0].reason
-    assert {path.name for path in workplace.config.output.iterdir()} == {"beta_A", "failures.json", "index.html"}
+    assert {path.name for path in workplace.config.output.iterdir()} == {
+        "beta_A",
+        "failures.json",
+        "index.html",
+        "predictions.csv",
+    }
 
 
 def test_the_exit_code_says_that_a_record_failed(workplace, finished: Finished, monkeypatch):
@@ -265,4 +282,4 @@ def test_forty_records_of_which_five_are_hostile(workplace):
     assert [result.name for result in found.results] == good
     assert {failure.name for failure in found.failures} == set(hostile)
     assert found.line == "35 done, 0 kept, 5 failed"
-    assert {path.name for path in config.output.iterdir()} == {*good, "failures.json", "index.html"}
+    assert {path.name for path in config.output.iterdir()} == {*good, "failures.json", "index.html", "predictions.csv"}

@@ -140,7 +140,7 @@ def test_groups_of_one_rank_share_the_records(workplace: Workplace, pool: RankPo
     assert found[1][:2] == (names, failed)
     assert names == ["r0", "r1", "r3", "r4", "r6"]
     assert sorted(failed) == ["r2", "r5"]
-    assert {path.name for path in config.output.iterdir()} == {*names, "failures.json", "index.html"}
+    assert {path.name for path in config.output.iterdir()} == {*names, "failures.json", "index.html", "predictions.csv"}
     assert len(read_json(config.output / "failures.json")["failures"]) == 2
     assert "2 groups of ranks take 5 records, the longest first" in lines
     assert sum("residues" in line and "/5]" in line for line in lines) == 5
@@ -248,7 +248,13 @@ def test_forty_records_on_two_data_ranks(workplace: Workplace) -> None:
     done = torchrun(2, *words, f"--output={output}", "--device=cpu", "--recycles=1")
     assert done.returncode == 1, done.stderr
     assert f"35 done, 0 kept, 5 failed; reasons in {output / 'failures.json'}" in done.stdout
-    assert {path.name for path in output.iterdir()} == {*good, "failures.json", "index.html", "predict.log"}
+    assert {path.name for path in output.iterdir()} == {
+        *good,
+        "failures.json",
+        "index.html",
+        "predictions.csv",
+        "predict.log",
+    }
     assert {entry["name"] for entry in read_json(output / "failures.json")["failures"]} == set(hostile)
     shared = len(re.findall(r"^\(group 1\) \[", done.stdout, re.MULTILINE))
     assert 5 <= shared <= 30, "both groups work"

@@ -389,3 +389,33 @@ def test_inputs_of_a_config_file_that_are_no_list(
     error = capsys.readouterr().err
     assert error.startswith(f"evodsp: error: {file}:3: inputs: ")
     assert expected in error
+
+
+@pytest.mark.parametrize(
+    ("header", "name"),
+    [
+        ("sp|P61823|RNAS1_BOVIN Ribonuclease OS=Bos taurus", "P61823"),
+        ("tr|A0A024R161|A0A024R161_HUMAN", "A0A024R161"),
+        ("1ABC_2|Chains A, B|a protein", "1ABC_2"),
+        ("gi|15|ref|NP_1|", "gi_15_ref_NP_1"),
+        ("mine_A", "mine_A"),
+    ],
+)
+def test_headers_of_databases_become_clean_names(header: str, name: str, tmp_path: Path) -> None:
+    """Catches a folder of results that a shell takes for three commands."""
+    (tmp_path / "a.fasta").write_text(f">{header}\n{OTHER}\n")
+    (tmp_path / "a.csv").write_text(f'id,sequence\n"{header.split()[0]}",{OTHER}\n')
+    for file in ("a.fasta", "a.csv"):
+        assert names(tmp_path / file) == [name]
+    (tmp_path / "two.fasta").write_text(f">{header}\n{OTHER}:{QUERY}\n")
+    ((record,), _) = read_inputs([tmp_path / "two.fasta"])
+    assert [chain.name for chain in record.chains] == [f"{name}_A", f"{name}_B"]
+
+
+def test_a_part_of_a_name_is_checked(tmp_path: Path) -> None:
+    """Catches results that are written above the output folder."""
+    (tmp_path / "a.fasta").write_text(f">sp|..|x\n{OTHER}\n>sp|P1|a\n{OTHER}\n>tr|P1|b\n{OTHER}\n")
+    records, failures = read_inputs([tmp_path / "a.fasta"])
+    assert [record.query.name for record in records] == ["P1"]
+    assert ["begins with '.'" in failures[0].reason, "the name 'P1' is that of" in failures[1].reason] == [True, True]
+    assert read_inputs([tmp_path / "a.fasta"], one_complex=True)[0] == []

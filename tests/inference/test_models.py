@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import evodsp
 from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
@@ -235,3 +237,15 @@ def test_the_option_is_given_once_for_each_model(monkeypatch: pytest.MonkeyPatch
     assert list(seen[0].inputs) == [Path("x.fasta"), Path("y.fasta")]
     assert main(["predict", "x.fasta", "--checkpoint", "a.ckpt", "--output", str(tmp_path)]) == 0
     assert seen[1].checkpoint == Path("a.ckpt")
+
+
+def test_a_folder_that_travels_predicts_as_its_checkpoint(workplace: Workplace, tmp_path: Path) -> None:
+    """Catches weights or feature sizes that are lost on the way, and a folder taken for one of checkpoints."""
+    assert isinstance(workplace.config.checkpoint, Path)
+    evodsp.save_pretrained(evodsp.load_model(workplace.config.checkpoint), tmp_path / "model")
+    pairs = []
+    for place, given in enumerate((workplace.config.checkpoint, tmp_path / "model")):
+        config = replace(workplace.config, checkpoint=given, output=tmp_path / str(place))
+        (first, *_) = predict(config, silent)
+        pairs.append((first.mean_plddt, first.structure().read_text().partition("_atom_site")[2]))
+    assert pairs[0] == pairs[1]

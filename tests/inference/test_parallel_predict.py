@@ -317,7 +317,7 @@ def check_without_long(workplace: Workplace, said: str, reason: str) -> None:
     output = workplace.config.output
     assert "1 done, 1 kept, 1 failed" in said
     assert {path.name for path in output.iterdir()} == {
-        "a", "b", ".long.begun", "failures.json", "index.html", "predict.log",
+        "a", "b", ".long.begun", "failures.json", "index.html", "predictions.csv", "predict.log",
     }  # fmt: skip
     (entry,) = json.loads((output / "failures.json").read_text())["failures"]
     assert entry["name"] == "long"

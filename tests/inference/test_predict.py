@@ -46,7 +46,7 @@ def test_all_files_of_two_targets(workplace, predicted: Finished):
         assert len(scores["plddt"]) == len(query)
         assert all(0 <= value <= 100 for value in scores["plddt"])
         assert result.structure() == folder / f"seed_{result.best}.cif"
-    assert {p.name for p in output.iterdir()} == {"alpha_A", "beta_A", "index.html"}
+    assert {p.name for p in output.iterdir()} == {"alpha_A", "beta_A", "index.html", "predictions.csv"}
 
 
 def test_ranking_is_by_mean_plddt(workplace):
@@ -214,7 +214,7 @@ def test_overwrite_leaves_no_stale_seed(workplace, finished: Finished):
     assert (workplace.config.output / "alpha_A" / "seed_1.cif").exists()
     predict(workplace.change(seeds=1, overwrite=True), silent)
     assert not (workplace.config.output / "alpha_A" / "seed_1.cif").exists()
-    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A", "index.html"}
+    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A", "index.html", "predictions.csv"}
 
 
 def test_changed_alignment_is_noticed(workplace, finished: Finished):

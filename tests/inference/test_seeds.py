@@ -104,7 +104,12 @@ def test_the_only_record_fails_after_a_seed(workplace, monkeypatch):
     _at_seed(monkeypatch, 1, UserError("alpha_A: too large"))
     found = predict_records(workplace.config, silent)
     assert (found.results, [failure.some_written for failure in found.failures]) == ([], [True])
-    assert {path.name for path in workplace.config.output.iterdir()} == {"alpha_A", "failures.json", "index.html"}
+    assert {path.name for path in workplace.config.output.iterdir()} == {
+        "alpha_A",
+        "failures.json",
+        "index.html",
+        "predictions.csv",
+    }
     monkeypatch.undo()
     _at_seed(monkeypatch, 0, UserError("alpha_A: too large"))
     with pytest.raises(UserError, match="alpha_A: too large"):

@@ -1,0 +1,50 @@
+"""The table of a folder of predictions, <output>/predictions.csv: a line for each prediction of each target, best first."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+from evodsp.errors import UserError
+from evodsp.files import whole_file
+from evodsp.inference.results import RANKING, read_plddt, read_with_ranking
+
+TABLE, BESIDE_TABLE = "predictions.csv", "predictions_evodsp.csv"
+_COLUMNS = ("target", "rank", "model", "seed", "residues", "mean_plddt", "ptm", "iptm", "structure")
+
+
+def write_batch_table(output: Path) -> Path:
+    """Write the table of all finished results below `output`, also of earlier runs; returns its path.
+
+    A predictions.csv that evodsp has not written is the user's: the table is then predictions_evodsp.csv.
+    """
+    file = io.StringIO()
+    table = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+    table.writeheader()
+    table.writerows(_rows(output))
+    path, text = output / TABLE, file.getvalue()
+    if path.is_file():
+        there = path.read_text(encoding="utf-8", errors="replace")
+        if there == text:
+            return path
+        if there.partition("\n")[0] != text.partition("\n")[0]:
+            path = output / BESIDE_TABLE
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+    return path
+
+
+def _rows(output: Path) -> Iterator[dict[str, object]]:
+    """The lines. Folders without a complete result are left out."""
+    for folder in sorted(path.parent for path in output.glob(f"*/{RANKING}")):
+        try:
+            result, ranking = read_with_ranking(folder)
+            residues = len(read_plddt(folder, result.best))
+        except UserError:
+            continue  # not a result of ours, or one that predict would refuse to keep
+        for rank, entry in enumerate(ranking["ranking"], start=1):
+            known = {name: entry[name] for name in _COLUMNS if name in entry}
+            structure = f"{folder.name}/{entry['structure']}"
+            yield {**known, "target": result.name, "rank": rank, "residues": residues, "structure": structure}

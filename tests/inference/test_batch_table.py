@@ -1,0 +1,36 @@
+"""The table of a batch: predictions.csv."""
+
+from __future__ import annotations
+
+import csv
+
+from evodsp.inference.batch_table import write_batch_table
+from evodsp.inference.predict import predict
+from tests.builders.prediction import silent
+
+from .conftest import Workplace
+
+
+def test_each_prediction_has_a_line(workplace: Workplace) -> None:
+    """Catches a target or a seed that is left out, lines in another order than the ranking's, and a path that leads nowhere."""
+    results = predict(workplace.change(seeds=2), silent)
+    output = workplace.config.output
+    with (output / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["target"], row["rank"]) for row in rows] == [
+        ("alpha_A", "1"), ("alpha_A", "2"), ("beta_A", "1"), ("beta_A", "2"),
+    ]  # fmt: skip
+    for result, (first, second) in zip(results, (rows[:2], rows[2:]), strict=True):
+        assert float(first["mean_plddt"]) == result.mean_plddt[result.best] >= float(second["mean_plddt"])
+        assert (output / first["structure"]) == result.structure()
+        assert {first["seed"], second["seed"]} == {"0", "1"}
+    assert [row["residues"] for row in rows[::2]] == ["22", "10"]
+
+
+def test_a_users_own_table_stays(workplace: Workplace) -> None:
+    """Catches a predictions.csv, such as the input, that is overwritten although evodsp has not written it."""
+    output = workplace.config.output
+    output.mkdir(parents=True)
+    (output / "predictions.csv").write_text("id,sequence\n")
+    assert write_batch_table(output) == output / "predictions_evodsp.csv"
+    assert (output / "predictions.csv").read_text() == "id,sequence\n"
