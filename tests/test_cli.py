@@ -243,6 +243,7 @@ def test_every_listed_command_runs_something() -> None:
         "selftest",
         "report",
         "score",
+        "slurm",
         "weights",
     }
     assert {name.split()[0] for name in COMMANDS} == commands

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
@@ -38,16 +37,16 @@ _PARTS = {
     "heads.experimentally_resolved": "heads.experimentally_resolved",
 }
 """Parts that a model may have or not: the beginning of their sizes' names, and the switch."""
-_LETTERS, _TYPES = slice(LETTERS_WITH_GAP), slice(1, None)
 OF_COMPLEXES = {
-    "heads.masked_msa.logits.weight": (_LETTERS,),  # a model of complexes never predicts the mask token
-    "heads.masked_msa.logits.bias": (_LETTERS,),
-    "input_embedder.left.weight": (slice(None), _TYPES),  # the first column stands for breaks of a chain
-    "input_embedder.right.weight": (slice(None), _TYPES),
-    "input_embedder.target_to_msa.weight": (slice(None), _TYPES),
-    "input_embedder.relative_position.weight": (slice(None), slice(None)),
+    "heads.masked_msa.logits.weight": 0,
+    "heads.masked_msa.logits.bias": 0,
+    "input_embedder.left.weight": 1,  # the first column stands for breaks of a chain
+    "input_embedder.right.weight": 1,
+    "input_embedder.target_to_msa.weight": 1,
+    "input_embedder.relative_position.weight": 0,
 }
-"""The part of a weight of single chains that a model of complexes takes; a larger weight has zeros in its further columns."""
+"""Weights that have another shape in a model of complexes: the first column that it takes from one of single chains. Rows and
+columns after the last that it has, such as that of the mask token, are left out; where it has more, they begin with zeros."""
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -158,10 +157,8 @@ def of_complexes(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tens
     """
     taken = {name: value for name, value in arrays.items() if not name.startswith("template_")}
     for name in OF_COMPLEXES.keys() & taken.keys() & shapes.keys():
-        part = taken[name][OF_COMPLEXES[name]]
-        if part.ndim > 1 and (further := shapes[name][1] - part.shape[1]) > 0:
-            part = F.pad(part, (0, further))
-        taken[name] = part
+        part = taken[name][..., OF_COMPLEXES[name] :][tuple(map(slice, shapes[name]))]
+        taken[name] = F.pad(part, (0, shapes[name][-1] - part.shape[-1]))
     return taken
 
 
