@@ -103,8 +103,8 @@ def test_an_atom_outside_the_mask_is_not_lost() -> None:
 
 LETTERS = {"1abc_A": letters_of(3), "2abc_A": letters_of(4), "3abc_A": letters_of(6)}
 HITS = (
-    "# STOCKHOLM 1.0\n2abc_A/1-15  {0}\n7abc_A/2-16  {0}\n8abc_C/1-15  {1}\n9old_A/1-15  {1}\n1abc_A/1-15  {1}\n"
-    "0abc_A/1-15  {1}\n//\n"
+    "# STOCKHOLM 1.0\n2abc_A/1-15  {0}\n7abc_A/2-16  {1}\n8abc_C/1-15  {2}\n9old_A/1-15  {3}\n1abc_A/1-15  {2}\n"
+    "0abc_A/1-15  {2}\n//\n"
 )
 
 
@@ -112,16 +112,16 @@ HITS = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three chains. The hits of 1abc_A are of 1999, 2004, 2009 (renamed chain), withdrawn, its own, and not there."""
     root = tmp_path_factory.mktemp("files")
-    first, second = letters_of(4)[:15], letters_of(9)[:15]
-    write_chain(root, "1abc_A", LETTERS["1abc_A"], "2010-05-05", HITS.format(first, second))
+    aligned = [letters_of(seed)[:15] for seed in (4, 7, 9, 10)]  # of hits with the same residues one is a template
+    write_chain(root, "1abc_A", LETTERS["1abc_A"], "2010-05-05", HITS.format(*aligned))
     write_chain(root, "2abc_A", LETTERS["2abc_A"], "1999-01-01")
     write_chain(root, "3abc_A", LETTERS["3abc_A"], "2020-01-01")
     templates = root / "templates"
     templates.mkdir()
     shutil.copy(root / "mmcif_files" / "2abc.cif", templates)
-    write_structure(templates, "7abc_A", f"W{first}WW", "2004-01-01")
-    write_structure(templates, "8ABC_B", f"{second}WW", "2009-01-01")
-    write_structure(templates, "9new_A", second, "2030-01-01")
+    write_structure(templates, "7abc_A", f"W{aligned[1]}WW", "2004-01-01")
+    write_structure(templates, "8ABC_B", f"{aligned[2]}WW", "2009-01-01")
+    write_structure(templates, "9new_A", aligned[3], "2030-01-01")
     (root / "mmcif_cache.json").write_text('{"9new": {"release_date": "2001-01-01"}}')
     (root / "obsolete.dat").write_text(OBSOLETE)
     return root
