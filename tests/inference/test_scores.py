@@ -264,6 +264,17 @@ def test_chain_without_prediction(cases):
         module.compare_all(root / "predictions", root / "structures", KEYS)
 
 
+def test_chains_that_are_not_predicted_yet(cases, capsys):
+    """Catches a chain without a prediction that costs the scores of all others, and one that is left out without a word."""
+    root, _ = cases
+    (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
+    found = write_report(root / "predictions", root / "structures", KEYS, root / "shown")
+    assert [one.chain for one in found] == ["9aaa_B"]
+    said = capsys.readouterr().out
+    assert "held-out: 1 of 1 chains have no finished prediction" in said
+    assert "train: 1 of 1" not in said
+
+
 def test_the_command_reports_mistakes_in_one_line(cases, capsys, tmp_path):
     """Catches a traceback, a wrong exit code (2 for mistakes, 0 for success), chains of a file that are not read, and
     columns of a baseline that nobody asked for."""

@@ -18,7 +18,7 @@ from evodsp.data.similarity.nearest import Bar, Copy
 from evodsp.data.sources.layout import names_of, split_key, structure_file
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
-from evodsp.inference.results import plddt_of, read_result
+from evodsp.inference.results import RANKING, plddt_of, read_result
 from evodsp.inference.score.baseline import TrainingChains, training_chains, training_complexes
 from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.complexes import write_complex_report
@@ -161,10 +161,12 @@ def write_report(
     training: TrainingChains | None = None,
 ) -> Sequence[ChainScores]:
     """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write `<output>/scores.csv`,
-    `<output>/calibration.png` and `<output>/distances_<chain>.png`. `training`: also score copies of these chains.
+    `<output>/calibration.png` and `<output>/distances_<chain>.png`. `training`: also score copies of these chains. Chains
+    without a finished prediction are named and left out, unless no chain has one.
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
+    splits, left_out = _predicted(predictions, splits)
     scores: Sequence[ChainScores] = compare_all(predictions, structures, splits)
     if not scores:
         raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
@@ -175,6 +177,8 @@ def write_report(
         beside = [ScoresBesideCopy.of(one, copy_of.get((one.split, one.chain))) for one in scores]
         scores, lines = beside, [line for split, one in bars.items() for line in _copy_lines(split, one, beside)]
     report(comparison_table(scores))
+    for line in left_out:
+        report(line)
     if training is not None:
         report("\nCopying the nearest training chain (lDDT-CA)")
     for line in lines:
@@ -191,6 +195,21 @@ def write_report(
         f"\nwrote {output / 'scores.csv'}, {output / 'calibration.png'} and {len(pictures)} pictures, e.g. {pictures[0]}"
     )
     return scores
+
+
+def _predicted(predictions: Path, splits: Mapping[str, Sequence[str]]) -> tuple[Mapping[str, Sequence[str]], list[str]]:
+    """The chains that have a finished prediction, all if none has one; and a line for each set of which some lack it."""
+    found = {split: [key for key in keys if (predictions / key / RANKING).is_file()] for split, keys in splits.items()}
+    if not any(found.values()):
+        return splits, []
+    lines = []
+    for split, keys in splits.items():
+        if lacking := [key for key in keys if key not in found[split]]:
+            lines.append(
+                f"{split}: {len(lacking)} of {len(keys)} chains have no finished prediction in {predictions} and are left "
+                f"out, such as {lacking[0]}; predict them, or take them from the list"
+            )
+    return found, lines
 
 
 def _copy_lines(split: str, bar: Bar, scores: Sequence[ScoresBesideCopy]) -> Iterator[str]:
