@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import alphafold_side as side  # type: ignore[import-not-found]  # noqa: F401  (it stubs what the package lacks, or ends if there is none)
+import alphafold_side  # type: ignore[import-not-found]  # noqa: F401  (it stubs what the package lacks, or ends if there is none)
 import jax  # type: ignore[import-not-found]
 import jax.numpy as jnp  # type: ignore[import-not-found]
 import numpy as np

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evodsp.errors import UserError
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.chains import unique_residue_numbers
@@ -26,7 +23,7 @@ from evodsp.losses.fape import backbone_fape_by_chain, sidechain_fape
 from evodsp.losses.violation import find_violations, violation_loss
 
 from . import table
-from .compare import other_side
+from .compare import deepminds_side, program
 
 LENGTHS, PADDING, ITERATIONS = (23, 31, 14), 6, 4
 DEEPMINDS_CLAMP = 1000.0
@@ -141,26 +138,18 @@ def rows(ours: table.Arrays, theirs: table.Arrays) -> list[table.Row]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare the losses of complexes live with DeepMind's JAX code.")
-    parser.add_argument("--alphafold", type=Path, required=True, help="python with alphafold-colabfold")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the outputs and labels")
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> bool:
     subject = draw(options.seed)
-    with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
-        file = Path(folder) / "subject.npz"
-        np.savez(file, allow_pickle=False, **subject)
-        try:
-            theirs = other_side(options.alphafold, "alphafold_chain_losses_side", file)
-            if theirs is None:
-                raise UserError(f"{options.alphafold}: has no package alphafold; run `make parity`, which installs it")
-        except UserError as error:
-            print(f"parity: error: {error}", file=sys.stderr)
-            return 2
+    theirs = deepminds_side(options.alphafold, "alphafold_chain_losses_side", subject)
     found = rows(evodsp_side(subject), theirs)
     print(f"losses of complexes, seed {options.seed}: {LENGTHS} residues and {PADDING} padded ones")
     print(table.text(found))
-    return 0 if all(row.passed for row in found) else 1
+    return all(row.passed for row in found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    what = "Compare the losses of complexes live with DeepMind's JAX code."
+    return program(run, what, "the outputs and labels", arguments)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -197,6 +197,34 @@ def other_side(python: Path, script: str, subject: Path) -> dict[str, np.ndarray
         raise UserError(f"{script} ended with code {done.returncode}; its messages are above")
     with np.load(result) as file:
         return {key: file[key] for key in file.files}
+
+
+def deepminds_side(python: Path, script: str, subject: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The results of DeepMind's code for these arrays. Raises UserError if its package is not installed, or its side failed."""
+    with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
+        file = Path(folder) / "subject.npz"
+        np.savez(file, allow_pickle=False, **subject)
+        found = other_side(python, script, file)
+    if found is None:
+        raise UserError(f"{python}: has no package alphafold; `make parity` installs it in .venv-parity")
+    return found
+
+
+def program(
+    run: Callable[[argparse.Namespace], bool], description: str, seed: str, arguments: Sequence[str] | None
+) -> int:
+    """The exit code of a comparison with DeepMind's code: 0 if `run` says that all is well, 1 if not, 2 if a side failed.
+
+    `seed`: what the option of this name is the seed of.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--alphafold", type=Path, required=True, help="python with alphafold-colabfold")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of {seed}")
+    try:
+        return 0 if run(parser.parse_args(arguments)) else 1
+    except UserError as error:
+        print(f"parity: error: {error}", file=sys.stderr)
+        return 2
 
 
 def report(ours: table.Arrays, theirs: table.Arrays, subject: Subject, first: Sequence[table.Row] = ()) -> bool:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,6 @@ from evodsp.data.samples.complex_features import complex_features
 from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.msa import letter_profile
-from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.features.draws import draw
 from evodsp.features.masking import mask_letters
@@ -35,7 +32,7 @@ from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.rng import Draws
 
 from . import pairing
-from .compare import other_side
+from .compare import deepminds_side, program
 from .data import Results, compare
 from .table import text
 
@@ -131,33 +128,23 @@ def cases(seed: int) -> list[Case]:
     return [Case(name + of, msa, *sizes) for name, msa in merged.items() for of, sizes in SIZES.items()]
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> bool:
     ours: Results = {}
     subject: Results = {}
     passes: list[dict[str, Any]] = []
     for case in cases(options.seed):
         own, given, named = case.compared(options.seed)
         ours, subject, passes = ours | own, subject | given, passes + named
-    with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
-        file = Path(folder) / "subject.npz"
-        np.savez(file, allow_pickle=False, cases=np.array(json.dumps(passes)), **subject)
-        theirs = other_side(options.alphafold, "alphafold_complex_msas_side", file)
-    if theirs is None:
-        raise UserError(f"{options.alphafold}: has no package alphafold; `make parity` installs it in .venv-parity")
+    given = {"cases": np.array(json.dumps(passes)), **subject}
+    theirs = deepminds_side(options.alphafold, "alphafold_complex_msas_side", given)
     rows = compare(ours, theirs, ALLOWED)
     print(text(rows))
-    return 0 if all(row.passed for row in rows) else 1
+    return all(row.passed for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare the MSA features of complexes live with DeepMind's code.")
-    parser.add_argument("--alphafold", type=Path, required=True, help="python with alphafold-colabfold")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the MSAs and of what is drawn")
-    try:
-        return run(parser.parse_args(arguments))
-    except UserError as error:
-        print(f"parity: error: {error}", file=sys.stderr)
-        return 2
+    what = "Compare the MSA features of complexes live with DeepMind's code."
+    return program(run, what, "the MSAs and of what is drawn", arguments)
 
 
 if __name__ == "__main__":

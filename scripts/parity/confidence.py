@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from evodsp.config import HeadsConfig
-from evodsp.errors import UserError
 from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights
 
 from . import table
-from .compare import other_side
+from .compare import deepminds_side, program
 
 LENGTHS = 70, 45, 12
 PADDING = 5
@@ -60,29 +57,20 @@ def ours_of(subject: dict[str, np.ndarray]) -> table.Arrays:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare the confidence of a complex live with DeepMind's JAX code.")
-    parser.add_argument("--alphafold", type=Path, required=True, help="python with alphafold-colabfold")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the logits")
-    options = parser.parse_args(arguments)
+def run(options: argparse.Namespace) -> bool:
     subject = draw(options.seed)
-    try:
-        with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
-            file = Path(folder) / "subject.npz"
-            np.savez(file, allow_pickle=False, **subject)
-            theirs = other_side(options.alphafold, "alphafold_confidence_side", file)
-        if theirs is None:
-            raise UserError(f"{options.alphafold}: has no package alphafold; `make parity` installs it in .venv-parity")
-    except UserError as error:
-        print(f"parity: error: {error}", file=sys.stderr)
-        return 2
+    theirs = deepminds_side(options.alphafold, "alphafold_confidence_side", subject)
     ours = ours_of(subject)
     rows = [
         table.Row(name, float(np.abs(ours[name] - value).max()), ALLOWED, f"of at most {value.max():.4f}")
         for name, value in theirs.items()
     ]
     print(table.text(rows))
-    return 0 if all(row.passed for row in rows) else 1
+    return all(row.passed for row in rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return program(run, "Compare the confidence of a complex live with DeepMind's JAX code.", "the logits", arguments)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -30,11 +28,10 @@ from evodsp.data.samples.complex_features import complex_features
 from evodsp.data.samples.crop import piece
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.errors import UserError
 from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, decode
 from evodsp.rng import Draws
 
-from .compare import other_side
+from .compare import deepminds_side, program
 from .data import Results, compare
 from .table import text
 
@@ -238,39 +235,26 @@ def subject_of(complexes: list[Drawn]) -> dict[str, np.ndarray]:
     return {"cases": np.array(json.dumps(cases)), **arrays}
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> bool:
     complexes = [draw(case, np.random.default_rng((options.seed, k))) for k, case in enumerate(CASES)]
     start = time.perf_counter()
     ours: Results = {}
     for drawn in complexes:
         ours |= results_of(drawn)
     seconds = time.perf_counter() - start
-    with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as folder:
-        subject = Path(folder) / "subject.npz"
-        np.savez(subject, allow_pickle=False, **subject_of(complexes))
-        start = time.perf_counter()
-        theirs = other_side(options.alphafold, "alphafold_pairing_side", subject)
-    if theirs is None:
-        raise UserError(
-            f"{options.alphafold}: has no package alphafold; run `make parity`, which installs it in .venv-parity"
-        )
+    subject = subject_of(complexes)
+    start = time.perf_counter()
+    theirs = deepminds_side(options.alphafold, "alphafold_pairing_side", subject)
     released = json.loads(str(theirs.pop("released")))
     print(f"DeepMind's data pipeline ({time.perf_counter() - start:.1f} s) against evodsp ({seconds:.1f} s)")
     rows = compare(ours, theirs)
     print(text(rows))
     print(f"as released, ties come in another order in: {'; '.join(released) or 'none'}")
-    return 0 if all(row.passed for row in rows) else 1
+    return all(row.passed for row in rows)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Compare paired and merged MSAs with DeepMind's code.")
-    parser.add_argument("--alphafold", type=Path, required=True, help="python with alphafold-colabfold")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the MSAs")
-    try:
-        return run(parser.parse_args(arguments))
-    except UserError as error:
-        print(f"parity: error: {error}", file=sys.stderr)
-        return 2
+    return program(run, "Compare paired and merged MSAs with DeepMind's code.", "the MSAs", arguments)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_a_difference_is_found(
     """Catches a quantity or a pass that is not compared, and a difference that does not fail the run."""
     theirs = one_case.compared(0)[0]
     theirs[f"{quantity}|A, B, B, pass 2"].flat[0] += by
-    monkeypatch.setattr(complex_msas, "other_side", lambda *_: theirs)
+    monkeypatch.setattr(complex_msas, "deepminds_side", lambda *_: theirs)
     assert complex_msas.main(["--alphafold", "python"]) == code
 
 

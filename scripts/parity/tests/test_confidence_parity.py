@@ -18,7 +18,7 @@ def test_a_difference_is_found(
     """Catches a score that is not compared, NaN that counts as equal, and a difference that does not fail the run."""
     theirs = {name: value.copy() for name, value in confidence.ours_of(confidence.draw(seed=0)).items()}
     theirs["pair_iptm"][1, 2] += by
-    monkeypatch.setattr(confidence, "other_side", lambda *_: theirs)
+    monkeypatch.setattr(confidence, "deepminds_side", lambda *_: theirs)
     assert confidence.main(["--alphafold", "python"]) == code
     assert f"{len(theirs)} quantities" in capsys.readouterr().out
 

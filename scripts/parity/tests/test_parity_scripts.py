@@ -250,11 +250,11 @@ def test_a_loss_of_complexes_that_differs_is_found(
     assert "has no package alphafold" in capsys.readouterr().err
     theirs = chain_losses.evodsp_side(chain_losses.draw(seed=1))
     assert all(np.abs(values).max() > 0 for values in theirs.values())
-    monkeypatch.setattr(chain_losses, "other_side", lambda *_: theirs)
+    monkeypatch.setattr(chain_losses, "deepminds_side", lambda *_: theirs)
     assert chain_losses.main(["--alphafold", "python", "--seed", "1"]) == 0
     for name in theirs:
         changed = {**theirs, name: theirs[name] + 1e-4 * np.abs(theirs[name]).max()}
-        monkeypatch.setattr(chain_losses, "other_side", lambda *_, changed=changed: changed)
+        monkeypatch.setattr(chain_losses, "deepminds_side", lambda *_, changed=changed: changed)
         assert chain_losses.main(["--alphafold", "python", "--seed", "1"]) == 1
 
 
