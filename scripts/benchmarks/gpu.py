@@ -1,6 +1,6 @@
 """Measure everything about evodsp on one GPU, in less than ten minutes and without a network: `gpu.sh` starts this.
 
-    python -m scripts.benchmarks.gpu [--output DIR] [--minutes 9] [--only PART ...]
+    python -m scripts.benchmarks.gpu [--output DIR] [--minutes 9] [--only PART ...] [--cases TEXT ...]
         [--backends triton ...] [--memory-gib 79] [--cpu] [--dry-run]
 
 Each part (`gpu_parts.py`) runs in a process of its own, which is ended when the part's time is over: a kernel that hangs or
@@ -51,10 +51,13 @@ GRACE = 5.0
 """Seconds after its deadline at which a part is ended: its last case may be nearly done."""
 
 
-def run_part(part: Part, setup: Setup, file: Path, begin: float, share: int = 0, of: int = 1) -> None:
+def run_part(
+    part: Part, setup: Setup, file: Path, begin: float, share: int = 0, of: int = 1, texts: Sequence[str] = ()
+) -> None:
     """In a process of its own: measure the cases of a part, and append each result to `file` when it is there.
 
-    `share`, `of`: of `of` processes this one takes every case whose number leaves the remainder `share`.
+    `share`, `of`: of `of` processes this one takes every case whose number leaves the remainder `share`. `texts`: only cases
+    whose names contain one of them; none: all.
     """
     if setup.device.type == "cpu":
         torch.set_num_threads(1)  # the threads of the process that was forked are not here
@@ -67,7 +70,8 @@ def run_part(part: Part, setup: Setup, file: Path, begin: float, share: int = 0,
             stream.write(json.dumps(dataclasses.asdict(row)) + "\n")
             stream.flush()
 
-        for case in itertools.islice(part.cases(setup), share, None, of):
+        cases = (case for case in part.cases(setup) if not texts or any(text in case.name for text in texts))
+        for case in itertools.islice(cases, share, None, of):
             found: dict[str, Any] = {
                 "part": part.name,
                 "case": case.name,
@@ -110,9 +114,10 @@ def run(parts: Sequence[Part], options: argparse.Namespace, output: Path, words:
             of = min(part.processes, os.cpu_count() or 1)
             files = [Path(folder) / str(share) for share in range(of)]
             started = []
+            texts = () if part.name == "machine" else tuple(options.cases)
             for share, file in enumerate(files):
                 file.touch()
-                process = processes.Process(target=run_part, args=(part, setup, file, begin, share, of))
+                process = processes.Process(target=run_part, args=(part, setup, file, begin, share, of, texts))
                 process.start()
                 started.append(process)
             while (at_work := [process for process in started if process.is_alive()]) and setup.left + GRACE > 0:
@@ -212,6 +217,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=names, choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument(
         "--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS, metavar="BACKEND", help=", ".join(BACKENDS)
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="only cases whose names contain one of these (default: all)",
     )
     parser.add_argument(
         "--memory-gib", type=float, help="use no more of the GPU's memory, as if it had less (default: all)"
