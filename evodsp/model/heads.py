@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, HeadsConfig
+from evodsp.model.precision import without_autocast
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear
 
 ATOMS = 37
@@ -53,20 +54,25 @@ class MaskedMSAHead(nn.Module):
 
 
 class PLDDTHead(nn.Module):
-    """Logits of the binned lDDT-CA of each residue (algorithm 29)."""
+    """Logits of the binned lDDT-CA of each residue (algorithm 29).
+
+    Runs in the parameters' precision even under autocast, as the structure module, which makes its input: in bf16 a logit of
+    2 is rounded by up to 0.008, as much as the logits of residues differ when the head begins to tell them apart.
+    """
 
     reads = "structure"
+    computes_in_float32 = True
 
     def __init__(self, channels: ChannelsConfig, config: HeadsConfig) -> None:
         super().__init__()
         self.norm = LayerNorm(channels.single)
-        self.norm.computes_in_float32 = True  # the structure module, which is in float32, makes its input
         self.first = Linear(channels.single, config.plddt_channels, init="relu")
         self.second = Linear(config.plddt_channels, config.plddt_channels, init="relu")
         self.logits = Linear(config.plddt_channels, config.plddt_bins, init="final")
 
     def forward(self, s: Float[Tensor, "B R c_s"]) -> Float[Tensor, "B R bins"]:
-        return self.logits(self.second(self.first(self.norm(s)).relu()).relu())
+        with without_autocast(s.device):
+            return self.logits(self.second(self.first(self.norm(s)).relu()).relu())
 
 
 class ExperimentallyResolvedHead(nn.Module):

@@ -12,7 +12,8 @@ With `trainer.precision: bf16-mixed`, torch's autocast is on, parameters stay in
     attention logits, their softmax and its gradient    a logit of 10 would be off by 0.03; the gradient is a small difference
                                                         of large numbers where values or gradients have a common offset
     sums over rows, sequences and chunks                bf16 loses what is 256 times smaller than the sum
-    structure module                                    bf16 would misplace atoms by 0.1 Å, as in AF2
+    structure module, the head of pLDDT                 bf16 would misplace atoms by 0.1 Å, as in AF2, and would round off what
+                                                        tells residues apart
     losses, confidence, metrics                         they are sums and logarithms of many small numbers
     parameters, their gradients, Adam, moving average   an update is far smaller than a weight's rounding in bf16
 

@@ -1,9 +1,9 @@
 """`evodsp plan --measure`: what this machine does, as a file of its device and one of the link between its devices.
 
-On a GPU it times matrix products in each precision, copies, the host's part of an operator, and the collectives among all GPUs
-of this machine (NCCL); on a CPU the same of one thread and of two processes. One Evoformer block of full width, and one of
-small widths, whose time is all overhead, correct what single operators cannot tell. A block on all devices at once tells how
-much they slow each other down. It takes a minute.
+On a GPU it times matrix products in each precision, copies, attention, the host's part of an operator, and the collectives
+among all GPUs of this machine (NCCL); on a CPU the same of one thread and of two processes. One Evoformer block of full width,
+and one of small widths, whose time is all overhead, correct what single operators cannot tell. A block on all devices at once
+tells how much they slow each other down. It takes a minute.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from evodsp.planner.device import Device
 from evodsp.planner.trace import Operation, ProgramRecorder
 
 REPEATS, SWEEP_REPEATS = 15, 60
+_CYCLES = 2.0e9
+"""Cycles a second of a GPU, about: only the length of a lead depends on it."""
 WIRE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of what a rank sends in the sweep of collectives."""
 
@@ -55,6 +57,26 @@ def seconds(run: Callable[[], object], on_gpu: bool, repeats: int = REPEATS) -> 
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     return statistics.median(times[1:])
+
+
+def gpu_seconds(run: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median time that the GPU alone takes for `run`: it sleeps until the host, which may be slower, has launched all of it."""
+    run()
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    run()
+    lead = int(1.2 * (time.perf_counter() - begun) * _CYCLES)
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(lead)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
 
 
 def tflops(dtype: torch.dtype, on_gpu: bool, tf32: bool = False) -> float:
@@ -105,8 +127,9 @@ class MeasuredBlock:
         """A call of both passes, on the device of the stack."""
         first = next(stack.parameters())
         sizes = {"dtype": first.dtype, "device": first.device}
-        m = torch.zeros(1, self.rows, self.residues, self.c_m, **sizes, requires_grad=True)  # type: ignore[call-overload]
-        z = torch.zeros(1, self.residues, self.residues, self.c_z, **sizes, requires_grad=True)  # type: ignore[call-overload]
+        # Numbers and not zeros, on which a GPU is faster.
+        m = torch.randn(1, self.rows, self.residues, self.c_m, **sizes, requires_grad=True)  # type: ignore[call-overload]
+        z = torch.randn(1, self.residues, self.residues, self.c_z, **sizes, requires_grad=True)  # type: ignore[call-overload]
         masks = (torch.ones(1, rows, self.residues, device=first.device) for rows in (self.rows, self.residues))
         msa_mask, pair_mask = masks
 
@@ -120,7 +143,7 @@ class MeasuredBlock:
         """A call of both passes with numbers."""
         stack = self.stack(dtype, on_gpu).to_empty(device="cuda" if on_gpu else "cpu")
         for parameter in stack.parameters():
-            torch.nn.init.constant_(parameter, 0.01)
+            torch.nn.init.normal_(parameter, std=0.05)
         return self.run(stack)
 
     def work(self, dtype: torch.dtype, on_gpu: bool) -> list[Operation]:
@@ -146,25 +169,40 @@ def precision(on_gpu: bool) -> torch.dtype:
     return torch.bfloat16 if on_gpu else torch.float32
 
 
+def attention_tlogits(rows: int, residues: int, heads: int, width: int) -> float:
+    """10^12 logits a second of the GPU kernels' attention with a pair bias, forward, in bf16."""
+    projected = torch.randn(1, rows, residues, 4, heads, width, device="cuda", dtype=torch.bfloat16)
+    keys = torch.ones(1, rows, residues, device="cuda")
+    bias = torch.randn(1, heads, residues, residues, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        taken = gpu_seconds(lambda: triton.biased_attention(projected, keys, bias))
+    return rows * heads * residues**2 / taken / 1e12
+
+
 def corrected(device: Device) -> Device:
     """The device with the time of an operator, and the shares of the peaks, that explain the two blocks."""
-    dtype = precision(device.on_gpu)
-    measured = [seconds(block.on_device(dtype, device.on_gpu), device.on_gpu) for block in (SMALL, FULL[device.on_gpu])]
-    small, full = (block.work(dtype, device.on_gpu) for block in (SMALL, FULL[device.on_gpu]))
-    each = measured[0] / len(small) * 1e6
-    of_operator = {"launch_us": each} if device.on_gpu else {"kernel_us": each}
-    device = dataclasses.replace(device, **of_operator)  # type: ignore[arg-type]
+    dtype, full = precision(device.on_gpu), FULL[device.on_gpu]
+    small_s = seconds(SMALL.on_device(dtype, device.on_gpu), device.on_gpu)
+    run = full.on_device(dtype, device.on_gpu)
+    full_s = gpu_seconds(run) if device.on_gpu else seconds(run, device.on_gpu)
+    small_work, full_work = (block.work(dtype, device.on_gpu) for block in (SMALL, full))
+    each = small_s / sum(work.launches > 0 for work in small_work) * 1e6
+    if device.on_gpu:
+        logits = attention_tlogits(full.rows, full.residues, full.config.msa_heads, full.c_m // full.config.msa_heads)
+        device = dataclasses.replace(device, launch_us=each, attention_tlogits=logits)
+    else:
+        device = dataclasses.replace(device, kernel_us=each)
 
     def total(share: float) -> float:
         trial = dataclasses.replace(
             device, products_efficiency=share, memory_efficiency=share, attention_efficiency=share
         )
-        return sum(trial.seconds(w.name, w.flops, w.bytes, w.launches, w.half, logits=w.logits) for w in full)
+        return sum(trial.seconds(w.name, w.flops, w.bytes, w.launches, w.half, logits=w.logits) for w in full_work)
 
     low, high = 0.02, 2.0
     for _ in range(30):  # the time falls with the share
         middle = (low + high) / 2
-        low, high = (middle, high) if total(middle) > measured[1] else (low, middle)
+        low, high = (middle, high) if total(middle) > full_s else (low, middle)
     share = round((low + high) / 2, 3)
     return dataclasses.replace(device, products_efficiency=share, memory_efficiency=share, attention_efficiency=share)
 

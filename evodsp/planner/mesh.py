@@ -13,7 +13,7 @@ from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links
 from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
-from evodsp.planner.simulate import Item, Span, Times, forward_only, segment, simulate, spans, whole
+from evodsp.planner.simulate import Item, Span, Times, forward_only, replayed, segment, simulate, spans, whole
 from evodsp.planner.trace import Operation
 
 SINGLE, HALF = 4, 2
@@ -174,10 +174,12 @@ def estimate(
     def link(kind: Kind, counted: int) -> float:
         return links.seconds(kind, counted, sequence)
 
-    program, items = traced_pass.program, traced_pass.items
-    launch_s = 0.0 if training.graphs else device.launch_us * 1e-6
+    program, launch_s = traced_pass.program, device.launch_us * 1e-6
+    launched = replayed if training.graphs else list
+    items: list[Item] = list(launched(traced_pass.items))
     one = simulate(items, launch_s, link, device.overlaps)
-    block = simulate(segment(traced_pass.few, ("evoformer", 1)), launch_s, link, device.overlaps, keep_intervals=True)
+    block_items = launched(segment(traced_pass.few, ("evoformer", 1)))
+    block = simulate(block_items, launch_s, link, device.overlaps, keep_intervals=True)
     free = simulate(forward_only(items), launch_s, link, device.overlaps).total
     numbers, batches = program.parameters, training.global_batch // data
     gradients_s, reduction_s = _reductions(training, numbers, data, sequence, links, one.total * 2 / 3)

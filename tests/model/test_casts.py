@@ -13,7 +13,7 @@ from evodsp.rng import Draws
 from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 
-FLOAT32 = ("structure_module", "heads.plddt.norm", "input_embedder.relative_position")
+FLOAT32 = ("structure_module", "heads.plddt", "input_embedder.relative_position")
 """Parts that compute in float32 with autocast too."""
 
 

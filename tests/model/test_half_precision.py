@@ -143,15 +143,16 @@ WHOLE_MODEL = Case(
 
 
 def test_every_part_of_the_model_keeps_half_precision() -> None:
-    """Catches an embedder, recycling, templates, dropout or a head in float32, and a structure module that is not.
+    """Catches an embedder, recycling, templates, dropout or a head in float32, and a structure module or pLDDT that is not.
 
     The embedders of input and recycling show in the stacks: with m or z in float32, so would be the stack's results.
     """
     found = dict(measure(WHOLE_MODEL).dtypes)
     assert found.pop("structure_module") == ["float32"] * 10
+    assert found.pop("heads.plddt") == ["float32"]
     rows, mask = found.pop("template_torsion_embedder")  # rows of the MSA, and their mask
     assert (rows, mask) == ("bfloat16", "float32")
-    assert len(found) == 14
+    assert len(found) == 13
     assert {dtype for part in found.values() for dtype in part} == {"bfloat16"}, found
 
 
