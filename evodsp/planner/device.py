@@ -47,7 +47,8 @@ class Device:
     memory_efficiency: float
     """Shares of these peaks that are reached."""
     kernel_us: float
-    """Shortest time of a kernel on the device."""
+    """Time of a launch in which the device is not full: until its first programs work, and while its last ones end. On a
+    CPU, of calling an operator."""
     launch_us: float
     """The host's time for an operator."""
     gpus_per_node: int
@@ -75,8 +76,8 @@ class Device:
     def seconds(
         self, name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False, logits: float = 0.0
     ) -> float:
-        """Time of an operator on the device: the longest of its products, its logits and its memory traffic, or the shortest
-        possible.
+        """Time of an operator on the device: the longest of its products, its logits and its memory traffic, and what its
+        launches take in which the device is not full.
         """
         if launches == 0:
             return 0.0
@@ -86,7 +87,7 @@ class Device:
         if logits and half and self.attention_tlogits:
             computing = logits / (self.attention_tlogits * 1e12)
         moving = moved / (self.memory_gbps * self.memory_efficiency * 1e9)
-        return max(computing, moving, launches * self.kernel_us * 1e-6)
+        return max(computing, moving) + launches * self.kernel_us * 1e-6
 
     @property
     def usable(self) -> int:

@@ -170,7 +170,7 @@ def precision(on_gpu: bool) -> torch.dtype:
 
 
 def attention_tlogits(rows: int, residues: int, heads: int, width: int) -> float:
-    """10^12 logits a second of the GPU kernels' attention with a pair bias, forward, in bf16."""
+    """10^12 logits a second of the GPU kernels' attention with a pair bias, forward, in bf16, at a size that fills a GPU."""
     projected = torch.randn(1, rows, residues, 4, heads, width, device="cuda", dtype=torch.bfloat16)
     keys = torch.ones(1, rows, residues, device="cuda")
     bias = torch.randn(1, heads, residues, residues, device="cuda", dtype=torch.bfloat16)
@@ -188,8 +188,13 @@ def corrected(device: Device) -> Device:
     small_work, full_work = (block.work(dtype, device.on_gpu) for block in (SMALL, full))
     each = small_s / sum(work.launches > 0 for work in small_work) * 1e6
     if device.on_gpu:
-        logits = attention_tlogits(full.rows, full.residues, full.config.msa_heads, full.c_m // full.config.msa_heads)
-        device = dataclasses.replace(device, launch_us=each, attention_tlogits=logits)
+        launches = sum(work.launches for work in small_work)
+        device = dataclasses.replace(
+            device,
+            launch_us=each,
+            kernel_us=gpu_seconds(SMALL.on_device(dtype, True)) / launches * 1e6,
+            attention_tlogits=attention_tlogits(256, 384, 8, 32),
+        )
     else:
         device = dataclasses.replace(device, kernel_us=each)
 

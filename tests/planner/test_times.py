@@ -15,7 +15,7 @@ from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Link, Links, load_device, load_link, names
 from evodsp.planner.operator_costs import logits_of
 from evodsp.planner.program import Repeat
-from evodsp.planner.simulate import Communication, Item, Span, Wait, simulate, whole
+from evodsp.planner.simulate import Communication, Item, Span, Wait, replayed, simulate, whole
 
 PLACE = ("evoformer", 1)
 LINK = Link("test", dict.fromkeys(load_link("nvlink4").start_us, 10.0), [[1e3, 1.0], [1e6, 2.0]], 0.5)
@@ -109,19 +109,25 @@ def test_between_nodes_an_all_to_all_gets_one_adapter_and_a_gather_gets_all() ->
 
 
 def test_an_operator_takes_the_longer_of_its_products_and_its_traffic() -> None:
-    """Catches peaks of another precision, and operators that take no time."""
+    """Catches peaks of another precision, launches that take no time, and operators that take none."""
     device = load_device("h100")
-    assert device.seconds("mm", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.6))
-    assert device.seconds("mm", 10**12, 8, 1, half=False) == pytest.approx(1 / (67 * 0.6))
-    assert device.seconds("mm", 10**12, 8, 1, half=False, tf32=True) == pytest.approx(1 / (494 * 0.6))
-    assert device.seconds("evodsp::attention", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.45))
-    assert device.seconds("add", 0, 10**9, 1, half=True) == pytest.approx(1 / (3350 * 0.7))
-    assert device.seconds("add", 0, 8, 3, half=True) == pytest.approx(9e-6)
+
+    def more(name: str, flops: int, moved: int, launches: int, **precision: bool) -> float:
+        """The seconds beside those of the launches, of 3 us each."""
+        return device.seconds(name, flops, moved, launches, **precision) - 3e-6 * launches
+
+    assert more("mm", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.6))
+    assert more("mm", 10**12, 8, 4, half=False) == pytest.approx(1 / (67 * 0.6))
+    assert more("mm", 10**12, 8, 1, half=False, tf32=True) == pytest.approx(1 / (494 * 0.6))
+    assert more("evodsp::attention", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.45))
+    assert more("add", 0, 10**9, 1, half=True) == pytest.approx(1 / (3350 * 0.7))
+    assert device.seconds("add", 0, 8, 3, half=True) == pytest.approx(9e-6, rel=1e-3)
+    assert device.seconds("view", 0, 0, 0, half=True) == 0.0
 
 
 def test_attention_of_a_gpu_takes_the_time_of_its_logits() -> None:
     """Catches narrow heads that are planned as faster than wide ones: an H200 needed the same time for 8 channels as for 32."""
-    device = load_device("h200")
+    device = replace(load_device("h200"), kernel_us=0.0)
     for flops in (10**12, 4 * 10**12):
         taken = device.seconds("evodsp::attention", flops, 8, 1, half=True, logits=2e9)
         assert taken == pytest.approx(2e-3)
@@ -205,3 +211,12 @@ def test_the_host_launches_collectives_too() -> None:
     assert (times.total, times.exposed, times.calls) == (3.25, 1.75, 1), (
         "launched at 0.25, the operator runs from 0.5 on"
     )
+
+
+def test_graphs_launch_the_stacks_and_nothing_else() -> None:
+    """Catches graphs that are planned as launching the whole model: the structure module and the losses are not recorded."""
+    parts = ("evoformer", "extra_msa_stack", "structure_module")
+    items: list[Item] = [span(1.0, operators=30, place=(part, 0)) for part in parts]
+    assert [item.operators for item in replayed(items) if isinstance(item, Span)] == [0, 0, 30]
+    assert simulate(items, 0.1, three_seconds).total == pytest.approx(9.0)  # the host's 90 launches
+    assert simulate(replayed(items), 0.1, three_seconds).total == pytest.approx(3.1)
