@@ -74,7 +74,7 @@ NOT_RUN = {
 }
 """Commands that are not executed here, by how they begin, and why."""
 
-PROGRAMS = ("scripts.examples.pairformer",)
+PROGRAMS = ("scripts.examples.pairformer", "scripts.examples.own_loop")
 """Programs that a page starts with torchrun, beside those of scripts/examples/frameworks."""
 
 STEPS = 2
@@ -121,6 +121,8 @@ class Reader:
                 return
         assert any(command.startswith(start) for start in NOT_RUN), f"no rule tests this command: {command}"
         CHECKS[words[0]](words[1:])
+        if command == "make demo":  # commands after it find a model where the demo leaves one
+            self.fit(["fit", "--config", "configs/quickstart.yaml", "--output", demo_model()])
 
     def evodsp(self, words: list[str]) -> None:
         rules: dict[str, Callable[[list[str]], None]] = {
@@ -188,6 +190,10 @@ class Reader:
         """All files that the page's table names must be there."""
         if "complexes.fasta" in words:
             self.complexes(words)
+            return
+        if "--msa_server" in words:  # would ask a server
+            check_options(words)
+            check_name(option(words, "--weights") or "")
             return
         run([*words, *SMALL_PREDICTION, *self.one_rank])
         output = option(words, "--output")
@@ -268,6 +274,13 @@ class Reader:
             command = [sys.executable, "-m", "torch.distributed.run", *words, *small]
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
+
+
+def demo_model() -> str:
+    """The folder of the run of `make demo`."""
+    found = re.search(r"--output \$\(RUNS\)/(\S+) .*--parallel", (ROOT / "Makefile").read_text())
+    assert found
+    return f"runs/{found[1]}"
 
 
 def run(words: list[str]) -> None:
