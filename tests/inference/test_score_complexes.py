@@ -306,6 +306,18 @@ def test_the_command_scores_complexes(folders: Path, capsys: pytest.CaptureFixtu
     assert "confidence" not in capsys.readouterr().out
 
 
+def test_complexes_that_are_not_predicted_yet(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a batch that is not finished and costs the scores of what is, and scores of fewer complexes without a word."""
+    (folders / "predictions" / "9abc" / RANKING).unlink()
+    assert score_command(folders, "--held_out", "9xyz,9abc,9zzz") == 0
+    said = capsys.readouterr().out
+    assert "held-out: 2 of 3 complexes have no finished prediction in" in said
+    assert "such as 9abc" in said
+    assert "iLDDT-CA" in said
+    (row,) = csv.DictReader((folders / "scored" / "scores.csv").open())
+    assert row["complex"] == "9xyz"
+
+
 def test_the_assembly_is_a_choice(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a prediction that is compared with the asymmetric unit unasked, or always with assembly 1."""
     path = folders / "structures" / "9abc.cif"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from evodsp.data.similarity.nearest_complex import ComplexCopy, TrainingComplexe
 from evodsp.data.sources.layout import names_of, structure_file
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
-from evodsp.inference.results import read_with_ranking
+from evodsp.inference.results import RANKING, read_with_ranking
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
+from evodsp.inference.score.splits import predicted
 from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
 
@@ -171,6 +173,11 @@ def read_predicted(predictions: Path, name: str) -> Predicted:
     return Predicted(read_assembly(result.structure(), None), float(best["mean_plddt"]), iptm, confidence)
 
 
+def _exists(predictions: Path, name: str) -> bool:
+    folder = predictions / name
+    return (folder / RANKING).is_file() if folder.is_dir() else structure_file(predictions, name) is not None
+
+
 def score_complex(
     name: str, split: str, truth: Assembly, predicted: Predicted
 ) -> tuple[ComplexRow, list[InterfaceRow], list[str]]:
@@ -266,16 +273,17 @@ def write_complex_report(
 
     `predictions`: output of `evodsp predict`, or a folder of structure files, named as the complexes. `structures`: folder of
     the true structures. `splits`: the names of the complexes of each set. `assembly`: which biological assembly is the truth;
-    None: the asymmetric unit. `training`: also score a copy of the nearest of these complexes.
+    None: the asymmetric unit. `training`: also score a copy of the nearest of these complexes. Complexes without a prediction
+    are named and left out, unless none has one.
     """
     folder = StructureFolder(structures)
     scores: list[ComplexRow] = []
     interfaces: list[InterfaceRow] = []
-    remarks: list[str] = []
+    splits, remarks = predicted(predictions, splits, partial(_exists, predictions), "complexes")
     for split, names in splits.items():
         for name in names:
-            predicted, truth = read_predicted(predictions, name), folder.assembly(name, assembly)
-            one, of_it, said = score_complex(name, split, truth, predicted)
+            best, truth = read_predicted(predictions, name), folder.assembly(name, assembly)
+            one, of_it, said = score_complex(name, split, truth, best)
             if training is not None:
                 one, reasons = _beside_copy(one, truth, training)
                 said += reasons

@@ -24,6 +24,7 @@ from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.figures import calibration_figure, distance_figure
+from evodsp.inference.score.splits import predicted
 from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
 
@@ -166,7 +167,7 @@ def write_report(
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
-    splits, left_out = _predicted(predictions, splits)
+    splits, left_out = predicted(predictions, splits, lambda key: (predictions / key / RANKING).is_file(), "chains")
     scores: Sequence[ChainScores] = compare_all(predictions, structures, splits)
     if not scores:
         raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
@@ -195,21 +196,6 @@ def write_report(
         f"\nwrote {output / 'scores.csv'}, {output / 'calibration.png'} and {len(pictures)} pictures, e.g. {pictures[0]}"
     )
     return scores
-
-
-def _predicted(predictions: Path, splits: Mapping[str, Sequence[str]]) -> tuple[Mapping[str, Sequence[str]], list[str]]:
-    """The chains that have a finished prediction, all if none has one; and a line for each set of which some lack it."""
-    found = {split: [key for key in keys if (predictions / key / RANKING).is_file()] for split, keys in splits.items()}
-    if not any(found.values()):
-        return splits, []
-    lines = []
-    for split, keys in splits.items():
-        if lacking := [key for key in keys if key not in found[split]]:
-            lines.append(
-                f"{split}: {len(lacking)} of {len(keys)} chains have no finished prediction in {predictions} and are left "
-                f"out, such as {lacking[0]}; predict them, or take them from the list"
-            )
-    return found, lines
 
 
 def _copy_lines(split: str, bar: Bar, scores: Sequence[ScoresBesideCopy]) -> Iterator[str]:
