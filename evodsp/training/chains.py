@@ -186,7 +186,7 @@ def _resolutions(keys: list[str], store: Store, rules: Selection, read: dict[str
     chains that are read now."""
     if read:
         return np.array([read[key] for key in keys if key in read])
-    table = rules.known[0] if rules.known is not None else None
+    table = rules.known.table if rules.known is not None else None
     if table is None and store.index is not None:
         table = store.index.table
     if table is not None:

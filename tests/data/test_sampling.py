@@ -13,7 +13,7 @@ import pytest
 from evodsp.config import FilterConfig
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
 from evodsp.data.index.metadata import cached_table
-from evodsp.data.samples.sampling import ChainDraws, left_out_by_filters, sampling_weights
+from evodsp.data.samples.sampling import ChainDraws, left_out_by_filters
 from evodsp.errors import UserError
 from evodsp.rng import Draws
 
@@ -72,8 +72,8 @@ def test_draws_have_the_frequencies_of_the_formula(bad: int) -> None:
     """Weights that are wrong, draws that are not proportional to them, or replacements that favour some chains."""
     chains = two_thousand()
     weights = formula(chains)
-    np.testing.assert_allclose(sampling_weights(chains), weights, rtol=1e-12)
-    draws = ChainDraws(Draws.root(3).at("data"), chains.keys, sampling_weights(chains))
+    np.testing.assert_allclose(chains.frequencies(), weights, rtol=1e-12)
+    draws = ChainDraws(Draws.root(3).at("data"), chains.keys, chains.frequencies())
     left_out = set(np.random.default_rng(1).permutation(chains.keys)[:bad].tolist())
     row_of = {key: row for row, key in enumerate(chains.keys)}
     number = 20_000

@@ -266,7 +266,7 @@ def _overlaps(examiner: Examiner, sets: Mapping[str, list[str]], letters: Letter
 def _known(data: DataSet, store: Store, usable: list[str], examined: list[Examined]) -> tuple[ChainTable, str]:
     """The known facts about the usable chains, and their source."""
     if (known := data.selection.known) is not None:
-        table, source = known
+        table, source = known.table, known.source
     elif store.index is not None:
         table, source = store.index.table, str(store.index.path)
     else:

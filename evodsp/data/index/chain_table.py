@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from typing import overload
 
 import numpy as np
-from jaxtyping import Float32, Int32, Int64, UInt8
+from jaxtyping import Float32, Float64, Int32, Int64, UInt8
 
 _ENCODING, _ERRORS = "utf-8", "surrogateescape"  # file names may be any bytes
 
@@ -69,6 +69,9 @@ UNKNOWN_DAY = np.iinfo(np.int32).min
 UNKNOWN_CLUSTER = -1
 """Cluster size of a chain that the cluster file does not list; OpenFold writes the same number."""
 
+SHORT, LONG = 256, 512
+"""Residues: shorter chains are taken as often as one of `SHORT`, longer ones as one of `LONG`."""
+
 
 @dataclass(frozen=True)
 class ChainTable:
@@ -98,3 +101,16 @@ class ChainTable:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def frequencies(self) -> Float64[np.ndarray, " n"]:
+        """The frequency with which AlphaFold2 takes each chain: clamp(length, 256, 512) / 512, divided by the size of its
+        sequence cluster.
+
+        A chain whose cluster is unknown has that of its representative; if that is unknown too, the chains of one
+        representative, which are identical, are a cluster. A chain of unknown length counts as short.
+        """
+        sizes = self.cluster_sizes.astype(np.float64)
+        of_representative = sizes[self.representatives]
+        identical = np.bincount(self.representatives, minlength=len(self))[self.representatives]
+        sizes = np.where(sizes > 0, sizes, np.where(of_representative > 0, of_representative, identical))
+        return np.clip(self.lengths, SHORT, LONG) / LONG / sizes

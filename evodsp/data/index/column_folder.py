@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64
 
 from evodsp.data.index.chain_table import ChainTable, PackedTexts
 from evodsp.errors import FileFormatError, UserError, nearest
@@ -117,6 +118,10 @@ class Index(ABC):
             self._take(self._header, texts, {name: arrays[name] for name in self.FORMAT.arrays})
         except (KeyError, ValueError, TypeError) as error:
             raise FileFormatError(self.path, f"its parts do not fit together ({quoted(error)}); {FIX}") from error
+
+    def frequencies(self) -> Float64[np.ndarray, " n"]:
+        """The frequency with which `sampling: alphafold2` takes each row, in any unit."""
+        return self.table.frequencies()
 
     @abstractmethod
     def _take(self, header: Mapping[str, Any], texts: dict[str, PackedTexts], arrays: dict[str, np.ndarray]) -> None:

@@ -2,18 +2,20 @@
 
 `evodsp data index --complexes true` makes it (`evodsp.data.index.scan_complexes`). It is a folder of columns (`column_folder`),
 a row for each entry. In its table the length is that of all chains, the shares of residue types are those of all chains
-together, and the cluster size is the smallest of its chains: an entry is as rare as its rarest chain.
+together, and the cluster size is the smallest of its chains. How often an entry is drawn depends on the clusters of all
+chains.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from evodsp.data.index.chain_table import ChainTable, PackedTexts
 from evodsp.data.index.column_folder import Format, Index, Source, fitting_parts, within, write_columns
@@ -22,7 +24,8 @@ FORMAT = Format(
     "complexes",
     " --complexes true",
     ("keys", "structures", "methods", "problems", "chain_names", "chain_sequences", "chain_alignments"),
-    ("are_aligned", "first_chains"),
+    ("are_aligned", "first_chains", "chain_clusters"),
+    version=2,
 )
 
 
@@ -64,6 +67,8 @@ class ComplexColumns:
     """The key of the chain whose alignments each chain has; '' if there are none."""
     are_aligned: Int64[np.ndarray, " n"]
     """1 where every chain has alignments; of an entry that could not be read, where any chain of it has."""
+    chain_clusters: Int64[np.ndarray, " m"]
+    """The number of chains in each chain's sequence cluster, itself included; `UNKNOWN_CLUSTER` if unknown."""
     first_chains: Int64[np.ndarray, " n_plus_1"]
     """The chains of row i are those from first_chains[i] to first_chains[i + 1]."""
 
@@ -90,6 +95,19 @@ class ComplexIndex(Index):
     def _options(self) -> str:
         unit = "" if self.assembly == "1" else f" --assembly {'null' if self.assembly is None else self.assembly}"
         return FORMAT.options + unit
+
+    def frequencies(self) -> Float64[np.ndarray, " n"]:
+        """AlphaFold-Multimer draws chains, each as often as 1 / the size of its cluster, and takes the whole entry: the
+        frequency of an entry is the sum over its chains.
+
+        Where no cluster is known, the chains of one sequence are a cluster.
+        """
+        content, sizes = self.content, self.content.chain_clusters.astype(np.float64)
+        letters = content.chain_sequences[:]
+        alike = Counter(letters)
+        sizes = np.where(sizes > 0, sizes, [alike[one] for one in letters])
+        sums = np.concatenate([[0.0], np.cumsum(1 / sizes)])
+        return np.diff(sums[content.first_chains])
 
     def complex(self, row: int) -> ListedComplex:
         """The chains of an entry; none if its structure could not be read."""
@@ -120,7 +138,7 @@ class ComplexIndex(Index):
             yield name, len(getattr(content, name)) == len(self)
         for name in FORMAT.texts[1:]:
             yield name, bool((getattr(content, name).lengths() >= 0).all())
-        for name in ("chain_sequences", "chain_alignments"):
+        for name in ("chain_sequences", "chain_alignments", "chain_clusters"):
             yield name, len(getattr(content, name)) == chains
         yield "are_aligned", within(content.are_aligned, 0, 2)
         yield "first_chains", fitting_parts(content.first_chains, len(self), chains)

@@ -72,11 +72,12 @@ def make_complex_index(config: IndexConfig) -> int:
     found = [one for _, one in parts.scanned()]
     parts.before_writing()
     keys = PackedTexts.of(entries)
+    sizes = _cluster_sizes(found, clusters, by_entity)
     facts = [
-        ChainFacts("".join(one["sequences"]), one["resolution"], one["release_day"], size)
-        for one, size in zip(found, _cluster_sizes(found, clusters, by_entity), strict=True)
+        ChainFacts("".join(one["sequences"]), one["resolution"], one["release_day"], _smallest(of_chains))
+        for one, of_chains in zip(found, sizes, strict=True)
     ]
-    content = _columns(tasks, found, aligned, lenders)
+    content = _columns(tasks, found, aligned, lenders, sizes)
     write_complexes(config.output, table_of(keys, facts), content, sources, config.assembly)
     parts.remove()
     return len(entries)
@@ -138,21 +139,26 @@ def owners(keys: list[str], sequences: list[str], aligned: Collection[str], lend
     return [owner_of.get(letters, "") for letters in sequences]
 
 
-def _cluster_sizes(found: list[dict[str, Any]], clusters: list[list[str]], by_entity: bool) -> list[int]:
-    """For each entry the smallest cluster of its chains; UNKNOWN_CLUSTER if none is known."""
+def _cluster_sizes(found: list[dict[str, Any]], clusters: list[list[str]], by_entity: bool) -> list[list[int]]:
+    """For each entry the sizes of its chains' clusters; UNKNOWN_CLUSTER where unknown."""
     if by_entity:
         sizes = iter(EntityClusters(clusters).sizes(entity for one in found for entity in one["entities"]))
-        of_entries = [[next(sizes) for _ in one["keys"]] for one in found]
-    else:
-        of_chain = ClusterSizes(clusters)
-        of_entries = [[of_chain.of(key) for key in one["keys"]] for one in found]
-    return [
-        min((size for size in of_entry if size != UNKNOWN_CLUSTER), default=UNKNOWN_CLUSTER) for of_entry in of_entries
-    ]
+        return [[next(sizes) for _ in one["keys"]] for one in found]
+    of_chain = ClusterSizes(clusters)
+    return [[of_chain.of(key) for key in one["keys"]] for one in found]
+
+
+def _smallest(sizes: list[int]) -> int:
+    """The smallest cluster; UNKNOWN_CLUSTER if none is known."""
+    return min((size for size in sizes if size != UNKNOWN_CLUSTER), default=UNKNOWN_CLUSTER)
 
 
 def _columns(
-    tasks: list[ComplexTask], found: list[dict[str, Any]], aligned: Collection[str], lenders: Mapping[str, str]
+    tasks: list[ComplexTask],
+    found: list[dict[str, Any]],
+    aligned: Collection[str],
+    lenders: Mapping[str, str],
+    sizes: list[list[int]],
 ) -> ComplexColumns:
     alignments = [owners(one["keys"], one["sequences"], aligned, lenders) for one in found]
     problems = []
@@ -167,5 +173,6 @@ def _columns(
         chain_sequences=PackedTexts.of(letters for one in found for letters in one["sequences"]),
         chain_alignments=PackedTexts.of(owner for of_chains in alignments for owner in of_chains),
         are_aligned=np.array([all(of_chains) for of_chains in alignments], np.int64),
+        chain_clusters=np.array([size for of_chains in sizes for size in of_chains], np.int64),
         first_chains=np.array([0, *accumulate(len(one["keys"]) for one in found)], np.int64),
     )

@@ -33,9 +33,6 @@ from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.rng import Draws
 
-SHORT, LONG = 256, 512
-"""Residues: shorter chains weigh as much as one of `SHORT`, longer ones as one of `LONG`."""
-
 
 def left_out_by_filters(
     table: ChainTable, filters: FilterConfig, where: str = "data.filters"
@@ -64,20 +61,6 @@ def left_out_by_filters(
         reasons["unknown release date"] = unknown
         reasons[f"released after {latest}"] = ~unknown & (table.release_days > (latest - date(1970, 1, 1)).days)
     return reasons
-
-
-def sampling_weights(table: ChainTable) -> Float64[np.ndarray, " n"]:
-    """The frequency with which AlphaFold2 takes each chain: clamp(length, 256, 512) / 512, divided by the size of its
-    sequence cluster.
-
-    A chain whose cluster is unknown has that of its representative; if that is unknown too, the chains of one representative,
-    which are identical, are a cluster. A chain of unknown length counts as short.
-    """
-    sizes = table.cluster_sizes.astype(np.float64)
-    of_representative = sizes[table.representatives]
-    identical = np.bincount(table.representatives, minlength=len(table))[table.representatives]
-    sizes = np.where(sizes > 0, sizes, np.where(of_representative > 0, of_representative, identical))
-    return np.clip(table.lengths, SHORT, LONG) / LONG / sizes
 
 
 @runtime_checkable

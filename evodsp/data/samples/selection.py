@@ -9,6 +9,7 @@ such chains alone learns no confidence, and its `train/plddt` is 0. A message sa
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from evodsp.config import FilterConfig, LossConfig, Sampling
 from evodsp.data.index.chain_table import ChainTable
 from evodsp.data.index.metadata import cached_table
 from evodsp.data.index.opening import open_index
-from evodsp.data.samples.sampling import left_out_by_filters, sampling_weights
+from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import UserError
@@ -73,6 +74,17 @@ class Presence:
 
 
 @dataclass(frozen=True)
+class KnownChains:
+    """Facts about chains or complexes."""
+
+    table: ChainTable
+    source: str
+    """The file that holds them."""
+    frequencies: Callable[[], Float64[np.ndarray, " n"]]
+    """Returns how often `sampling: alphafold2` takes each, in any unit."""
+
+
+@dataclass(frozen=True)
 class Selection:
     """The settings that filter and weight the chains of a set."""
 
@@ -89,13 +101,14 @@ class Selection:
         return self.chain_data_cache is not None or self.sampling == "alphafold2"
 
     @cached_property
-    def known(self) -> tuple[ChainTable, str] | None:
-        """The known facts about the chains, and the file that holds them; None if no setting asks for facts.
+    def known(self) -> KnownChains | None:
+        """The known facts about the chains; None if no setting asks for facts.
 
         An index alone filters nothing: it may be there only to make a run start quickly.
         """
         if self.chain_data_cache is not None:
-            return cached_table(self.chain_data_cache), self.chain_data_cache
+            table = cached_table(self.chain_data_cache)
+            return KnownChains(table, self.chain_data_cache, table.frequencies)
         if not self.is_applied:
             return None
         if self.index is None:
@@ -104,7 +117,8 @@ class Selection:
                 "OpenFold's chain_data_cache.json or an index (evodsp data index), which have the lengths and cluster sizes, "
                 f"or set {self.where}.sampling to uniform"
             )
-        return open_index(self.index).table, self.index
+        index = open_index(self.index)
+        return KnownChains(index.table, self.index, index.frequencies)
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ def select(keys: list[str], selection: Selection) -> Selected:
     """Filter and weight the chains `keys`. A chain that several filters leave out is counted with the first."""
     if (known := selection.known) is None:
         return Selected(keys, None, {})
-    table, source = known
+    table, source = known.table, known.source
     row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
     reasons = left_out_by_filters(table, selection.filters, f"{selection.where}.filters")
     kept, counts = [], dict.fromkeys([f"not in {source}", *reasons], 0)
@@ -140,7 +154,7 @@ def select(keys: list[str], selection: Selection) -> Selected:
             counts[why] += 1
         else:
             kept.append(key)
-    weights = None if selection.sampling == "uniform" else sampling_weights(table)[[row_of[key] for key in kept]]
+    weights = None if selection.sampling == "uniform" else known.frequencies()[[row_of[key] for key in kept]]
     return Selected(kept, weights, {reason: count for reason, count in counts.items() if count})
 
 
