@@ -131,6 +131,13 @@ def test_an_index_of_something_else(folders: Folders) -> None:
     )
 
 
+def test_chains_of_one_sequence_are_a_cluster_where_none_is_known(folders: Folders) -> None:
+    """Catches hundreds of structures of one complex that count as hundreds of clusters."""
+    assert index_of(folders).frequencies().tolist() == [1 / 2 + 1 / 2 + 1]
+    another(folders, "2abc", "A", "C")
+    assert index_of(folders).frequencies().tolist() == [1 / 4 + 1 / 4 + 1 / 2] * 2
+
+
 def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
     """Catches filters and weights that know nothing of complexes, and notes that do not know that an index is old."""
     folders = tmp_path / "alignments", tmp_path / "mmcif_files"
