@@ -31,6 +31,9 @@ from evodsp.weights.published import is_parameter_file
 from evodsp.weights.sizes import on_meta
 
 _BLOCK = re.compile(r"\bblocks\.\d+\.")
+_OF_BLOCK = re.compile(r"(?P<stack>evoformer|extra_msa_stack)\.blocks\.(?P<number>\d+)\.(?P<part>.*)")
+_MOVED = ("msa_stack.outer_product_mean.", "pair_stack.")
+_BLOCKS = ("evoformer.blocks", "extra_msa.blocks")
 _PARTS = {
     "templates.": "templates.enabled",
     "heads.pae_": "heads.predicted_aligned_error",
@@ -96,6 +99,8 @@ def check_initial(path: str | Path, config: ModelConfig) -> None:
     for key, value in wanted.items():
         if starts_complexes and key.startswith(("arrangement", "templates.")):
             continue
+        if starts_complexes and key in _BLOCKS and value == saved[key] + 1:  # see `one_block_on`
+            continue
         switch = next((switch for part, switch in _PARTS.items() if key.startswith(part)), None)
         absent = switch is not None and not (saved[switch] and wanted[switch])
         free = (
@@ -139,14 +144,15 @@ Found = tuple[dict[str, Tensor], list[str]]
 def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     saved = own_weights(path, read_checkpoint(path), raw)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    arrays = saved
+    arrays, usable = saved, saved
     if model.config.arrangement == "multimer" and model_config(path).arrangement == "monomer":
-        arrays = of_complexes(saved, shapes)
+        usable = of_complexes(saved, shapes)
+        arrays = one_block_on(usable, shapes)
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, _our_shapes, model.config)
     if is_pretrained(path):
         check_sum(path)
     found = {name: value for name, value in arrays.items() if name in shapes}
-    return found, [name for name in saved if name not in found]
+    return found, [*(name for name in saved if name not in usable), *(name for name in arrays if name not in found)]
 
 
 def of_complexes(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
@@ -160,6 +166,30 @@ def of_complexes(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tens
         part = taken[name][..., OF_COMPLEXES[name] :][tuple(map(slice, shapes[name]))]
         taken[name] = F.pad(part, (0, shapes[name][-1] - part.shape[-1]))
     return taken
+
+
+def one_block_on(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
+    """The weights of stacks that have a block more in a model of complexes: outer product and pair stack of block k are those
+    of block k + 1 there.
+
+    A block of complexes begins with the outer product of the m that it is given, a block of single chains ends with that of
+    the m that it has made. So each outer product still has the m, and each pair stack the z, that it was trained with. Only
+    the pair bias of attention within the MSA is that of z before its pair stack. What the first and the last block have no
+    weights for begins as the identity.
+    """
+    moved = {}
+    for name, value in arrays.items():
+        if found := _OF_BLOCK.match(name):
+            stack, number, part = found["stack"], int(found["number"]), found["part"]
+            if _count(stack, shapes) == _count(stack, arrays) + 1 and part.startswith(_MOVED):
+                name = f"{stack}.blocks.{number + 1}.{part}"
+        moved[name] = value
+    return moved
+
+
+def _count(stack: str, names: Iterable[str]) -> int:
+    """The number of blocks of a stack."""
+    return len({found["number"] for name in names if (found := _OF_BLOCK.match(name)) and found["stack"] == stack})
 
 
 def _deepmind(model: AlphaFold, path: str | Path, raw: bool) -> Found:

@@ -98,6 +98,33 @@ def test_a_model_of_complexes_starts_from_one_of_single_chains(tmp_path: Path) -
     assert all(torch.equal(parameters[name], alone.get_parameter(name)) for name in shared)
 
 
+@pytest.mark.parametrize("stack", ["evoformer", "extra_msa_stack"])
+def test_with_a_block_more_stacks_compute_what_they_did(stack: str, tmp_path: Path) -> None:
+    """Catches an outer product or a pair stack that reads another block's m or z: but for the pair bias of attention within the
+    MSA, a stack that begins with the outer product computes the same."""
+    alone = random_model(SMALL, 3).double()
+    with torch.no_grad():
+        for name, parameter in alone.named_parameters():
+            if "row_attention.pair_bias" in name:
+                parameter.zero_()
+    save_model(tmp_path / "a.ckpt", alone)
+    more: dict[str, Any] = {
+        part: dataclasses.replace(getattr(SMALL, part), blocks=getattr(SMALL, part).blocks + 1)
+        for part in ("evoformer", "extra_msa")
+    }
+    several = AlphaFold(dataclasses.replace(SMALL, arrangement="multimer", **more)).double()
+    outcome = initialise(several, tmp_path / "a.ckpt")
+    assert not [name for name in outcome.left_out if ".blocks." in name and "template" not in name]
+    generator, channels = torch.Generator().manual_seed(0), SMALL.channels
+    c_m = channels.msa if stack == "evoformer" else channels.extra_msa
+    m, z = (torch.randn(shape, generator=generator).double() for shape in ((1, 5, 7, c_m), (1, 7, 7, channels.pair)))
+    masks = torch.ones(1, 5, 7).double(), torch.ones(1, 7, 7).double()
+    with torch.no_grad():
+        found = [getattr(model.eval(), stack)(m, z, *masks) for model in (several, alone)]
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_model_of_single_chains_does_not_start_from_one_of_complexes(tmp_path: Path) -> None:
     """Catches weights of complexes that come into a model whose layers stand for something else."""
     config = dataclasses.replace(SMALL, arrangement="multimer")
