@@ -15,7 +15,8 @@ from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.similarity.nearest import Bar, Copy
-from evodsp.data.sources.layout import names_of, split_key, structure_file
+from evodsp.data.sources.layout import chain_id_in
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import RANKING, plddt_of, read_result
@@ -166,7 +167,7 @@ def write_report(
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
-    splits, left_out = _predicted(predictions, splits)
+    splits, left_out = _predicted(predictions, structures, splits)
     scores: Sequence[ChainScores] = compare_all(predictions, structures, splits)
     if not scores:
         raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
@@ -197,19 +198,49 @@ def write_report(
     return scores
 
 
-def _predicted(predictions: Path, splits: Mapping[str, Sequence[str]]) -> tuple[Mapping[str, Sequence[str]], list[str]]:
-    """The chains that have a finished prediction, all if none has one; and a line for each set of which some lack it."""
-    found = {split: [key for key in keys if (predictions / key / RANKING).is_file()] for split, keys in splits.items()}
-    if not any(found.values()):
-        return splits, []
+def _predicted(
+    predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]]
+) -> tuple[Mapping[str, Sequence[str]], list[str]]:
+    """The chains that have a finished prediction; and a line for each set of which some lack it. Raises UserError if none has
+    one."""
+    folder = StructureFolder(structures)
+    found = {
+        split: [key for key in keys if _prediction(predictions, folder, key) is not None]
+        for split, keys in splits.items()
+    }
+    if not any(found.values()) and (first := next((key for keys in splits.values() for key in keys), None)):
+        raise UserError(
+            f"{predictions}: no finished prediction of '{first}' or another chain; looked for {_looked_for(first)}; run evodsp "
+            "predict, with --overwrite where files are missing"
+        )
     lines = []
     for split, keys in splits.items():
         if lacking := [key for key in keys if key not in found[split]]:
             lines.append(
                 f"{split}: {len(lacking)} of {len(keys)} chains have no finished prediction in {predictions} and are left "
-                f"out, such as {lacking[0]}; predict them, or take them from the list"
+                f"out, such as {lacking[0]} (looked for {_looked_for(lacking[0])}); predict them, or take them from the list"
             )
     return found, lines
+
+
+def _prediction(predictions: Path, structures: StructureFolder, key: str) -> Path | None:
+    """The folder of a chain's finished prediction: of its own name, or of its entry's if the structure has this chain only.
+    None if there is none."""
+    if (predictions / key / RANKING).is_file():
+        return predictions / key
+    folder = predictions / _entry(key)
+    return folder if (folder / RANKING).is_file() and folder != predictions and structures.is_only_chain(key) else None
+
+
+def _looked_for(key: str) -> str:
+    """The files that say that the prediction of a chain is finished, for messages."""
+    entry = _entry(key)
+    other = f" and, if the structure of {entry} has this chain only, {entry}/{RANKING}" if entry else ""
+    return f"{key}/{RANKING}{other}"
+
+
+def _entry(key: str) -> str:
+    return key.rpartition("_")[0]
 
 
 def _copy_lines(split: str, bar: Bar, scores: Sequence[ScoresBesideCopy]) -> Iterator[str]:
@@ -301,11 +332,10 @@ def _score(pair: _Pair, split: str) -> ChainScores:
 
 
 def _read_key(predictions: Path, structures: Path, key: str) -> _Pair:
-    pdb_id, chain_id = split_key(key)
-    truth = structure_file(structures, pdb_id)
-    if truth is None:
-        raise UserError(f"{structures}: no {names_of(pdb_id)} of '{key}'; check the folder of structures")
-    return _read_pair(read_result(predictions / key).structure(), truth, chain_id)
+    folder = StructureFolder(structures)
+    truth = folder.file_of(key)
+    found = _prediction(predictions, folder, key) or predictions / key
+    return _read_pair(read_result(found).structure(), truth, chain_id_in(truth, key))
 
 
 def _read_pair(prediction: Path, truth: Path, chain_id: str) -> _Pair:
