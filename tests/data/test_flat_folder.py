@@ -79,10 +79,8 @@ def test_a_chain_has_the_alignments_of_its_entry(folder: Path, with_index: bool)
         (folder / "alignments" / f"{key}.a3m").rename(folder / "alignments" / f"{key.partition('_')[0]}.a3m")
     entry_name, _, chain_id = OTHER.partition("_")
     path = folder / "mmcif_files" / f"{entry_name}.cif"
-    atoms = [
-        atom("CA", "ALA", 1, x, label_asym_id=name, auth_asym_id=name) for x, name in ((1, "A"), (2, chain_id + "X"))
-    ]
-    path.write_text(entry({"A": "1:ALA", f"{chain_id}X": "1:ALA"}, atoms))
+    atoms = [atom("CA", "ALA", 1, x, label_asym_id=name, auth_asym_id=name) for x, name in ((1, "A"), (2, chain_id))]
+    path.write_text(entry({"A": "1:ALA", chain_id: "1:ALA"}, atoms))
     store = ChainFiles(folder / "alignments", folder / "mmcif_files", index_of(folder) if with_index else None)
     presence = Presence(store)
     assert presence.lacks(KEY) is None

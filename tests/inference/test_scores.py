@@ -20,7 +20,6 @@ from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.score import scores as module
 from evodsp.inference.score.scores import (
-    ChainScores,
     ScoresBesideCopy,
     compare,
     comparison_table,
@@ -28,6 +27,7 @@ from evodsp.inference.score.scores import (
     write_scores,
 )
 from evodsp.inference.structure_files import PredictedStructure
+from evodsp.score_tables import ChainScores
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.training_chains import write_chain
 

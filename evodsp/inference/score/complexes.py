@@ -16,8 +16,8 @@ from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.inference.results import read_with_ranking
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
-from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
+from evodsp.score_tables import table, write_rows
 
 
 @dataclass(frozen=True)

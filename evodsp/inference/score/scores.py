@@ -25,33 +25,10 @@ from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.figures import calibration_figure, distance_figure
-from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
+from evodsp.score_tables import ChainScores, table, write_rows
 
 _PREDICTED_CHAIN = "A"
-
-
-@dataclass(frozen=True)
-class ChainScores:
-    """Scores of a prediction against the experiment, over the residues whose CA the experiment resolves."""
-
-    chain: str
-    split: str
-    """Name of the set that the chain belongs to, such as 'train' or 'held-out'."""
-    residues: int
-    """Length of the predicted chain."""
-    resolved: int
-    """Number of residues compared: residues with a CA in the experiment."""
-    plddt: float
-    """Mean pLDDT, 0..100."""
-    lddt_ca: float
-    """0..1."""
-    rmsd: float
-    """RMSD of the CA atoms after superposition, Å."""
-    gdt_ts: float
-    """0..1."""
-    tm_score: float
-    """0..1, normalised by the number of residues compared."""
 
 
 @dataclass(frozen=True)
