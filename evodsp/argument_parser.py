@@ -25,7 +25,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from evodsp.errors import SettingError, UserError, nearest
-from evodsp.given_settings import Given, Names, config_files, given_settings, values_of, with_underscores
+from evodsp.given_settings import Given, Names, config_files, given_settings, values_of, with_options, with_underscores
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -36,6 +36,9 @@ class OneLineErrors(ArgumentParser):
     given: tuple[Given, ...] = ()
     alone: Mapping[str, str] = MappingProxyType({})
     """Values of options that are given without a value, by their names without dashes."""
+    aliases: Mapping[str, str] = MappingProxyType({})
+    """Other names of options on the command line, with the option that each stands for: other commands' names of the same
+    thing."""
     several: frozenset[str] = frozenset()
     """See `Names`."""
     former: Mapping[str, str] = MappingProxyType({})
@@ -57,7 +60,8 @@ class OneLineErrors(ArgumentParser):
                 action.nargs, action.const = "?", True
             elif action.dest in self.alone:
                 action.nargs, action.const = "?", self.alone[action.dest]
-        words = with_underscores(list(args or []))
+        self._add_aliases()
+        words = with_options(with_underscores(list(args or [])), self.aliases)
         self.given = tuple(given_settings(words, self.names))
         self._check_lists()
         self._check_environment()
@@ -70,6 +74,13 @@ class OneLineErrors(ArgumentParser):
             raise UserError(
                 f"{file}: {(str(error).splitlines() or [''])[0]}; check what is between ${{ and }}"
             ) from error
+
+    def _add_aliases(self) -> None:
+        """Show the other names in the help. They are replaced before jsonargparse sees them (`with_options`)."""
+        for name, option in self.aliases.items():
+            (action,) = (action for action in self._actions if action.dest == option)
+            if f"--{name}" not in action.option_strings:
+                action.option_strings = [*action.option_strings, f"--{name}"]
 
     def instantiate_settings(self, config: Any) -> Any:
         """The typed settings of a parsed `config`. Raises UserError with the config file's line for a value out of range,
@@ -193,6 +204,10 @@ class HelpFormatter(DefaultHelpFormatter):
         return "\n".join(
             x if x.startswith("  ") else super(HelpFormatter, self)._fill_text(x, width, indent) for x in lines
         )
+
+    def start_section(self, heading: str | None) -> None:
+        """A heading without what a class's docstring says of errors, which is for programs."""
+        super().start_section(None if heading is None else re.sub(r"\.?\s*Raises .*", "", heading, flags=re.DOTALL))
 
     def add_argument(self, action: argparse.Action) -> None:
         if action.metavar != "CONFIG" or action.dest == "config":

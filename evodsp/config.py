@@ -25,6 +25,15 @@ def check_matmul(setting: str, value: str) -> None:
         raise SettingError(setting, f"'{value}'", "highest or high")
 
 
+LayerPrecision = Literal["fp32", "bf16", "32-true", "bf16-mixed"]
+"""Precision of the model's layers: of `evodsp predict` fp32 or bf16, of the trainer, for the same, 32-true or bf16-mixed."""
+
+
+def computes_in_half(precision: LayerPrecision) -> bool:
+    """Whether layers compute in bf16, by either name."""
+    return precision in ("bf16", "bf16-mixed")
+
+
 ArrangementName = Literal["monomer", "multimer"]
 """AlphaFold2's model of one chain, or AlphaFold-Multimer's of several."""
 

@@ -175,6 +175,15 @@ def with_underscores(words: list[str]) -> list[str]:
     ]
 
 
+def with_options(words: list[str], aliases: Mapping[str, str]) -> list[str]:
+    """The words with options in the place of their other names. `aliases`: for each other name its option, without dashes."""
+    return [
+        f"--{aliases[name[2:]]}{equals}{value}" if name.startswith("--") and name[2:] in aliases else word
+        for word in words
+        for name, equals, value in [word.partition("=")]
+    ]
+
+
 def config_files(words: list[str]) -> list[str]:
     """The config files that a command line names."""
     return [file for option in ("--config", "-c") for file in values_of(option, words)]

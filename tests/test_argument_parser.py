@@ -5,7 +5,8 @@ What only jsonargparse can say is compared by the names in it: its words may cha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ import pytest
 from jsonargparse import ActionConfigFile
 
 from evodsp.argument_parser import OneLineErrors
+from evodsp.cli import COMMANDS, SettingsCommand, main
 from evodsp.errors import SettingError, UserError
 from evodsp.given_settings import with_underscores
 
@@ -201,3 +203,37 @@ def test_a_package_that_is_not_installed(form: str) -> None:
     assert str(caught.value).count("comet-ml>=3.4.1' not met") == 1
     assert name in str(caught.value)
     assert "NoneType" not in str(caught.value), "the account of all types that were tried"
+
+
+def test_another_name_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a name that another command has for the same thing refused, dropped, given twice unseen, or not in the help."""
+    for words in (["--place", "x"], ["--place=x"]):
+        made = parser()
+        made.aliases = {"place": "output"}
+        assert made.instantiate_settings(made.parse_args(words)).output == Path("x")
+    with pytest.raises(UserError, match=r"^--output is given more than once"):
+        made.parse_args(["--output", "x", "--place", "y"])
+    with pytest.raises(SystemExit):
+        made.parse_args(["--help"])
+    assert "--output OUTPUT, --place OUTPUT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["predict", "estimate", "data doctor"])
+def test_other_names_are_no_options(command: str) -> None:
+    """Catches an alias of no option, or one that hides an option."""
+    made = COMMANDS[command]
+    assert isinstance(made, SettingsCommand)
+    module, _, name = made.settings.partition(":")
+    options = {one.name for one in fields(getattr(import_module(module), name))}
+    assert made.aliases
+    assert set(made.aliases.values()) <= options
+    assert not set(made.aliases) & options
+
+
+def test_a_heading_says_nothing_of_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches 'Raises UserError …' of a docstring in the help."""
+    assert main(["selftest", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "Devices and limits of a check of a machine.:" not in said
+    assert "Devices and limits of a check of a machine" in said
+    assert "Raises" not in said

@@ -16,11 +16,12 @@ from rich.console import Console
 from evodsp import printing
 from evodsp.cli import main
 from evodsp.inference.run_log import run_log
-from evodsp.inference.score.scores import ChainScores, write_scores
+from evodsp.inference.score.scores import write_scores
 from evodsp.printing import escape_others, logger, show, tell
 from evodsp.progress import progress
 from evodsp.reading.quoting import printable
 from evodsp.report.page import Page
+from evodsp.score_tables import ChainScores
 from evodsp.training.progress import TrainingProgress
 from tests.builders.evil_text import EVIL, SHOWN
 

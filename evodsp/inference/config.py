@@ -8,7 +8,14 @@ from datetime import date
 from pathlib import Path
 from typing import Literal, get_args
 
-from evodsp.config import KernelsConfig, MatmulPrecision, check_matmul, check_preset
+from evodsp.config import (
+    KernelsConfig,
+    LayerPrecision,
+    MatmulPrecision,
+    check_matmul,
+    check_preset,
+    computes_in_half,
+)
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import UserError
 from evodsp.model.kernels.backends import check_names
@@ -34,6 +41,11 @@ def sources_of(inputs: Sequence[Path], fasta: Path | None) -> Sequence[Path]:
     if inputs:
         raise UserError(f"--fasta {fasta} is given beside {inputs[0]}; give all inputs without --fasta")
     return (fasta,)
+
+
+def _precision(given: LayerPrecision) -> Literal["fp32", "bf16"]:
+    """The shorter name of a precision."""
+    return "bf16" if computes_in_half(given) else "fp32"
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,7 @@ class PredictConfig:
     fasta: Path | None = None
     """A single input, for command lines of earlier versions."""
     alignments: Path | None = None
-    """Folder of alignments (.a3m, .sto) with one sub-folder or one file per record, named as the record; the files of a single
+    """Folder of alignments (.a3m, .sto) with a sub-folder or a file per record, named as the record; the files of a single
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone. The chains of
     a complex have one each: `<record>_A`, or A in the folder of the record; identical chains need theirs once."""
     pairing: Pairing = "species"
@@ -168,8 +180,9 @@ class PredictConfig:
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     device: str = "auto"
     """Device of the model: cpu, cuda, cuda:1, …; auto uses a GPU if there is one."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the model's layers. bf16: as in training with bf16-mixed; about half the memory, and faster on GPUs."""
+    precision: LayerPrecision = "fp32"
+    """Precision of the model's layers. bf16, or bf16-mixed: as in training with bf16-mixed; about half the memory, and
+    faster on GPUs. fp32, or 32-true: float32."""
     matmul_precision: MatmulPrecision = "highest"
     """Products of float32 matrices on a GPU: highest (float32) or high (TF32: several times faster, 10 bits of each factor
     instead of 23)."""
@@ -225,7 +238,7 @@ class PredictConfig:
         check_matmul("--matmul_precision", self.matmul_precision)
         if self.working_memory not in ("auto", "all"):
             memory_size("--working_memory", self.working_memory)
-        if self.precision not in ("fp32", "bf16"):
+        if self.precision not in get_args(LayerPrecision):
             raise UserError(f"--precision is '{self.precision}', but must be 'fp32' or 'bf16'")
         if self.pairing not in get_args(Pairing):
             raise UserError(f"--pairing is '{self.pairing}', but must be 'species', 'entry' or 'none'")
@@ -250,7 +263,7 @@ class PredictConfig:
     def passes(self) -> PassSettings:
         """How the model runs."""
         return PassSettings(
-            self.precision,
+            _precision(self.precision),
             self.matmul_precision,
             self.ensembles,
             self.stop_tolerance,
@@ -317,7 +330,7 @@ class EstimateConfig:
     device: str = "auto"
     """auto: the GPU of this machine, or its processor. cpu or cuda. Or a kind of GPU: a100, h100, h200, b200, or the path of
     your own file (see `evodsp plan`)."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: LayerPrecision = "fp32"
     """Precision of the model's layers, as in `evodsp predict`. So are the settings below."""
     matmul_precision: MatmulPrecision = "highest"
     """Products of float32 matrices on a GPU: highest or high."""
@@ -364,7 +377,7 @@ class EstimateConfig:
     def passes(self) -> PassSettings:
         """How the model would run."""
         return PassSettings(
-            self.precision,
+            _precision(self.precision),
             self.matmul_precision,
             self.ensembles,
             working_memory=self.working_memory,

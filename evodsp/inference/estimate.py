@@ -66,8 +66,9 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     full = any(depth is None for _, depth in records)
     assumed = " Alignments are assumed to be as deep as the model takes (--alignments counts theirs)." if full else ""
     show(
-        f"{machine.name}, {settings.precision}, {features.recycles + 1} passes a seed, {features.msa_clusters} MSA rows, "
-        f"{features.extra_msa} extra ones, {templates} templates. Times are a model's, not measured.{assumed}"
+        f"{machine.name}, {settings.passes.precision}, {features.recycles + 1} passes a seed, "
+        f"{features.msa_clusters} MSA rows, {features.extra_msa} extra ones, {templates} templates. "
+        f"Times are a model's, not measured.{assumed}"
     )
     for lines, _ in found:
         show("\n".join(lines))

@@ -1,7 +1,7 @@
 """The targets of a prediction: the records of the inputs, paired with their alignments before a model is loaded.
 
-A record's alignments are a folder or a file of its name; a complex has those of its chains. A record without any is predicted
-from its sequence alone.
+A record's alignments are a folder, and files beside it, of its name, as for training; a complex has those of its chains. A
+record without any is predicted from its sequence alone.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, PairingRule, files_for_pairing
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.sources.chain_folder import (
-    ALIGNMENT_SUFFIXES,
     ALIGNMENTS,
     alignment_files,
+    chain_folders,
     has_files,
     parse_alignments,
     read_alignment_dir,
@@ -27,7 +28,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.inference.chains import chain_name
 from evodsp.inference.config import Pairing
 from evodsp.inference.failures import RecordFailure
-from evodsp.inference.inputs import InputRecord, read_inputs
+from evodsp.inference.inputs import InputRecord, clean_name, read_inputs
 from evodsp.packaged import where_packaged
 
 RULES: Mapping[Pairing, PairingRule | None] = MappingProxyType({"species": BY_SPECIES, "entry": BY_ENTRY, "none": None})
@@ -41,7 +42,8 @@ class Target:
     query: ProteinSequence
     """Of a complex: the sequences of all chains, joined."""
     alignments: Path | None
-    """A folder, or a single file; None: predicted from the sequence alone. Of a complex: ColabFold's alignment of all of it."""
+    """The place of the record's folder (its files may lie beside it), or a single file; None: predicted from the sequence
+    alone. Of a complex: ColabFold's alignment of all of it."""
     notes: tuple[str, ...] = ()
     """Lines for the log: the user has to know them about this record."""
     piped: bytes | None = None
@@ -124,10 +126,11 @@ def find_targets(
     """Pair every record of the inputs with its alignments; a record that cannot be predicted becomes a failure.
 
     `inputs`: the files that `read_inputs` takes; A3M files are alignments themselves. `alignments`: None, or a folder with
-    one sub-folder or one file (<name>.a3m, .sto) per record, named as the record; the files of a single record may also lie
-    directly in it. The chains of a complex have folders or files <name>_<chain>, or those of the chain's name (A, B, …) in the
-    folder <name>; those of a single record may also lie directly in `alignments`. `one_complex`: see `read_inputs`. `pairing`:
-    which rows of different chains are paired. Raises UserError if a file or folder is missing or of another kind.
+    a sub-folder or files beside its place (<name>.a3m, .sto) per record, named as the record or as the header that the name is
+    a part of (sp|P61823|RNAS1_BOVIN); the files of a single record may also lie directly in it. The chains of a complex have
+    folders or files <name>_<chain>, or those of the chain's name (A, B, …) in the folder <name>; those of a single record may
+    also lie directly in `alignments`. `one_complex`: see `read_inputs`. `pairing`: which rows of different chains are paired.
+    Raises UserError if a file or folder is missing or of another kind.
     """
     if alignments is not None and alignments.is_file():
         raise UserError(f"{alignments}: is a file, but --alignments takes the folder of alignments; give the folder")
@@ -137,6 +140,7 @@ def find_targets(
     records, failures = read_inputs(inputs, one_complex)
     targets: list[Target] = []
     alone = len(records) + len(failures) == 1
+    place = None if alignments is None else _Folder(alignments)
     for record in records:
         query = record.query
         try:
@@ -145,45 +149,76 @@ def find_targets(
                     raise UserError(
                         f"{chain.name}: all {len(chain)} residues are X, so there are no atoms to predict; leave it out"
                     )
-            target = (_complex if record.chains else _target)(record, alignments, alone)
+            target = (_complex if record.chains else _target)(record, place, alone)
             targets.append(replace(target, notes=(*record.notes, *target.notes), pairing=pairing))
         except UserError as error:
             failures.append(RecordFailure(query.name, str(error)))
     return targets, failures
 
 
-def _target(record: InputRecord, alignments: Path | None, alone: bool) -> Target:
+class _Folder:
+    """A folder of alignments, in which records are looked up by name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def of(self, name: str, alone: bool = False) -> Path | None:
+        """The place of the alignments of the record `name`; None if there are none. `alone`: whether they may lie directly in
+        the folder. Raises UserError if two headers of databases have the record's name."""
+        if has_files(self.path / name):
+            return self.path / name
+        headers = self._headers.get(name, ())
+        if len(headers) > 1:
+            raise UserError(
+                f"{self.path}: the alignments {headers[0]} and {headers[1]} may both be those of '{name}'; rename one to {name}"
+            )
+        if headers:
+            return self.path / headers[0]
+        return self.path if alone and alignment_files(self.path) else None
+
+    @cached_property
+    def _headers(self) -> dict[str, list[str]]:
+        """For each clean name the database headers that alignments of earlier searches are called by."""
+        found: dict[str, list[str]] = {}
+        for name in chain_folders(self.path) if self.path.is_dir() else ():
+            if (clean := clean_name(name)) != name:
+                found.setdefault(clean, []).append(name)
+        return found
+
+
+def _target(record: InputRecord, alignments: _Folder | None, alone: bool) -> Target:
     query = record.query
-    found = None if alignments is None else _alignments_of(query.name, alignments, alone)
+    found = None if alignments is None else alignments.of(query.name, alone)
     if record.alignment is not None:
-        unread = f"{found} is not read: {record.alignment} is the alignment of '{query.name}'"
-        notes = (unread,) if found and found != record.alignment else ()
+        others = [] if found is None else [path for path in alignment_files(found) if path != record.alignment]
+        notes = (f"{others[0]} is not read: {record.alignment} is the alignment of '{query.name}'",) if others else ()
         return Target(query, record.alignment, notes, record.piped)
     if found is not None:
         return Target(query, found)
     where, close = "", ""
     if alignments is not None:
-        stems = {path.name.split(".")[0]: path for path in sorted(alignments.iterdir())}
-        where, close = f" in {alignments}", nearest(query.name, list(stems))
+        stems = {path.name.split(".")[0]: path for path in sorted(alignments.path.iterdir())}
+        where, close = f" in {alignments.path}", nearest(query.name, list(stems))
         if query.name in stems:  # an empty folder, or a file of another kind
             close = f" {stems[query.name].name} there holds none: alignments are {ALIGNMENTS} files"
     note = f"no alignments for '{query.name}'{where}: predicted from its sequence alone, which is much less accurate."
     return Target(query, None, (note + close,))
 
 
-def _complex(record: InputRecord, alignments: Path | None, alone: bool) -> Target:
+def _complex(record: InputRecord, alignments: _Folder | None, alone: bool) -> Target:
     """The target of a complex. `alone`: whether there is no other record."""
     name = record.query.name
     if record.alignment is not None:
         chains = tuple(Target(chain, None) for chain in record.chains)
         return Target(record.query, record.alignment, (), record.piped, chains)
 
+    folders = [] if alignments is None else [_Folder(alignments.path / name), *([alignments] if alone else [])]
+
     def found(chain: ProteinSequence, letter: str) -> Path | None:
         if alignments is None:
             return None
-        named = (_alignments_of(one, alignments, False) for one in (chain.name, f"{name}_{letter}"))
-        folders = [alignments / name, *([alignments] if alone else [])]
-        within = (_alignments_of(letter, folder, False) for folder in folders)
+        named = (alignments.of(one) for one in (chain.name, f"{name}_{letter}"))
+        within = (folder.of(letter) for folder in folders)
         return next((path for path in (*named, *within) if path is not None), None)
 
     chains = tuple(Target(chain, found(chain, chain_name(k))) for k, chain in enumerate(record.chains))
@@ -191,22 +226,12 @@ def _complex(record: InputRecord, alignments: Path | None, alone: bool) -> Targe
     lacking = [one.query.name for one in target.distinct.values() if one.alignments is None]
     notes: tuple[str, ...] = ()
     if lacking:
-        where = "" if alignments is None else f" in {alignments}"
+        where = "" if alignments is None else f" in {alignments.path}"
         alone_only = (
             "predicted from its sequence alone" if len(lacking) == 1 else "each is predicted from its sequence alone"
         )
         notes = (f"no alignments for {', '.join(lacking)}{where}: {alone_only}, which is much less accurate.",)
     return replace(target, notes=notes)
-
-
-def _alignments_of(name: str, alignments: Path, alone: bool) -> Path | None:
-    """The folder or file of the record `name` in the folder `alignments`; None if there is none."""
-    if has_files(folder := alignments / name):
-        return folder
-    for suffix in ALIGNMENT_SUFFIXES:
-        if (file := alignments / f"{name}{suffix}").is_file():
-            return file
-    return alignments if alone and alignment_files(alignments) else None
 
 
 def content_digest(path: Path) -> str:

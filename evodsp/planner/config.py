@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from evodsp.config import check_preset
+from evodsp.config import LayerPrecision, check_preset
 from evodsp.errors import UserError
 from evodsp.parallel.config import ParameterMode
 from evodsp.ranges import COUNT, SIZE, check_numbers
@@ -50,9 +50,9 @@ class PlanConfig:
     parameters: ParameterMode | None = None
     """Place of the parameters, as parallel.parameters of a run: replicate, zero1 or fsdp2; null takes that of the config, or
     replicate."""
-    precision: Literal["bf16-mixed", "32-true"] | None = None
-    """Precision, as trainer.precision of a run. null takes that of the config, which is 32-true where it says nothing, or
-    bf16-mixed without a config and for a prediction."""
+    precision: LayerPrecision | None = None
+    """Precision, as trainer.precision of a run; bf16 and fp32 are the same two, as predict calls them. null takes that of the
+    config, which is 32-true where it says nothing, or bf16-mixed without a config and for a prediction."""
     wire: Literal["same", "bf16"] | None = None
     """Precision in which ranks communicate, as parallel.wire of a run; null takes that of the config, or same."""
     recomputation: Literal["auto", "all", "none"] = "auto"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
-from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, field_names, from_dict
+from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, computes_in_half, field_names, from_dict
 from evodsp.errors import UserError
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
@@ -102,7 +102,7 @@ def _parallel(settings: PlanConfig, content: dict[str, Any]) -> ParallelConfig:
 def _precision(settings: PlanConfig, content: dict[str, Any]) -> str:
     """`bf16-mixed` or `32-true`. Raises UserError for a precision of the config that cannot be trained or planned."""
     if settings.precision is not None:
-        return settings.precision
+        return "bf16-mixed" if computes_in_half(settings.precision) else "32-true"
     if not content:
         return "bf16-mixed"
     written = _group(content, "trainer").get("precision")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from typing import Any
 
+from evodsp.config import computes_in_half
 from evodsp.errors import UserError
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links
@@ -102,7 +103,7 @@ def prediction_of(settings: PlanConfig, device: Device) -> PlannedPrediction:
         model,
         SampleSizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
         passes=1 + (RECYCLES if settings.recycles is None else settings.recycles),
-        half=settings.precision != "32-true",
+        half=settings.precision is None or computes_in_half(settings.precision),
         on_gpu=device.on_gpu,
         memory=working_memory_of(device),
     )

@@ -43,7 +43,7 @@ from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptio
 from evodsp.training.progress import TrainingProgress
 from evodsp.training.quarantine import read_quarantine
 from evodsp.training.run_end import Interruption, LastValidation, RunStopped, StopRequest, deadline
-from evodsp.training.scores import score_table
+from evodsp.training.scores import score_table, write_scores
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.throughput import Throughput, Utilisation
 from evodsp.training.trainer import check_callbacks, hush, tell_first
@@ -355,11 +355,17 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
 
 
 def _report(run: CheckedRun, built: Built) -> None:
-    """Print the scores of the last validation or test, and the files that `fit` has written."""
+    """Print the scores of the last validation or test, and the files that were written. `validate` and `test` write the scores
+    of each chain into the output folder."""
     if built.module.scores:
         if run.command == "fit":
             show(f"scores after step {built.module.scored_step}:")
         show(score_table(built.module.scores))
+        if run.command != "fit":
+            path = run.folder.scores(run.command)
+            with output_errors(run.folder.path):
+                write_scores(built.module.scores, "test" if run.command == "test" else "validation", path)
+            show(f"scores: {path}")
     if run.command == "fit":
         written: dict[str, Path] = {}
         if built.last.saved_step is not None:

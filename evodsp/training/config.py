@@ -145,7 +145,8 @@ class DataConfig:
     RESUME: ClassVar[str] = "applied"
 
     alignment_dir: str = "data/alignments"
-    """Folder with one sub-folder of .a3m and .sto files per chain, named `<pdbid>_<chain>`, or with OpenFold3's .npz files."""
+    """Folder with a sub-folder of .a3m and .sto files, or one file, per chain: `<pdbid>_<chain>`, or ColabFold's `<name>.a3m`.
+    OpenFold3's .npz files and OpenFold's databases are read, too."""
     structure_dir: str = "data/mmcif_files"
     """Folder of structures, `<pdbid>.cif` or `<pdbid>.cif.gz`."""
     store: str | None = None

@@ -32,7 +32,7 @@ from evodsp.training.logs import LogRows
 from evodsp.training.recipe import learning_rate
 from evodsp.training.resume import KEY, recount_batches, rename_callbacks, use_settings
 from evodsp.training.run_end import Request
-from evodsp.training.scores import ca_atoms, known_scores, mean_by_chain, mean_scores, score
+from evodsp.training.scores import ca_atoms, known_scores, mean_by_chain, mean_scores, residue_counts, score
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
 from evodsp.weights.versions import upgrade
@@ -333,7 +333,7 @@ class TrainingModule(LightningModule):
             output = self.model(batch)
         batch = with_fitting_labels(output.structure.positions, batch, self._draws(batch), self.model.exchange)
         loss, _ = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
-        found = {"loss": loss.expand(len(batch["aatype"])), **score(output, batch)}
+        found = {"loss": loss.expand(len(batch["aatype"])), **residue_counts(batch), **score(output, batch)}
         names = self.chain_names.get(stage, [])
         read = torch.stack([values.double() for values in found.values()], 1).tolist()  # one copy for all
         for index, values in zip(batch["sample_index"].tolist(), read, strict=True):

@@ -77,6 +77,10 @@ class RunFolder:
     def curve(self) -> Path:
         return self.path / "curve.csv"
 
+    def scores(self, command: str) -> Path:
+        """The scores of each chain, of `evodsp validate` or `test`."""
+        return self.path / f"{command}.csv"
+
     @property
     def baseline(self) -> Path:
         """The bar for the validation chains: what copies of their nearest training chains score."""
@@ -157,7 +161,8 @@ class RunFolder:
                 self.baseline.unlink(missing_ok=True)
                 shutil.rmtree(self.replays, ignore_errors=True)
             if replace:
-                self.curve.unlink(missing_ok=True)
+                for path in (self.curve, self.scores("validate"), self.scores("test")):
+                    path.unlink(missing_ok=True)
                 for name in ("checkpoints", "tensorboard"):
                     shutil.rmtree(self.path / name, ignore_errors=True)
             with whole_file(self.config) as partial:

@@ -1,9 +1,11 @@
-"""Scores of validation and test chains: of one batch, of all ranks, and as a table."""
+"""Scores of validation and test chains: of one batch, of all ranks, as a table and as a file."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
 
 from torch import Tensor
 
@@ -12,6 +14,18 @@ from evodsp.geometry.residues import CA
 from evodsp.losses.total import CHAIN
 from evodsp.model.confidence import compute_plddt
 from evodsp.model.outputs import ModelOutput
+from evodsp.score_tables import ChainScores, write_rows
+
+_COUNTS = ("residues", "resolved")
+"""Numbers of residues, which the file of scores has beside the scores."""
+
+
+@dataclass(frozen=True)
+class ScoresWithInterfaces(ChainScores):
+    """Scores of a complex, which the column `chain` names."""
+
+    interface_lddt_ca: float | None = None
+    """lDDT-CA over the distances between chains, 0..1; None if none is below 15 Å."""
 
 
 def ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,16 +57,23 @@ def score(output: ModelOutput, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def residue_counts(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The residues of each sample, and those with a true CA, each [batch]."""
+    return {"residues": batch["seq_mask"][:, -1].sum(-1), "resolved": batch["all_atom_mask"][:, :, CA].sum(-1)}
+
+
 def known_scores(values: Mapping[str, float]) -> dict[str, float]:
     """The scores of a chain, without that of an interface if it has none."""
     return {name: value for name, value in values.items() if name != "interface_lddt_ca" or not math.isnan(value)}
 
 
 def mean_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each score over the chains that have it."""
+    """The mean of each score over the chains that have it. Numbers of residues are no scores."""
     by_name: dict[str, list[float]] = {}
     for row in scores.values():
         for name, value in row.items():
+            if name in _COUNTS:
+                continue
             by_name.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in by_name.items()}
 
@@ -70,6 +91,26 @@ def mean_by_chain(parts: Sequence[dict[str, dict[str, float]]]) -> dict[str, dic
     return {
         chain: {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]} for chain, rows in found.items()
     }
+
+
+def write_scores(scores: Mapping[str, Mapping[str, float]], split: str, path: Path) -> None:
+    """Write a line for each chain with the columns of `evodsp score`, and of complexes that of interfaces, whole or not at all.
+
+    `split`: the name of the set. pLDDT is the mean over the residues that are compared.
+    """
+    kind = ScoresWithInterfaces if any("interface_lddt_ca" in row for row in scores.values()) else ChainScores
+    names = [field.name for field in fields(kind)]
+    rows = [
+        kind(
+            chain,
+            split,
+            round(row["residues"]),
+            round(row["resolved"]),
+            **{name: value for name, value in row.items() if name in names and name not in _COUNTS},
+        )
+        for chain, row in scores.items()
+    ]
+    write_rows(rows, path, kind)
 
 
 def score_table(scores: dict[str, dict[str, float]]) -> str:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 
-from evodsp.config import HeadsConfig, ModelConfig
+from evodsp.config import HeadsConfig, LayerPrecision, ModelConfig, computes_in_half
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
+from evodsp.inference.config import PredictConfig
 from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict
 from evodsp.inference.structure_files import PredictedStructure
@@ -148,3 +151,12 @@ def test_the_heads_ranges_are_the_models():
     assert found.aligned_error.ptm == pytest.approx(1 / (1 + 1 / d0**2), rel=1e-5)
     # Edges at 4, 5, ..., 12 Å: of ten bins, five end by 8 Å.
     np.testing.assert_allclose(found.contacts, np.full((30, 30), 0.5), rtol=1e-6)
+
+
+def test_both_names_of_a_precision(tmp_path: Path) -> None:
+    """Catches bf16-mixed, the trainer's name, refused or taken for float32."""
+    for name, half in (("fp32", False), ("32-true", False), ("bf16", True), ("bf16-mixed", True)):
+        given: Any = {"inputs": [tmp_path], "checkpoint": tmp_path, "output": tmp_path, "precision": name}
+        passes = PredictConfig(**given).passes
+        assert (passes.half, passes.precision) == (half, "bf16" if half else "fp32")
+        assert computes_in_half(cast(LayerPrecision, name)) == half

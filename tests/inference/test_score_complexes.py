@@ -312,7 +312,7 @@ def test_complexes_that_are_not_predicted_yet(folders: Path, capsys: pytest.Capt
     assert score_command(folders, "--held_out", "9xyz,9abc,9zzz") == 0
     said = capsys.readouterr().out
     assert "held-out: 2 of 3 complexes have no finished prediction in" in said
-    assert "such as 9abc" in said
+    assert "such as 9abc (looked for 9abc/ranking.json and 9abc.cif, " in said
     assert "iLDDT-CA" in said
     (row,) = csv.DictReader((folders / "scored" / "scores.csv").open())
     assert row["complex"] == "9xyz"
@@ -348,7 +348,7 @@ def test_mistakes_with_complexes_are_one_line(folders: Path, capsys: pytest.Capt
     content["ranking"][0]["iptm"] = 7
     ranking.write_text(json.dumps(content))
     for words, said in (
-        (("--held_out", "9zzz"), "no folder 9zzz and no 9zzz.cif, .mmcif or .pdb"),
+        (("--held_out", "9zzz"), "looked for 9zzz/ranking.json and 9zzz.cif, .mmcif or .pdb"),
         (("--held_out", "9abc"), "iptm is 7, not a number from 0 to 1"),
         ((), "no complexes to compare; name at least one"),
         (("--held_out", "9xyz", "--assembly", "2"), "--assembly is 2, but single chains are compared"),

@@ -20,7 +20,6 @@ from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.score import scores as module
 from evodsp.inference.score.scores import (
-    ChainScores,
     ScoresBesideCopy,
     compare,
     comparison_table,
@@ -28,6 +27,7 @@ from evodsp.inference.score.scores import (
     write_scores,
 )
 from evodsp.inference.structure_files import PredictedStructure
+from evodsp.score_tables import ChainScores
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.training_chains import write_chain
 
@@ -296,3 +296,24 @@ def test_the_command_reports_mistakes_in_one_line(cases, capsys, tmp_path):
     assert "nearest" not in capsys.readouterr().out
     assert main([*common, "--train", "9zzz_A"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_prediction_of_the_entrys_name(cases, capsys):
+    """Catches a prediction called 9aaa that is not found for 9aaa_B, the only chain of its structure, that is taken for another
+    chain, and a message that does not say which files were looked for."""
+    root, _ = cases
+    folder = root / "predictions"
+    (folder / "9aaa_B").rename(folder / "9aaa")
+    (one,) = write_report(folder, root / "structures", {"train": ["9aaa_B", "9aaa_C"]}, root / "shown")
+    assert one.chain == "9aaa_B"
+    said = capsys.readouterr().out
+    assert (
+        "such as 9aaa_C (looked for 9aaa_C/ranking.json and, if the structure of 9aaa has this chain only, 9aaa/"
+        in said
+    )
+    (folder / "9aaa").rename(folder / "other")
+    with pytest.raises(UserError, match=r"predictions: no finished prediction of '9aaa_B' .* 9aaa_B/ranking\.json and"):
+        write_report(folder, root / "structures", {"train": ["9aaa_B"]}, root / "shown")
+    (folder / "other").rename(folder / "9ccc_B")
+    with pytest.raises(UserError, match=r"no 9ccc\.cif, .*pdb9ccc\.ent, .* \(or 9ccc_B\.cif"):
+        write_report(folder, root / "structures", {"train": ["9ccc_B"]}, root / "shown")

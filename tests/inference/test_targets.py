@@ -84,3 +84,29 @@ def test_a_flat_file_of_another_query_is_named(workplace: Workplace) -> None:
     workplace.config.fasta.write_text(f">gamma\n{OTHER[:4]}W{OTHER[5:]}\n")
     with pytest.raises(UserError, match=r"gamma\.a3m.*(position|residue) 5"):
         predict(workplace.change(alignments=workplace.root), silent)
+
+
+def test_the_folder_of_an_earlier_search_has_the_header_as_its_name(workplace: Workplace) -> None:
+    """Catches alignments called sp|P61823|RNAS1_BOVIN that are not found for P61823, and one of two such folders taken."""
+    workplace.config.fasta.write_text(f">sp|P61823|RNAS1_BOVIN\n{QUERY}\n>beta_A\n{OTHER}\n")
+    earlier = workplace.config.alignments / "sp|P61823|RNAS1_BOVIN"
+    (workplace.config.alignments / "alpha_A").rename(earlier)
+    (target, _), _ = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert (target.query.name, target.alignments, target.notes) == ("P61823", earlier, ())
+    assert len(target.read()[0]) > 1
+    (workplace.config.alignments / "tr|P61823|X.a3m").write_text(f">q\n{QUERY}\n")
+    _, (failure,) = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert "sp|P61823|RNAS1_BOVIN and tr|P61823|X may both be those of 'P61823'" in failure.reason
+
+
+def test_an_input_of_the_flat_folder_itself(workplace: Workplace) -> None:
+    """Catches a note that the record's own alignment is not read, and files beside a folder that are left out."""
+    flat = workplace.root / "flat"
+    flat.mkdir()
+    (flat / "alpha_A.a3m").write_text(f"#{len(QUERY)} 1\n>101\n{QUERY}\n")
+    (target,), _ = find_targets([flat / "alpha_A.a3m"], flat)
+    assert (target.alignments, target.notes) == (flat / "alpha_A.a3m", ())
+    (flat / "alpha_A").mkdir()
+    (flat / "alpha_A" / "other.a3m").write_text(f">q\n{QUERY}\n")
+    (target, *_), _ = find_targets([workplace.config.fasta], flat)
+    assert [path.name for path in target.files()] == ["alpha_A.a3m", "other.a3m"]

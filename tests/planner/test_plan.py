@@ -324,6 +324,8 @@ def test_the_precision_is_that_of_the_config(trainer: str, half: bool, tmp_path:
     assert found.options["trainer.precision"] == ("bf16-mixed" if half else "32-true")
     assert planned(tmp_path, f"trainer: {trainer}", precision="bf16-mixed").half
     assert not planned(tmp_path, f"trainer: {trainer}", precision="32-true").half
+    by_predict = [planned(tmp_path, f"trainer: {trainer}", precision=name) for name in ("bf16", "fp32")]
+    assert [one.options["trainer.precision"] for one in by_predict] == ["bf16-mixed", "32-true"]
 
 
 def test_a_precision_that_is_not_planned_is_an_error(tmp_path: Path) -> None:

@@ -277,6 +277,9 @@ def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, 
         assert {outcome.code for outcome in outcomes} == {0}, outcomes
         assert all(not outcome.out for outcome in outcomes[1:]), "rank 0 alone shows results"
         tables.append(outcomes[0].out.splitlines())
+        lines = (one_step / "test.csv").read_text().splitlines()[1:]
+        keys = ["1abc_A"] if ranks == 2 else ["1abc_A", "2abc_B"]
+        assert [line.split(",")[:4] for line in lines] == [[key, "test", "13", "13"] for key in keys]
     assert tables[0][:4] == tables[2][:4]
     assert tables[1][1] == tables[0][1]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.lock import holder, lock
 from evodsp.report.curve import read_curve
+from evodsp.score_tables import ChainScores
 from evodsp.training.checks import CheckedRun, check_run
 from evodsp.training.command import Built, TrainingCLI, _execute
 from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
@@ -135,7 +138,20 @@ def test_validation_in_training_scores_the_average(
     common = ["--config", str(chains / "tiny.yaml"), "--output", str(output), "--ckpt_path", "last"]
     for command in ("validate", "test"):
         assert main([command, *common]) == 0
-        assert rows(capsys.readouterr().out) == in_training
+        said = capsys.readouterr().out
+        assert rows(said) == in_training
+        assert said.splitlines()[-1] == f"scores: {output / command}.csv"
+        check_file(output / f"{command}.csv", in_training, {"validate": "validation"}.get(command, command))
+
+
+def check_file(path: Path, table: list[str], split: str) -> None:
+    """The file has the columns of `evodsp score`, and the numbers of the table."""
+    with path.open() as file:
+        (row,) = csv.DictReader(file)
+    assert list(row) == [field.name for field in dataclasses.fields(ChainScores)]
+    assert [row[name] for name in ("chain", "split", "residues", "resolved")] == ["1abc_A", split, "13", "13"]
+    names = ("lddt_ca", "gdt_ts", "tm_score", "rmsd", "plddt")
+    assert [float(row[name]) for name in names] == pytest.approx([float(x) for x in table[0].split()[1:6]], abs=6e-4)
 
 
 def test_without_logger_and_checkpoints_only_the_config_is_written(

@@ -15,7 +15,8 @@ class BuildConfig:
     """The contents of a feature store, and the processes that build it. Raises UserError for values out of range."""
 
     alignment_dir: Path
-    """Folder with one sub-folder of .a3m and .sto files per chain, named <pdbid>_<chain>, or OpenFold's alignment databases."""
+    """Folder with a sub-folder of .a3m and .sto files, or one file, per chain: <pdbid>_<chain>, or ColabFold's <name>.a3m; or
+    OpenFold's alignment databases."""
     structure_dir: Path
     """Folder of structures, <pdbid>.cif or <pdbid>.cif.gz."""
     output: Path

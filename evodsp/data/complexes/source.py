@@ -89,7 +89,7 @@ class ComplexFiles:
         warn: Callable[[str, str], None] | None = None,
     ) -> None:
         self.alignment_dir, self.assembly, self.rule, self.index = Path(alignment_dir), assembly, rule, index
-        self._chains = ChainFiles(alignment_dir)
+        self._chains = ChainFiles(alignment_dir, structure_dir)
         self._warn = say_query_paired if warn is None else warn
         self._structures = StructureFolder(structure_dir)
         if index is not None and index.assembly != assembly:
@@ -121,6 +121,10 @@ class ComplexFiles:
         """See `Store`."""
         now_at = {"alignment_dir": self.alignment_dir, "structure_dir": self.structure_dir}
         return [] if self.index is None else self.index.stale_sources(now_at)
+
+    def name_of(self, key: str) -> str:
+        """See `Store`: entries have one name."""
+        return key
 
     def structure_lookup(self) -> Callable[[str], bool]:
         """See `Store`: the index is read, or the folder listed, once."""

@@ -18,7 +18,7 @@ class IndexConfig:
     """The folders and lists to scan, and the folder of the index."""
 
     alignment_dir: Path
-    """Folder of alignments: one sub-folder per chain, or OpenFold's alignment databases."""
+    """Folder of alignments: a sub-folder or a file per chain, or OpenFold's alignment databases."""
     structure_dir: Path
     """Folder of structures."""
     output: Path

@@ -50,7 +50,7 @@ from evodsp.data.sources.chain_folder import (
     is_empty_folder,
     parse_alignment_file,
 )
-from evodsp.data.sources.layout import StructureListing, nested_structure, split_key
+from evodsp.data.sources.layout import StructureListing, chain_id_in, nested_structure, split_key
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 
@@ -202,7 +202,7 @@ def _tasks(
     tasks = []
     for key in keys:
         try:
-            structure = listing.of_entry(split_key(key)[0]) or ""
+            structure = listing.of_chain(key) or ""
             may_be_nested = not structure and key in listing.folders
         except UserError:  # the name is no chain key: it has no structure, and training reports it so
             structure, may_be_nested = "", False
@@ -224,7 +224,7 @@ def scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dic
         if task.may_be_nested and (path := nested_structure(structure_dir, task.key)) is not None:
             structure = str(path.relative_to(structure_dir))
         if structure and (task.needs_entity or not task.in_cache):
-            facts, entity = _facts_of_header(structure_dir / structure, *split_key(task.key))
+            facts, entity = _facts_of_header(structure_dir / structure, task.key)
         elif not task.in_cache:
             facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
     except (UserError, OSError) as error:
@@ -233,9 +233,9 @@ def scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dic
     return {**columns, "entity": entity, "problem": problem}
 
 
-def _facts_of_header(path: Path, entry: str, chain_id: str) -> tuple[ChainFacts, str]:
+def _facts_of_header(path: Path, key: str) -> tuple[ChainFacts, str]:
     """The header's facts about a chain, and its entity, such as 1abc_1 ('' if the file numbers none)."""
-    header = _header(path)
+    header, entry, chain_id = _header(path), split_key(key)[0], chain_id_in(path, key)
     if not chain_id and len(header.sequences) == 1:
         (chain_id,) = header.sequences
     if chain_id not in header.sequences:
@@ -273,7 +273,7 @@ def first_record(path: Path) -> bytes:
     with path.open("rb") as file:
         data = file.read(_FIRST_BYTES)
         second = data.find(b"\n>", data.find(b">") + 1)
-        if path.suffix == ".a3m" and data.lstrip().startswith(b">") and second > 0:
+        if path.suffix == ".a3m" and data.lstrip().startswith((b">", b"#")) and second > 0:
             return data[: second + 1]
         return data + file.read()
 

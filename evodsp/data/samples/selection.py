@@ -60,10 +60,12 @@ class Presence:
         self.keys = store.keys()
         """The keys of the store: chains with alignments, entries with alignments of a chain; sorted."""
         self._known = frozenset(self.keys)
-        self._unknown, self._is_resolved = store.unknown, store.structure_lookup()
+        self._name_of, self._unknown, self._is_resolved = store.name_of, store.unknown, store.structure_lookup()
 
     def lacks(self, key: str) -> Lacking | None:
         """The part that the key lacks; None if it has all."""
+        if key not in self._known and key.rpartition("_")[0] in self._known:
+            key = self._name_of(key)
         if key not in self._known:
             return self._unknown
         return None if self._is_resolved(key) else "structure"

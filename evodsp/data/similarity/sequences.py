@@ -73,7 +73,7 @@ def read_sequence(source: ChainFiles | PredictedStore | FeatureStore | Structure
             return known.get(split_key(key)[1]) or store.chain(key).sequence
         if isinstance(store, FeatureStore):
             return store.chain(key).sequence
-        for path in alignment_files(store.alignment_dir / key):
+        for path in alignment_files(store.alignment_dir / store.name_of(key)):
             for alignment in parse_alignment_file(str(path), first_record(path)):
                 if len(alignment.residues):
                     return decode(alignment.residues[0])

@@ -1,14 +1,15 @@
 """Alignments and structures on disk, in OpenFold's and OpenProteinSet's layouts, addressed by chain key.
 
 A chain key is `<pdbid>_<chain>`, split at its last underscore; the chain id is the author's. The alignments of a chain are
-the files of the folder `<alignment_dir>/<key>/` or of OpenFold3's `<key>.npz` (`sources.chain_folder`), or entries of
-OpenFold's alignment database (`alignment_db_*.db` files and one `alignment_db.index`). Structures are
-`<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or not.
+the files of the folder `<alignment_dir>/<key>/` and those beside it, such as ColabFold's `<key>.a3m` (`sources.chain_folder`),
+or entries of OpenFold's alignment database (`alignment_db_*.db` files and one `alignment_db.index`). Structures are
+`<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or not (`sources.layout`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -38,7 +39,7 @@ from evodsp.data.sources.chain_folder import (
     read_template_hits,
     say_query_only,
 )
-from evodsp.data.sources.layout import StructureListing, split_key
+from evodsp.data.sources.layout import StructureListing, chain_id_in
 from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.sources.query_check import matched_alignments
 from evodsp.data.sources.store import Lacking, listed_chain
@@ -86,10 +87,19 @@ class ChainFiles:
             return sorted(key for database in self._databases for key in database.entries)
         return chain_folders(self.alignment_dir)
 
+    def name_of(self, key: str) -> str:
+        """See `Store`: a chain without alignments has those of its entry, if the entry's structure has this chain only."""
+        entry, separator, _ = key.rpartition("_")
+        if not separator or self._structures is None or self._has_own(key) or not self._has_own(entry):
+            return key
+        with suppress(UserError):  # said when the chain is read
+            return entry if self._structures.is_only_chain(key) else key
+        return key
+
     def has_structure(self, key: str) -> bool:
-        """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
+        """Whether there is a structure file for the chain (whether it has the chain is not checked)."""
         if self.index is not None:
-            row = self.index.keys.find(key)
+            row = self.index.keys.find(self.name_of(key))
             return row is not None and self.index.structure(row) is not None
         return self._structures is not None and self._structures.has_structure(key)
 
@@ -106,7 +116,7 @@ class ChainFiles:
         if lacking == "structure":
             return f"no structure of chain '{key}' in {self.structure_dir}; add it or leave the chain out"
         return (
-            f"no alignments of chain '{key}' in {self.alignment_dir}; add its folder or leave the chain out."
+            f"no alignments of chain '{key}' in {self.alignment_dir}; add its folder or {key}.a3m, or leave the chain out."
             f"{nearest(key, self.keys())}"
         )
 
@@ -116,11 +126,13 @@ class ChainFiles:
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
-        return read_chain(self._structure_file(key), split_key(key)[1])
+        path = self._structure_file(key)
+        return read_chain(path, chain_id_in(path, key))
 
     def confidence(self, key: str) -> Float32[np.ndarray, " L"]:
         """pLDDT of each residue of a predicted chain; see `read_confidence`."""
-        return read_confidence(self._structure_file(key), split_key(key)[1])
+        path = self._structure_file(key)
+        return read_confidence(path, chain_id_in(path, key))
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
@@ -128,7 +140,7 @@ class ChainFiles:
 
     def _structure_file(self, key: str) -> Path:
         folder = self._folder(key)
-        if self.index is not None and (name := self.index.structure(self.index.row(key))) is not None:
+        if self.index is not None and (name := self.index.structure(self.index.row(self.name_of(key)))) is not None:
             return folder.directory / name
         return folder.file_of(key)
 
@@ -163,7 +175,11 @@ class ChainFiles:
         return self._read_alignments(key, query)
 
     def has_alignments(self, key: str) -> bool:
-        """Whether the chain has a folder or an archive of alignments, or an entry of a database or of the index."""
+        """Whether the chain has files of alignments, or an entry of a database or of the index."""
+        return self._has_own(self.name_of(key))
+
+    def _has_own(self, key: str) -> bool:
+        """Whether there are alignments of this name."""
         if self.index is not None:
             row = self.index.keys.find(key)
             return row is not None and bool(self.index.has_alignments()[row])
@@ -180,7 +196,8 @@ class ChainFiles:
         index does not list such files, so the folder or the index of the database is read. Raises UserError if a first row is
         not the query, and as `alignments` does.
         """
-        owner = key if self.index is None else self.index.alignment_files(self.index.row(key))[0]
+        owner = self.name_of(key)
+        owner = owner if self.index is None else self.index.alignment_files(self.index.row(owner))[0]
         if self._databases:
             parts = self._database_files(owner, lambda name: may_hold(name, reads))
             files = [(source, data) for source, _, data in parts]
@@ -194,10 +211,10 @@ class ChainFiles:
         `query`: the chain's sequence. Raises UserError if the chain is unknown, FileFormatError for a broken file.
         """
         if self.index is None and not self._databases:
-            return read_template_hits(self.alignment_dir / key, query)
+            return read_template_hits(self.alignment_dir / self.name_of(key), query)
         return [
             hit
-            for source, name, data in self._files(key)
+            for source, name, data in self._files(self.name_of(key))
             if is_search_result(Path(name).name)
             for hit in parse_search_result(source, query, data)
         ]
@@ -214,7 +231,7 @@ class ChainFiles:
     def differs_from_index(self, key: str) -> bool:
         """Whether the chain's folder has other files, or files of other sizes, than its index says; False without an index, and
         for chains in a database. Lists the folder and reads no file."""
-        if self.index is None or (row := self.index.keys.find(key)) is None:
+        if self.index is None or (row := self.index.keys.find(self.name_of(key))) is None:
             return False
         owner, database, indexed = self.index.alignment_files(row)
         if database is not None:
@@ -222,12 +239,13 @@ class ChainFiles:
         return files_of_chain(self.alignment_dir / owner) != {file.name: file.length for file in indexed}
 
     def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
+        name = self.name_of(key)
         if self.index is not None or self._databases:
-            return self._from_files(key, query)
-        directory = self.alignment_dir / key
+            return self._from_files(name, query)
+        directory = self.alignment_dir / name
         if not has_files(directory):
             raise UserError(
-                f"{self.alignment_dir}: no alignments of chain '{key}'; add its folder or drop the chain."
+                f"{self.alignment_dir}: no alignments of chain '{key}'; add its folder or {key}.a3m, or drop the chain."
                 f"{nearest(key, self.keys())}"
             )
         return read_alignment_dir(directory, query)

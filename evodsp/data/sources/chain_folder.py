@@ -1,8 +1,8 @@
-"""The folder of one chain: its alignments and its template searches are told apart and read.
+"""The files of one chain in a folder of alignments: its alignments and its template searches are told apart and read.
 
-Files lie in the folder itself (OpenFold) or in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), gzipped or not.
-OpenFold3's archive of all alignments of a chain lies beside the folder, as `<key>.npz`, or in it. The alignment database
-(`evodsp.data.sources.chain_files`) decides by the same file names.
+Files lie in the chain's folder (OpenFold), in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), or beside the place of the
+folder, with the chain's name and a suffix: ColabFold's `<key>.a3m`, OpenFold3's archive `<key>.npz`. All of these are read.
+Text files may be gzipped. The alignment database (`evodsp.data.sources.chain_files`) decides by the same file names.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from evodsp.errors import UserError
 from evodsp.printing import logger
 from evodsp.reading.text_files import unpack
 
-ALIGNMENT_SUFFIXES = tuple(f"{suffix}{packed}" for suffix in PARSERS for packed in ("", ".gz"))
-"""Suffixes of the alignments that may stand alone as one file of a chain."""
 _ARCHIVE = ".npz"
-BESIDE = _ARCHIVE
-"""The name, relative to a chain's folder, of the archive beside it: the part that follows the chain's key."""
+BESIDE = (*(f"{suffix}{packed}" for suffix in PARSERS for packed in ("", ".gz")), _ARCHIVE)
+"""The names, relative to a chain's folder, of the alignments beside it: the part that follows the chain's key."""
 ALIGNMENTS = f"{', '.join(PARSERS)} or {_ARCHIVE}"
 """Suffixes of all alignments, for messages."""
 _SUFFIX_OF_A_MEMBER = ".a3m"
@@ -36,6 +34,17 @@ SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} 
 """The names of template searches, for messages."""
 _LARGEST_EMPTY = 4096
 """Most bytes that a file without text may have: blank lines, the header of a gzip archive."""
+_SEARCHED = (
+    "all",
+    "env",
+    "nofilter",
+    "env-nofilter",
+    "pairgreedy",
+    "pairgreedy-env",
+    "paircomplete",
+    "paircomplete-env",
+)
+"""Ends of the names of the folders `<key>_env` in which ColabFold keeps a server's answer, beside the `<key>.a3m` of it."""
 _PAIRED = "uniprot_hits"
 _NOT_FOR_THE_MSA = (_PAIRED, *_HMMSEARCH)  # for pairing chains of a complex; for templates
 
@@ -43,7 +52,7 @@ _NOT_FOR_THE_MSA = (_PAIRED, *_HMMSEARCH)  # for pairing chains of a complex; fo
 def is_alignment(name: str) -> bool:
     """Whether a file of that name is an alignment for the chain's MSA: one of `ALIGNMENTS`, but not hmmsearch's."""
     known = _format(name) in (*PARSERS, _ARCHIVE)
-    return name == BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
+    return name in BESIDE or (known and not name.startswith((".", *_NOT_FOR_THE_MSA)))
 
 
 def is_for_pairing(name: str) -> bool:
@@ -65,15 +74,23 @@ def is_search_result(name: str) -> bool:
 
 
 def chain_folders(alignment_dir: Path) -> list[str]:
-    """The chains that have a folder, or an archive, in a folder of alignments, sorted."""
+    """The chains that have a folder, or alignments beside the place of one, in a folder of alignments, sorted."""
     found = [item for item in os.scandir(alignment_dir) if not item.name.startswith(".")]
     folders = {item.name for item in found if item.is_dir()}
-    return sorted(folders | {item.name.removesuffix(BESIDE) for item in found if item.name.endswith(BESIDE)} - {""})
+    files = {chain_of_file(item.name) for item in found if item.name not in folders} - {""}
+    searched = {folder for folder in folders if (parts := folder.rpartition("_"))[0] in files and parts[2] in _SEARCHED}
+    return sorted(files | (folders - searched))
+
+
+def chain_of_file(name: str) -> str:
+    """The chain whose alignment a file in a folder of alignments is, by its name; '' if it is no alignment."""
+    suffix = next((suffix for suffix in BESIDE if name.endswith(suffix)), None)
+    return "" if suffix is None or not is_alignment(name) else name.removesuffix(suffix)
 
 
 def has_files(directory: Path) -> bool:
-    """Whether there is a chain's folder, or an archive beside the place of one."""
-    return directory.is_dir() or _beside(directory).is_file()
+    """Whether there is a chain's folder, or an alignment beside the place of one."""
+    return directory.is_dir() or bool(_beside(directory))
 
 
 def is_empty_folder(directory: Path) -> bool:
@@ -83,7 +100,7 @@ def is_empty_folder(directory: Path) -> bool:
 
 def file_of_chain(directory: str | Path, name: str) -> Path:
     """The file of a chain's folder with that name relative to it."""
-    return _beside(directory) if name == BESIDE else Path(directory) / name
+    return Path(f"{directory}{name}") if name in BESIDE else Path(directory) / name
 
 
 def alignment_files(directory: str | Path) -> list[Path]:
@@ -106,7 +123,7 @@ def files_of_chain(directory: Path) -> dict[str, int]:
     """The alignments and template searches of a chain's folder, sorted by file name: name relative to the folder, and bytes."""
     found = [path for path in _files(directory) if is_alignment(path.name) or is_search_result(path.name)]
     beside = _beside(directory)
-    return {BESIDE if path == beside else str(path.relative_to(directory)): path.stat().st_size for path in found}
+    return {beside.get(path) or str(path.relative_to(directory)): path.stat().st_size for path in found}
 
 
 def parse_alignment_file(
@@ -197,13 +214,13 @@ def say_query_only(where: str, why: str) -> None:
 def _files(directory: Path) -> list[Path]:
     folders = [directory, *(directory / name for name in _SUBFOLDERS)]
     found = [path for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_file()]
-    beside = _beside(directory)
-    return sorted([*found, *([beside] if beside.is_file() else [])], key=lambda path: path.name)
+    return sorted([*found, *_beside(directory)], key=lambda path: path.name)
 
 
-def _beside(directory: str | Path) -> Path:
-    """OpenFold3's archive of the chain, beside its folder."""
-    return Path(f"{directory}{BESIDE}")
+def _beside(directory: str | Path) -> dict[Path, str]:
+    """The alignments beside the place of the chain's folder, each with its name relative to that."""
+    found = {Path(f"{directory}{suffix}"): suffix for suffix in BESIDE}
+    return {path: suffix for path, suffix in found.items() if path.is_file()}
 
 
 def _format(name: str) -> str:

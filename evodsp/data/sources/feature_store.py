@@ -116,6 +116,10 @@ class FeatureStore:
         """None: a store is checked against its checksums when it is opened."""
         return []
 
+    def name_of(self, key: str) -> str:
+        """See `Store`: chains have the names that they were built with."""
+        return key
+
     def structure_lookup(self) -> Callable[[str], bool]:
         """See `Store`: every record has a structure."""
         return frozenset(self.keys()).__contains__

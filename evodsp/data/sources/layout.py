@@ -9,6 +9,9 @@ of the PDB's mirrors, where entry 1abc lies in `ab/`:
     1abc.cif  1abc.mmcif  1abc.pdb  pdb1abc.ent  pdb_00001abc.cif
 
 Letters may be in either case. In a folder of chain folders, a chain's structure may lie in `<key>/pdb/` or `<key>/cif/`.
+
+Names of chains and of records meet where there is one chain: the structure of the key `my_protein` may be the only chain of
+`my_protein.pdb`, and what belongs to the chain `hbC_A` may be called `hbC` where the structure `hbC` has this chain only.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from evodsp.errors import UserError
+from evodsp.printing import logger
 
 _SUFFIXES = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz", ".pdb", ".pdb.gz")
 _LEGACY_SUFFIXES = (".ent", ".ent.gz")
@@ -49,6 +53,24 @@ def structure_file(directory: Path, entry: str) -> Path | None:
     return next((path for folder in folders for name in _names(entry) if (path := folder / name).is_file()), None)
 
 
+def structure_of_chain(directory: Path, key: str) -> Path | None:
+    """The structure file of a chain in a folder: its entry's, else that of the whole key, else the one in its own folder; None
+    if there is none. Raises UserError for a name that is no key, or if its own folder has several."""
+    entry, chain_id = split_key(key)
+    of_key = structure_file(directory, entry) or (structure_file(directory, key) if chain_id else None)
+    return of_key or nested_structure(directory, key)
+
+
+def chain_id_in(path: Path, key: str) -> str:
+    """The author's id of the chain `key` in its structure file; '' (the only chain) if the file has the name of the whole key.
+
+    Raises UserError for a name that is no key.
+    """
+    chain_id = split_key(key)[1]
+    is_nested = path.parent.parent.name == key
+    return "" if entry_of(path).lower() == key.lower() and not is_nested else chain_id
+
+
 def nested_structure(directory: Path, key: str) -> Path | None:
     """The structure file in a chain's folder, as OpenProteinSet nests it: `<key>/pdb/*.pdb` or `<key>/cif/*.cif`; None if there
     is none. Raises UserError if there are several."""
@@ -72,7 +94,7 @@ class StructureListing:
                 folders.add(item.name)
                 if len(item.name) == _DIVIDED_NAME:
                     files.update(f"{item.name}/{below}" for below in os.listdir(item.path) if _is_structure(below))
-        self._directory, self._files = directory, frozenset(files)
+        self._directory, self._files, self._warned = directory, frozenset(files), False
         self._entries = frozenset(_entry_of_name(name.rpartition("/")[2]).lower() for name in files)
         self.folders = frozenset(folders)
         """The sub-folders. Some may be folders of chains, with a structure in them (`nested_structure`)."""
@@ -86,28 +108,45 @@ class StructureListing:
             (path for folder in folders for name in _names(entry) if (path := folder + name) in self._files), None
         )
 
-    def has(self, key: str) -> bool:
-        """Whether a chain has a structure file: of its entry, or in its own folder.
+    def of_chain(self, key: str) -> str | None:
+        """`structure_of_chain`, relative to the folder, without a look into the chain's own folder. Of the first chain that two
+        files may have the structure of, a warning names both.
 
         Raises UserError for a name that is no key.
         """
-        entry, _ = split_key(key)
-        return self.of_entry(entry) is not None or self._has_nested(key)
+        entry, chain_id = split_key(key)
+        found, of_key = self.of_entry(entry), self.of_entry(key) if chain_id else None
+        if found and of_key and not self._warned:
+            self._warned = True
+            logger(__name__).warning(
+                f"{self._directory}: {found} and {of_key} may both be the structure of '{key}'; {found} is read, remove or "
+                "rename the other"
+            )
+        return found or of_key
+
+    def has(self, key: str) -> bool:
+        """Whether a chain has a structure file: of its entry, in its own folder, or of the whole key.
+
+        Raises UserError for a name that is no key.
+        """
+        return self.of_chain(key) is not None or self._has_nested(key)
 
     def entries_without(self, keys: Iterable[str]) -> list[str]:
         """The entries with a structure to which none of the chains `keys` belongs, in lower case and sorted."""
         known = set(keys)
         nested = (key for key in self.folders - known if self._has_nested(key))
         found = self._entries.union(_entry_of_key(key) for key in nested)
-        return sorted(found.difference(_entry_of_key(key) for key in known))
+        return sorted(found.difference(name for key in known for name in (_entry_of_key(key), key.lower())))
 
     def _has_nested(self, key: str) -> bool:
         return key in self.folders and bool(_nested(self._directory, key))
 
 
-def names_of(entry: str) -> str:
-    """The names that an entry's file may have, for messages."""
-    return f"{entry}.cif, .mmcif or .pdb, or pdb{entry.lower()}.ent, gzipped or not"
+def names_of(entry: str, key: str = "") -> str:
+    """The names that an entry's file may have, for messages. `key`: the chain that is wanted of it, whose name the file of a
+    single chain may have."""
+    whole = f" (or {key}.cif, .mmcif or .pdb with one chain)" if key not in ("", entry) else ""
+    return f"{entry}.cif, .mmcif or .pdb, or pdb{entry.lower()}.ent, gzipped or not{whole}"
 
 
 def entry_of(path: Path) -> str:

@@ -37,6 +37,9 @@ class Store(Protocol):
     def keys(self) -> list[str]:
         """All keys, sorted. Whether files can be read is not checked."""
 
+    def name_of(self, key: str) -> str:
+        """The name that the store has a key by: the key, or that of its entry where the names of both meet."""
+
     def structure_lookup(self) -> Callable[[str], bool]:
         """A function that tells whether one of `keys` has a structure, in time that does not grow with their number."""
 

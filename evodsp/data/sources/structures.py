@@ -7,9 +7,16 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from evodsp.data.formats.mmcif import read_assembly, read_chain, read_release_date, read_structure
+from evodsp.data.formats.mmcif import read_assembly, read_chain, read_header, read_release_date, read_structure
 from evodsp.data.records import Assembly, Chain, Structure
-from evodsp.data.sources.layout import entry_of, names_of, nested_structure, split_key, structure_file
+from evodsp.data.sources.layout import (
+    chain_id_in,
+    entry_of,
+    names_of,
+    split_key,
+    structure_file,
+    structure_of_chain,
+)
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.reading.text_files import read_json
 
@@ -57,16 +64,24 @@ class StructureFolder:
         return f"StructureFolder('{self.directory}')"
 
     def has_structure(self, key: str) -> bool:
-        """Whether there is a structure file for the chain's entry (whether it has the chain is not checked)."""
-        return self._file(key) is not None
+        """Whether there is a structure file for the chain (whether it has the chain is not checked)."""
+        return structure_of_chain(self.directory, key) is not None
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
-        return read_chain(self.file_of(key), split_key(key)[1])
+        path = self.file_of(key)
+        return read_chain(path, chain_id_in(path, key))
 
     def file_of(self, key: str) -> Path:
         """The chain's structure file. Raises UserError, with the nearest name, if there is none."""
-        return self._file(key) or self._existing(split_key(key)[0], key)
+        return structure_of_chain(self.directory, key) or self._existing(split_key(key)[0], key)
+
+    def is_only_chain(self, key: str) -> bool:
+        """Whether the chain is the only one of its entry, which has a structure. Raises UserError for a name that is no key,
+        and as `read_header` does."""
+        entry, chain_id = split_key(key)
+        path = structure_file(self.directory, entry)
+        return path is not None and set(read_header(path).sequences) == {chain_id}
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
@@ -98,16 +113,12 @@ class StructureFolder:
                     break
         return dates
 
-    def _file(self, key: str) -> Path | None:
-        """The chain's structure file: of its entry, or in the folder of the chain."""
-        return structure_file(self.directory, split_key(key)[0]) or nested_structure(self.directory, key)
-
     def _existing(self, pdb_id: str, wanted: str) -> Path:
         if (path := structure_file(self.directory, pdb_id)) is not None:
             return path
         names = {entry_of(path) for path in self.directory.iterdir()}
         raise UserError(
-            f"{self.directory}: no {names_of(pdb_id)} of '{wanted}'; add the file or drop the chain."
+            f"{self.directory}: no {names_of(pdb_id, wanted)} of '{wanted}'; add the file or drop the chain."
             f"{nearest(pdb_id, names)}"
         )
 

@@ -18,8 +18,8 @@ from evodsp.errors import UserError
 from evodsp.inference.results import RANKING, read_with_ranking
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
 from evodsp.inference.score.splits import predicted
-from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
+from evodsp.score_tables import table, write_rows
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,10 @@ def _exists(predictions: Path, name: str) -> bool:
     return (folder / RANKING).is_file() if folder.is_dir() else structure_file(predictions, name) is not None
 
 
+def _looked_for(name: str) -> str:
+    return f"{name}/{RANKING} and {names_of(name)}"
+
+
 def score_complex(
     name: str, split: str, truth: Assembly, predicted: Predicted
 ) -> tuple[ComplexRow, list[InterfaceRow], list[str]]:
@@ -274,12 +278,12 @@ def write_complex_report(
     `predictions`: output of `evodsp predict`, or a folder of structure files, named as the complexes. `structures`: folder of
     the true structures. `splits`: the names of the complexes of each set. `assembly`: which biological assembly is the truth;
     None: the asymmetric unit. `training`: also score a copy of the nearest of these complexes. Complexes without a prediction
-    are named and left out, unless none has one.
+    are named and left out. Raises UserError if none has one.
     """
     folder = StructureFolder(structures)
     scores: list[ComplexRow] = []
     interfaces: list[InterfaceRow] = []
-    splits, remarks = predicted(predictions, splits, partial(_exists, predictions), "complexes")
+    splits, remarks = predicted(predictions, splits, partial(_exists, predictions), _looked_for, "complex")
     for split, names in splits.items():
         for name in names:
             best, truth = read_predicted(predictions, name), folder.assembly(name, assembly)

@@ -15,7 +15,8 @@ from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.similarity.nearest import Bar, Copy
-from evodsp.data.sources.layout import names_of, split_key, structure_file
+from evodsp.data.sources.layout import chain_id_in
+from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import RANKING, plddt_of, read_result
@@ -25,33 +26,10 @@ from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.figures import calibration_figure, distance_figure
 from evodsp.inference.score.splits import predicted
-from evodsp.inference.score.tables import table, write_rows
 from evodsp.printing import show
+from evodsp.score_tables import ChainScores, table, write_rows
 
 _PREDICTED_CHAIN = "A"
-
-
-@dataclass(frozen=True)
-class ChainScores:
-    """Scores of a prediction against the experiment, over the residues whose CA the experiment resolves."""
-
-    chain: str
-    split: str
-    """Name of the set that the chain belongs to, such as 'train' or 'held-out'."""
-    residues: int
-    """Length of the predicted chain."""
-    resolved: int
-    """Number of residues compared: residues with a CA in the experiment."""
-    plddt: float
-    """Mean pLDDT, 0..100."""
-    lddt_ca: float
-    """0..1."""
-    rmsd: float
-    """RMSD of the CA atoms after superposition, Å."""
-    gdt_ts: float
-    """0..1."""
-    tm_score: float
-    """0..1, normalised by the number of residues compared."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +145,10 @@ def write_report(
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
     """
-    splits, left_out = predicted(predictions, splits, lambda key: (predictions / key / RANKING).is_file(), "chains")
+    folder = StructureFolder(structures)
+    splits, left_out = predicted(
+        predictions, splits, lambda key: _prediction(predictions, folder, key) is not None, _looked_for, "chain"
+    )
     scores: Sequence[ChainScores] = compare_all(predictions, structures, splits)
     if not scores:
         raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
@@ -196,6 +177,26 @@ def write_report(
         f"\nwrote {output / 'scores.csv'}, {output / 'calibration.png'} and {len(pictures)} pictures, e.g. {pictures[0]}"
     )
     return scores
+
+
+def _prediction(predictions: Path, structures: StructureFolder, key: str) -> Path | None:
+    """The folder of a chain's finished prediction: of its own name, or of its entry's if the structure has this chain only.
+    None if there is none."""
+    if (predictions / key / RANKING).is_file():
+        return predictions / key
+    folder = predictions / _entry(key)
+    return folder if (folder / RANKING).is_file() and folder != predictions and structures.is_only_chain(key) else None
+
+
+def _looked_for(key: str) -> str:
+    """The files that say that the prediction of a chain is finished, for messages."""
+    entry = _entry(key)
+    other = f" and, if the structure of {entry} has this chain only, {entry}/{RANKING}" if entry else ""
+    return f"{key}/{RANKING}{other}"
+
+
+def _entry(key: str) -> str:
+    return key.rpartition("_")[0]
 
 
 def _copy_lines(split: str, bar: Bar, scores: Sequence[ScoresBesideCopy]) -> Iterator[str]:
@@ -287,11 +288,10 @@ def _score(pair: _Pair, split: str) -> ChainScores:
 
 
 def _read_key(predictions: Path, structures: Path, key: str) -> _Pair:
-    pdb_id, chain_id = split_key(key)
-    truth = structure_file(structures, pdb_id)
-    if truth is None:
-        raise UserError(f"{structures}: no {names_of(pdb_id)} of '{key}'; check the folder of structures")
-    return _read_pair(read_result(predictions / key).structure(), truth, chain_id)
+    folder = StructureFolder(structures)
+    truth = folder.file_of(key)
+    found = _prediction(predictions, folder, key) or predictions / key
+    return _read_pair(read_result(found).structure(), truth, chain_id_in(truth, key))
 
 
 def _read_pair(prediction: Path, truth: Path, chain_id: str) -> _Pair:

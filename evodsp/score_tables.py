@@ -1,15 +1,18 @@
-"""Scores as a table for a terminal, and as files."""
+"""Scores of structures as a table for a terminal, and as files; the columns of `evodsp score`, `validate` and `test`."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evodsp.errors import UserError
+from evodsp.files import whole_file
 from evodsp.reading.quoting import printable
 
 if TYPE_CHECKING:
@@ -17,6 +20,29 @@ if TYPE_CHECKING:
 
 Column = tuple[str, str, str, str]
 """The field of a row, its heading, the format of its numbers ('' for texts), and what it means."""
+
+
+@dataclass(frozen=True)
+class ChainScores:
+    """Scores of a prediction against the experiment, over the residues whose CA the experiment resolves."""
+
+    chain: str
+    split: str
+    """Name of the set that the chain belongs to, such as 'train' or 'held-out'."""
+    residues: int
+    """Length of the predicted chain."""
+    resolved: int
+    """Number of residues compared: residues with a CA in the experiment."""
+    plddt: float
+    """Mean pLDDT, 0..100: of all residues, in `validate` and `test` of those compared."""
+    lddt_ca: float
+    """0..1."""
+    rmsd: float
+    """RMSD of the CA atoms after superposition, Å."""
+    gdt_ts: float
+    """0..1."""
+    tm_score: float
+    """0..1, normalised by the number of residues compared."""
 
 
 def table(columns: Sequence[Column], rows: Sequence[DataclassInstance]) -> str:
@@ -43,7 +69,8 @@ def _cell(value: object, style: str) -> str:
 
 
 def write_rows(rows: Sequence[DataclassInstance], path: Path, kind: type[DataclassInstance]) -> None:
-    """Write the rows, rounded to 4 decimals, as .csv or .json by the suffix of `path`. `kind`: the class of the rows."""
+    """Write the rows, rounded to 4 decimals, as .csv or .json by the suffix of `path`, whole or not at all. `kind`: the class
+    of the rows."""
     values = [
         {
             name: round(value, 4) if isinstance(value, float) else value
@@ -51,15 +78,18 @@ def write_rows(rows: Sequence[DataclassInstance], path: Path, kind: type[Datacla
         }
         for row in rows
     ]
-    if path.suffix == ".json":
-        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        return
-    if path.suffix != ".csv":
+    if path.suffix not in (".csv", ".json"):
         raise UserError(f"{path}: scores can be written as .csv or .json, not as '{path.suffix}'; rename it")
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(kind)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {name: printable(value) if isinstance(value, str) else value for name, value in row.items()}
-            for row in values
-        )
+    text = json.dumps(values, indent=2) + "\n" if path.suffix == ".json" else _csv(values, kind)
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8", newline="")
+
+
+def _csv(values: Sequence[Mapping[str, object]], kind: type[DataclassInstance]) -> str:
+    file = io.StringIO()
+    writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(kind)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(
+        {name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in values
+    )
+    return file.getvalue()
