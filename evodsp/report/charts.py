@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
 from markupsafe import Markup
@@ -196,6 +197,16 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A place of x that is told: a thin line down, with its name as the tooltip."""
+
+    name: str
+    x: float | int
+    colour: int | None = None
+    """Number of the colour; None for that of text."""
+
+
+@dataclass(frozen=True)
 class _Point:
     x: float
     mean: float
@@ -204,12 +215,17 @@ class _Point:
 
 
 def lines(
-    series: Sequence[Series], x_label: str, y_label: str, scale: str = "auto", levels: Sequence[Level] = ()
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    scale: str = "auto",
+    levels: Sequence[Level] = (),
+    moments: Sequence[Moment] = (),
 ) -> Markup:
     """A chart of the series. Its title, which the page writes above it, is `y_label`, so that the axis needs none.
 
     `scale` of y: linear, log, or auto (log if all values are positive and differ much). `levels`: finite values to compare the
-    series with.
+    series with. `moments`: places of x; those beside the series are left out.
 
     Raises ValueError if no series has a finite point, or if one has not as many x as y.
     """
@@ -230,19 +246,37 @@ def lines(
     whole = all(value == int(value) for one, _ in drawn for value in one.x if math.isfinite(value))
     marks = [part for text, y in heights.items() for part in (frame.rule(y), frame.y_tick(y + 4, text))]
     marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks(whole)]
+    marks += [_moment(one, frame, across(float(one.x))) for one in moments if min(ends) <= one.x <= max(ends)]
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]
-    marks += [part for level in levels for part in _level(level, frame, up(level.value))]
+    marks += _levels(levels, frame, up)
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
 
 
-def _level(level: Level, frame: Frame, y: float) -> Iterator[Mark]:
-    """The line, and its name above it, or below it where there is no room above."""
-    text = f"{level.name}: {level.value:.3f}"
-    kind = "level" if level.colour is None else f"level s{level.colour % COLOURS}"
-    yield mark("line", text, kind=kind, x1=frame.left, y1=y, x2=frame.end, y2=y)
-    below = y < frame.top + _TEXT
-    yield mark("text", x=frame.end, y=y + _TEXT if below else y - 4, text_anchor="end", text=text)
+def _levels(levels: Sequence[Level], frame: Frame, up: _Axis) -> Iterator[Mark]:
+    """The lines, and their names above them, or below where there is no room above. A long name takes several rows, and names
+    of levels that are close go on below one another.
+    """
+    taken: list[float] = []
+    for level in levels:
+        y, text = up(level.value), f"{level.name}: {level.value:.3f}"
+        yield mark("line", text, kind=_coloured("level", level.colour), x1=frame.left, y1=y, x2=frame.end, y2=y)
+        rows = wrap(text, int((frame.end - frame.left) / _LETTER))
+        first = y + _TEXT if y < frame.top + _TEXT * len(rows) else y - 4 - _TEXT * (len(rows) - 1)
+        while any(-_TEXT < other - first < _TEXT * len(rows) for other in taken):
+            first += _TEXT
+        for number, row in enumerate(rows):
+            taken.append(first + _TEXT * number)
+            yield mark("text", x=frame.end, y=taken[-1], text_anchor="end", text=row)
+
+
+def _moment(moment: Moment, frame: Frame, x: float) -> Mark:
+    return mark("line", moment.name, kind=_coloured("moment", moment.colour), x1=x, y1=frame.top, x2=x, y2=frame.base)
+
+
+def _coloured(kind: str, colour: int | None) -> str:
+    """The class of a mark that has the colour of text, or one of the series'."""
+    return kind if colour is None else f"{kind} s{colour % COLOURS}"
 
 
 def _thinned(series: Series) -> list[_Point]:

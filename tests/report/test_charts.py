@@ -59,6 +59,20 @@ def test_a_level_lies_at_its_value(value: float) -> None:
         assert 10 <= float(name.get("y") or 0) <= 190
 
 
+def test_long_names_of_levels_are_read_whole() -> None:
+    """Catches a name that begins left of the picture, a word that is lost, and names of equal levels on one another."""
+    names = [f"{run}: copying the nearest training chain (1 of 3 chains)" for run in ("first", "second")]
+    for value in (0.2, 0.5, 1.0):
+        levels = [Level(name, value, colour) for colour, name in enumerate(names)]
+        svg = ElementTree.fromstring(lines([Series("a", [0, 1], [0.0, 1.0])], "step", "loss", "linear", levels))
+        rows = [one for one in svg if one.tag == "text" and one.get("x") == "386"]
+        assert " ".join(one.text or "" for one in rows) == " ".join(f"{name}: {value:.3f}" for name in names)
+        assert all(7 * len(one.text or "") <= 386 for one in rows)
+        heights = [float(one.get("y") or 0) for one in rows]
+        assert all(low - high >= 12 for high, low in zip(sorted(heights), sorted(heights)[1:], strict=False))
+        assert min(heights) >= 10
+
+
 def test_values_that_differ_much_have_a_logarithmic_axis() -> None:
     """Catches a learning rate that is a flat line after its warm-up, and a logarithm of zero."""
     y = [1e-5, 1e-4, 1e-3]
