@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -28,6 +27,7 @@ from evodsp.inference.pages.residue_charts import plddt_chart
 from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
+from tests.builders.browser import NEEDS_CHROMIUM, answer_of, cut
 
 NAME = "x</script><b>&"
 RESIDUES = 60
@@ -249,23 +249,18 @@ def test_any_rotation_has_its_quaternion(angles: tuple[float, float, float]) -> 
     np.testing.assert_allclose(found, rotation, atol=1e-6)
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium (Debian's package), to open the page")
+@NEEDS_CHROMIUM
+def test_nothing_is_cut_in_a_narrow_window(output: Path, tmp_path: Path) -> None:
+    """Catches charts, tables and buttons that leave a telephone's screen."""
+    pages = {"target": output / "x" / "report.html", "index": output / "index.html"}
+    assert not cut({name: path.read_text() for name, path in pages.items()}, 400, tmp_path)
+
+
+@NEEDS_CHROMIUM
 def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     """Catches errors of the script, an empty viewer, and hovering that names another residue or a transposed pair."""
     probe = (Path(__file__).parent / "probe_page.js").read_text()
-    page = tmp_path / "probe.html"
-    page.write_text((output / "x" / "report.html").read_text().replace("</body>", f"<script>{probe}</script></body>"))
-    command = [
-        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--use-gl=angle", "--use-angle=swiftshader",
-        "--enable-unsafe-swiftshader", "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1200,900", "--virtual-time-budget=30000", "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "GL Driver Message" not in line]
-    assert not messages
-    found = re.search("ANSWER(.*)END", done.stdout)
-    assert found is not None, done.stderr[-2000:]
-    answer = json.loads(unescape(found[1]))
+    answer = answer_of((output / "x" / "report.html").read_text(), probe, tmp_path)
     assert answer["drawn"] > 2000, "the viewer is empty"
     assert answer["redrawn"] > 2000
     assert answer["pair"] == "ALA 21: pLDDT 75.0 · ALA 11: pLDDT 85.0 · 3 sequences · PAE 21 → 11: 0.0 Å"
