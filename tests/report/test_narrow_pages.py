@@ -9,7 +9,7 @@ from evodsp.report.page import Page
 from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
 from tests.builders.browser import NEEDS_CHROMIUM, cut
-from tests.report.test_run_report import make_run, write_bar
+from tests.builders.run_folder import make_run, write_bar
 
 
 def every_part() -> Page:

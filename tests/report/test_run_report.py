@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,20 +9,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.report.runs import UNSET, differing, read_runs
-
-CURVE = """step,epoch,seconds,train/loss,train/lddt_ca,val/lddt_ca,val/lddt_ca/1abc_A
-9,0,2.0,50.0,0.1,,
-19,0,4.0,40.0,0.2,0.25,0.25
-29,1,9.0,nan,0.3,0.35,0.35
-"""
-
-
-def make_run(folder: Path, curve: str = CURVE, **settings: object) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "curve.csv").write_text(curve)
-    lines = "".join(f"{name}: {value}\n" for name, value in settings.items())
-    (folder / "config.yaml").write_text(f"output: {folder}\nmodel:\n  optimizer: {{lr: 0.001}}\n{lines}")
-    return folder
+from tests.builders.run_folder import CURVE, make_run, write_bar
 
 
 def test_a_run_that_logged_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,15 +42,6 @@ def test_one_run_shows_all_its_settings(tmp_path: Path) -> None:
     page = tmp_path / "one.html"
     assert main(["report", str(make_run(tmp_path / "run", seed=1)), "--output", str(page)]) == 0
     assert "<td>model.optimizer.lr</td><td>0.001</td>" in page.read_text()
-
-
-def write_bar(run: Path, lddt: float, chains: int = 1) -> None:
-    copy = {"chain": "1abc_A", "nearest": "2abc_B", "identity": 0.5, "coverage": 1.0, "lddt_ca": lddt}
-    (run / "baseline.json").write_text(
-        json.dumps(
-            {"lddt_ca": lddt, "validation_chains": chains, "training_chains": 9, "copies": [copy], "without": {}}
-        )
-    )
 
 
 def test_the_bar_is_a_line_with_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
