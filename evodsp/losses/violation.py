@@ -28,6 +28,8 @@ from evodsp.parallel.exchange import Exchange, LocalExchange
 # Ideal values and standard deviations between residues (Engh & Huber): C-N in Å before any residue and before proline.
 _C_N, _C_N_DEVIATION = 1.329, 0.014
 _C_N_PROLINE, _C_N_PROLINE_DEVIATION = 1.341, 0.016
+LONGEST_PEPTIDE_BOND = _C_N_PROLINE + DISTANCE_TOLERANCE * _C_N_PROLINE_DEVIATION
+"""1.53 Å: no longer bond is within the tolerance, whichever residue follows."""
 _COS_CA_C_N, _COS_CA_C_N_DEVIATION = -0.4473, 0.0311  # 116.6 degrees
 _COS_C_N_CA, _COS_C_N_CA_DEVIATION = -0.5203, 0.0353  # 121.4 degrees
 

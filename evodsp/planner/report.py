@@ -8,7 +8,7 @@ from typing import Any
 from evodsp.planner.choose import Comparison
 from evodsp.planner.mesh import Estimate
 from evodsp.planner.simulate import Interval
-from evodsp.report.charts import Series, lines, stacked, timeline
+from evodsp.report.charts import Level, Series, lines, stacked, timeline
 from evodsp.report.page import Page
 
 GIB = 2**30
@@ -162,11 +162,11 @@ def page(compared: Comparison, gpus: int) -> Page:
         [[part, f"{seconds * 1e3:.1f}", f"{seconds / shown.one.total:.0%}"] for part, seconds in parts if seconds > 0],
         numbers=("milliseconds, with waits", "share"),
     )
-    made.heading("One Evoformer block, forward pass")
-    made.note("Above: what the device computes; where it waits there is a gap. Below: what the link carries.")
-    made.wide_chart(
-        "Time line, microseconds", timeline(_lanes(shown.block.intervals), "time line of an Evoformer block")
-    )
+    lanes = _lanes(shown.block.intervals)
+    if lanes["link"]:  # a device that never waits is one bar
+        made.heading("One Evoformer block, forward pass")
+        made.note("Above: what the device computes; where it waits there is a gap. Below: what the link carries.")
+        made.wide_chart("Time line, microseconds", timeline(lanes, "time line of an Evoformer block"))
     return made
 
 
@@ -174,9 +174,10 @@ def add_memory(made: Page, labels: Sequence[str], memory: Mapping[str, Sequence[
     """The parts of a device's memory, in GiB: a bar for each label, or a table if there is one label only."""
     title = "Memory of a device, GiB"
     if len(labels) == 1:
-        made.table([title, "GiB"], [[part, f"{values[0]:.2f}"] for part, values in memory.items()], numbers=("GiB",))
+        made.heading(title)
+        made.table(["part", "GiB"], [[part, f"{values[0]:.2f}"] for part, values in memory.items()], numbers=("GiB",))
     else:
-        made.charts({title: stacked(labels, memory, limit=limit)})
+        made.charts({title: stacked(labels, memory, Level("usable", limit))})
         made.legend(list(memory))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
 from markupsafe import Markup
@@ -19,9 +20,12 @@ from evodsp.report.rendering import render
 
 COLOURS = 8
 """Series that have a colour of their own; the page says which. Further ones repeat them."""
-_WIDTH = 460
+_WIDTH = 400
+"""Near the width of a column of the page, and of a telephone: text is there as high as the page's own."""
 _DIGIT = 7.7
 """Width of a digit in a chart's text, in pixels: that of a wide font, so that no label is cut."""
+_LETTER = 7.0
+"""Mean width of a letter in a name, in pixels."""
 _DASHED = "5 4"
 _TEXT = 13
 """Height of a line of text, in pixels of the picture."""
@@ -116,30 +120,37 @@ def histogram(edges: Sequence[float], counts: Sequence[int], x_label: str, y_lab
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label), frame.y_label(y_label)])
 
 
-def stacked(labels: Sequence[str], parts: Mapping[str, Sequence[float]], limit: float | None = None) -> Markup:
-    """A bar for each label, made of `parts` from the bottom up. `limit`: a dashed line across.
+def stacked(labels: Sequence[str], parts: Mapping[str, Sequence[float]], limit: Level | None = None) -> Markup:
+    """A bar from left to right for each label, made of `parts`, and its sum behind it. A part has its value inside where there
+    is room, and always as its tooltip. `limit`: a dotted line down, and its name with the value.
 
     Raises ValueError if a part has not one value for each label, or a negative one.
     """
     if any(len(values) != len(labels) or min(values, default=0) < 0 for values in parts.values()):
         raise ValueError("each part needs one value of at least 0 for each label")
-    frame = Frame(_WIDTH, 230, left=46, right=14, top=12, bottom=40)
     totals = [sum(values[n] for values in parts.values()) for n in range(len(labels))]
-    most = max(*totals, limit or 0, 1e-9) * 1.05
-    step, plot = (frame.end - frame.left) / max(1, len(labels)), frame.base - frame.top
-    marks = [frame.rule(frame.base), frame.y_tick(frame.top + 8, f"{most:.0f}"), frame.y_tick(frame.base, "0")]
+    sums = [f"{total:.1f}" for total in totals]
+    left, right = (math.ceil(max(map(len, texts), default=0) * _DIGIT) + 12 for texts in (labels, sums))
+    top, row, thick = 24, 30, 20
+    frame = Frame(_WIDTH, top + row * len(labels), left, right, top, bottom=0)
+    scale = (frame.end - frame.left) / max(*totals, 0 if limit is None else limit.value, 1e-9)
+    marks = []
     for n, label in enumerate(labels):
-        height = 0.0
+        x, y = float(frame.left), frame.top + row * n + 5
+        marks.append(frame.y_tick(y + 14, label))
         for colour, (part, values) in enumerate(parts.items()):
-            own = plot * values[n] / most
-            height += own
-            x, y, tip = frame.left + (n + 0.15) * step, frame.base - height, f"{part}: {values[n]:.2f}"
-            marks.append(mark("rect", tip, kind=f"dot s{colour}", x=x, y=y, width=step * 0.7, height=own))
-        marks.append(frame.x_tick(frame.left + (n + 0.5) * step, label))
+            width, text = scale * values[n], f"{values[n]:.1f}"
+            tip = f"{part}: {values[n]:.2f}"
+            marks.append(mark("rect", tip, kind=f"dot s{colour % COLOURS}", x=x, y=y, width=width, height=thick))
+            if len(text) * _DIGIT + 6 <= width:
+                marks.append(mark("text", kind="inside", x=x + width / 2, y=y + 14, text_anchor="middle", text=text))
+            x += width
+        marks.append(mark("text", x=x + 6, y=y + 14, text=sums[n]))
     if limit is not None:
-        y = frame.base - plot * limit / most
-        marks.append(frame.rule(y, dashed=True))
-        marks.append(mark("text", x=frame.end, y=y - 4, text_anchor="end", text=f"{limit:.1f}"))
+        x, text = frame.left + scale * limit.value, f"{limit.name}: {limit.value:.1f}"
+        marks.append(mark("line", text, kind="level", x1=x, y1=frame.top - 6, x2=x, y2=frame.base))
+        begins = len(text) * _LETTER > x  # no room to its left
+        marks.append(mark("text", x=x, y=frame.top - 10, text_anchor="start" if begins else "end", text=text))
     return frame.picture("stacked bars", marks)
 
 
@@ -186,6 +197,16 @@ class Level:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """A place of x that is told: a thin line down, with its name as the tooltip."""
+
+    name: str
+    x: float | int
+    colour: int | None = None
+    """Number of the colour; None for that of text."""
+
+
+@dataclass(frozen=True)
 class _Point:
     x: float
     mean: float
@@ -194,12 +215,17 @@ class _Point:
 
 
 def lines(
-    series: Sequence[Series], x_label: str, y_label: str, scale: str = "auto", levels: Sequence[Level] = ()
+    series: Sequence[Series],
+    x_label: str,
+    y_label: str,
+    scale: str = "auto",
+    levels: Sequence[Level] = (),
+    moments: Sequence[Moment] = (),
 ) -> Markup:
     """A chart of the series. Its title, which the page writes above it, is `y_label`, so that the axis needs none.
 
     `scale` of y: linear, log, or auto (log if all values are positive and differ much). `levels`: finite values to compare the
-    series with.
+    series with. `moments`: places of x; those beside the series are left out.
 
     Raises ValueError if no series has a finite point, or if one has not as many x as y.
     """
@@ -211,7 +237,7 @@ def lines(
     values += [level.value for level in levels]
     log = scale == "log" or (scale == "auto" and min(values) > 0 and max(values) / min(values) >= _LOG_FROM)
     ends = [point.x for _, points in drawn for point in points]
-    frame = Frame(_WIDTH, 230, left=46, right=14, top=12, bottom=40)
+    frame = Frame(_WIDTH, 220, left=46, right=14, top=12, bottom=40)
     up = _Axis(min(values), max(values), frame.base, frame.top, log)
     heights = {_short(value): up(value) for value in up.ticks()}
     room = math.ceil(max(map(len, heights), default=0) * _DIGIT)
@@ -220,19 +246,37 @@ def lines(
     whole = all(value == int(value) for one, _ in drawn for value in one.x if math.isfinite(value))
     marks = [part for text, y in heights.items() for part in (frame.rule(y), frame.y_tick(y + 4, text))]
     marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks(whole)]
+    marks += [_moment(one, frame, across(float(one.x))) for one in moments if min(ends) <= one.x <= max(ends)]
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]
-    marks += [part for level in levels for part in _level(level, frame, up(level.value))]
+    marks += _levels(levels, frame, up)
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
 
 
-def _level(level: Level, frame: Frame, y: float) -> Iterator[Mark]:
-    """The line, and its name above it, or below it where there is no room above."""
-    text = f"{level.name}: {level.value:.3f}"
-    kind = "level" if level.colour is None else f"level s{level.colour % COLOURS}"
-    yield mark("line", text, kind=kind, x1=frame.left, y1=y, x2=frame.end, y2=y)
-    below = y < frame.top + _TEXT
-    yield mark("text", x=frame.end, y=y + _TEXT if below else y - 4, text_anchor="end", text=text)
+def _levels(levels: Sequence[Level], frame: Frame, up: _Axis) -> Iterator[Mark]:
+    """The lines, and their names above them, or below where there is no room above. A long name takes several rows, and names
+    of levels that are close go on below one another.
+    """
+    taken: list[float] = []
+    for level in levels:
+        y, text = up(level.value), f"{level.name}: {level.value:.3f}"
+        yield mark("line", text, kind=_coloured("level", level.colour), x1=frame.left, y1=y, x2=frame.end, y2=y)
+        rows = wrap(text, int((frame.end - frame.left) / _LETTER))
+        first = y + _TEXT if y < frame.top + _TEXT * len(rows) else y - 4 - _TEXT * (len(rows) - 1)
+        while any(-_TEXT < other - first < _TEXT * len(rows) for other in taken):
+            first += _TEXT
+        for number, row in enumerate(rows):
+            taken.append(first + _TEXT * number)
+            yield mark("text", x=frame.end, y=taken[-1], text_anchor="end", text=row)
+
+
+def _moment(moment: Moment, frame: Frame, x: float) -> Mark:
+    return mark("line", moment.name, kind=_coloured("moment", moment.colour), x1=x, y1=frame.top, x2=x, y2=frame.base)
+
+
+def _coloured(kind: str, colour: int | None) -> str:
+    """The class of a mark that has the colour of text, or one of the series'."""
+    return kind if colour is None else f"{kind} s{colour % COLOURS}"
 
 
 def _thinned(series: Series) -> list[_Point]:

@@ -11,13 +11,15 @@ from markupsafe import Markup
 from evodsp.files import whole_file
 from evodsp.printing import show
 from evodsp.progress import duration
-from evodsp.report.charts import Level, Series, lines
+from evodsp.report.charts import Level, Moment, Series, lines
 from evodsp.report.page import Page
 from evodsp.report.run_config import ReportConfig
 from evodsp.report.runs import Run, differing, read_runs
 
 _Columns = dict[str, tuple[str | None, str | None]]
 """Titles of charts, with the columns of training and of validation."""
+_Drawn = dict[str, tuple[str, list[Series]]]
+"""Titles of charts, with the column whose bar belongs to them and their lines."""
 
 _FIRST: _Columns = {
     "Loss": ("train/loss", "val/loss"),
@@ -61,14 +63,18 @@ def page(runs: Sequence[Run]) -> Page:
     """The page of the runs."""
     names = [one.name for one in runs]
     made = Page("Training" if len(runs) > 1 else f"Training {names[0]}", ", ".join(names) if len(runs) > 1 else "")
-    made.table(_headings(runs), [_cells(one, runs) for one in runs])
+    headings = _headings(runs)
+    made.table(headings, [_cells(one, runs) for one in runs], numbers=set(headings) - {"run", _BEST})
     if len(runs) > 1:
         made.legend(names)
+    resumed = " Thin lines down: the run was resumed." if any(one.resumes for one in runs) else ""
     made.note(
         "Solid lines: training. Dashed lines: validation. Bands reach from the lowest to the highest value in between."
+        + resumed
     )
     pace = [Series(one.name, *one.pace(), colour) for colour, one in enumerate(runs)]
-    made.charts(_charts(runs, _FIRST) | _chart("Seconds a step", pace))
+    first, constant = _charts(runs, _series(runs, _FIRST) | {"Seconds a step": ("", pace)})
+    made.charts(first)
     shown = {column for pair in _FIRST.values() for column in pair} | {"train/step_seconds"}
     columns = sorted({column for one in runs for column in one.columns} - shown)
     others = [column for column in columns if column in _NO_TERMS]
@@ -81,9 +87,13 @@ def page(runs: Sequence[Run]) -> Page:
     rest: _Columns = {column: (None, column) for column in columns if not column.startswith(("train/", _CHAIN))}
     rest |= {_NO_TERMS[column]: (column, None) for column in others}
     for heading, group in (("Loss terms", terms), ("lDDT-CA of validation chains", chains), ("More", rest)):
-        if drawn := _charts(runs, group):
+        drawn, flat = _charts(runs, _series(runs, group))
+        constant |= flat
+        if drawn:
             made.heading(heading)
             made.charts(drawn)
+    if constant:
+        made.note(f"Constant, and not drawn: {'; '.join(f'{title} {value:g}' for title, value in constant.items())}.")
     if len(runs) > 1:
         made.heading("Settings that differ")
         different = differing(runs)
@@ -100,7 +110,8 @@ def page(runs: Sequence[Run]) -> Page:
     return made
 
 
-_HEADINGS = ("run", "steps", "time", "last loss", "best lDDT-CA (validation)", "rows that are not finite")
+_BEST = "best lDDT-CA (validation)"
+_HEADINGS = ("run", "steps", "time", "last loss", _BEST, "rows that are not finite")
 
 
 _COPYING = "copying the nearest training chain (lDDT-CA)"
@@ -130,19 +141,47 @@ def _summary(one: Run) -> list[str]:
     ]
 
 
-def _charts(runs: Sequence[Run], columns: _Columns) -> dict[str, Markup]:
-    """A chart for each title whose columns have values."""
+def _series(runs: Sequence[Run], columns: _Columns) -> _Drawn:
+    """The lines of each title, and the column whose bar belongs to them."""
+    return {
+        title: (
+            validation or "",
+            [
+                Series(
+                    f"{one.name}{', validation' if dashed and training else ''}", *one.points(column), colour, dashed
+                )
+                for colour, one in enumerate(runs)
+                for column, dashed in ((training, False), (validation, True))
+                if column is not None
+            ],
+        )
+        for title, (training, validation) in columns.items()
+    }
+
+
+def _charts(runs: Sequence[Run], drawn: _Drawn) -> tuple[dict[str, Markup], dict[str, float]]:
+    """A chart for each title that has finite values; of the titles whose values are all equal, the value instead of a chart.
+
+    A single value is no constant, and what is compared with a bar is drawn.
+    """
     charts: dict[str, Markup] = {}
+    constant: dict[str, float] = {}
     levels = _levels(runs)
-    for title, (training, validation) in columns.items():
-        series = [
-            Series(f"{one.name}{', validation' if dashed and training else ''}", *one.points(column), colour, dashed)
-            for colour, one in enumerate(runs)
-            for column, dashed in ((training, False), (validation, True))
-            if column is not None
-        ]
-        charts |= _chart(title, series, levels.get(validation or "", []))
-    return charts
+    several = len(runs) > 1
+    moments = [
+        Moment(f"{one.name}: resumed at step {step + 1:,}", step, colour if several else None)
+        for colour, one in enumerate(runs)
+        for step in one.resumes
+    ]
+    for title, (column, series) in drawn.items():
+        bars = levels.get(column, [])
+        values = [value for one in series for value in one.y if math.isfinite(value)]
+        if not bars and len(values) > 1 and len(set(values)) == 1:
+            constant[title] = values[0]
+        elif values:
+            scale = "linear" if bars or title in _LINEAR else "auto"
+            charts[title] = lines(series, "step", title, scale, bars, moments)
+    return charts, constant
 
 
 def _levels(runs: Sequence[Run]) -> dict[str, list[Level]]:
@@ -161,10 +200,3 @@ def _levels(runs: Sequence[Run]) -> dict[str, list[Level]]:
         else:
             found[column] = [replace(level, name=f"{runs[level.colour or 0].name}: {level.name}") for level in levels]
     return found
-
-
-def _chart(title: str, series: Sequence[Series], levels: Sequence[Level] = ()) -> dict[str, Markup]:
-    """The chart under its title; nothing if there is nothing to draw."""
-    if not any(math.isfinite(value) for one in series for value in one.y):
-        return {}
-    return {title: lines(series, "step", title, "linear" if levels or title in _LINEAR else "auto", levels)}

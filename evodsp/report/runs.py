@@ -12,7 +12,7 @@ from evodsp.errors import FileFormatError, UserError
 from evodsp.reading.quoting import shown
 from evodsp.reading.text_files import read_json
 from evodsp.reading.yaml_files import read_yaml
-from evodsp.report.curve import read_curve
+from evodsp.report.curve import RESUMED, read_curve
 
 _OF_ONE_START = ("output", "overwrite", "ckpt_path")
 """Settings that say where a run's files are and how it was started, not what it computes."""
@@ -55,7 +55,12 @@ class Run:
     @property
     def columns(self) -> list[str]:
         """Names of all metrics, sorted."""
-        return sorted({name for row in self.rows.values() for name in row} - {"step", "epoch", "seconds"})
+        return sorted({name for row in self.rows.values() for name in row} - {"step", "epoch", "seconds", RESUMED})
+
+    @property
+    def resumes(self) -> list[int]:
+        """The steps with which a resumed start of the run went on."""
+        return sorted({int(step) for step in self.points(RESUMED)[1] if math.isfinite(step)})
 
     def points(self, column: str) -> tuple[list[int], list[float]]:
         """Steps and values of a column, where it has a value."""

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from evodsp.files import whole_file
 from evodsp.reading.yaml_files import parse_yaml
-from evodsp.report.curve import read_curve
+from evodsp.report.curve import RESUMED, read_curve
 from evodsp.training.trainer import tell_first
 
 
@@ -84,7 +84,7 @@ _FIRST = ("step", "epoch", "seconds")
 
 
 class CurveLogger(Logger):
-    """Writes `<folder>/curve.csv` with the columns step, epoch, seconds and every logged metric.
+    """Writes `<folder>/curve.csv` with the columns step, epoch, seconds, every logged metric, and `RESUMED` if it was resumed.
 
     Rows of an existing file are kept up to the step at which a run resumes: it continues its curve and its clock, and repeated
     steps appear once. A row is appended, so that a long run does not write its whole past again and again; the file
@@ -142,6 +142,8 @@ class CurveLogger(Logger):
             last = max(kept.values(), key=lambda row: float(row["seconds"]), default={"seconds": "0"})
             self._started = self._begun - float(last["seconds"])
             self._rewrite(kept)
+            if self.first_step:
+                metrics = {**metrics, RESUMED: self.first_step}
         if step not in self._unsaved:
             known = self._last if self._last.get("step") == str(step) else {}
             self._unsaved[step] = {"step": str(step), "seconds": f"{time.monotonic() - self._started:.1f}", **known}

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evodsp.report.curve import read_curve
+from evodsp.report.curve import RESUMED, read_curve
 from evodsp.training.throughput import MEASURED
 from tests.builders.processes import ROOT, begin
 
@@ -64,9 +64,9 @@ def words(config: Path, output: Path, *options: str, steps: int = STEPS) -> list
 
 
 def losses(output: Path) -> dict[int, dict[str, str]]:
-    """Everything in the curve but what is measured."""
+    """Everything in the curve but what is measured, and where a run was resumed."""
     return {
-        step: {name: value for name, value in row.items() if name not in ("seconds", *MEASURED)}
+        step: {name: value for name, value in row.items() if name not in ("seconds", RESUMED, *MEASURED)}
         for step, row in read_curve(output / "curve.csv").items()
     }
 

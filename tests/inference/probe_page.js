@@ -10,17 +10,23 @@ setTimeout(async () => {
   const count = (selector) => document.querySelectorAll(selector).length;
   const readout = () => document.getElementById("readout").textContent;
   const dark = () => {
+    let [pixels, first, last] = [0, Infinity, -Infinity];
     const source = document.querySelector("#viewer canvas"), copy = document.createElement("canvas");
     [copy.width, copy.height] = [source.width, source.height];
     const context = copy.getContext("2d");
     context.drawImage(source, 0, 0);
     const { data } = context.getImageData(0, 0, copy.width, copy.height);
-    let pixels = 0;
-    for (let k = 0; k < data.length; k += 4) if (data[k + 3] && data[k] + data[k + 1] + data[k + 2] < 700) pixels++;
-    return pixels;
+    for (let k = 0; k < data.length; k += 4) {
+      if (!data[k + 3] || data[k] + data[k + 1] + data[k + 2] >= 700) continue;
+      pixels++;
+      first = Math.min(first, (k / 4) % copy.width);
+      last = Math.max(last, (k / 4) % copy.width);
+    }
+    return { pixels, width: (last - first) / copy.width };
   };
 
-  answer.drawn = dark();
+  answer.drawn = dark().pixels;
+  answer.width = dark().width;
   hover(document.getElementById("matrix"), 10.5 / 60, 20.5 / 60);
   await wait();
   answer.pair = readout();
@@ -49,7 +55,11 @@ setTimeout(async () => {
   await wait();
   answer.other = readout();
   answer.shown = [...document.querySelectorAll(".plddt:not([hidden])")].map((line) => line.dataset.seed);
-  answer.redrawn = dark();
+  answer.redrawn = dark().pixels;
+  document.querySelectorAll("#seeds button")[2].click();
+  await wait();
+  answer.stretched = dark().pixels;
+  answer.note = document.querySelector(".of-seed:not([hidden])").textContent;
   // How far the text of a heading is from the right-aligned one before it.
   const [text, number] = [document.querySelector("th.number + th:not(.number)"), document.querySelector("th.number")];
   answer.gap = parseFloat(getComputedStyle(number).paddingRight) + parseFloat(getComputedStyle(text).paddingLeft);

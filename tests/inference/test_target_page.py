@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import shutil
-import subprocess
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -14,17 +13,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from evodsp.data.records import Alignment
 from evodsp.geometry.alphabet import GAP
 from evodsp.geometry.residues import CA
+from evodsp.geometry.rigid import Rigid
 from evodsp.inference.failures import RecordFailure
+from evodsp.inference.pages.backbone import PeptideBonds, View, peptide_bonds
 from evodsp.inference.pages.batch_page import batch_page, write_batch_page
 from evodsp.inference.pages.coverage import coverage
 from evodsp.inference.pages.residue_charts import plddt_chart
 from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
+from tests.builders.browser import NEEDS_CHROMIUM, answer_of, cut
 
 NAME = "x</script><b>&"
 RESIDUES = 60
@@ -48,6 +51,10 @@ def helix(seed: int) -> PredictedStructure:
     return PredictedStructure(NAME, aatype, positions, mask, plddt, aligned_error=AlignedError(pae, 31.75, 0.8))
 
 
+STRETCHED = replace(helix(2), positions=1.6 * helix(2).positions)
+"""No residue is bonded to the next, and neighbours' CA atoms are 6 Å apart."""
+
+
 def alignment() -> Alignment:
     """The query, a half and a stranger."""
     residues = np.zeros((3, RESIDUES), np.int8)
@@ -58,11 +65,11 @@ def alignment() -> Alignment:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished target with two seeds, its page and the page of the batch."""
+    """A finished target with two seeds and a third that is stretched, its page and the page of the batch."""
     root = tmp_path_factory.mktemp("predictions")
     folder = root / "x"
     folder.mkdir()
-    write_results(folder, {0: helix(0), 1: helix(1)}, "cif", {"templates": ["<i>1abc"]}, NAME)
+    write_results(folder, {0: helix(0), 1: helix(1), 2: STRETCHED}, "cif", {"templates": ["<i>1abc"]}, NAME)
     write_json(folder / TIMINGS, {"name": NAME, "features_seconds": 1.0, "model_seconds": 3.25})
     write_target_page(folder, [alignment()])
     write_batch_page(root, [RecordFailure("<u>bad", "no <u>letters")])
@@ -89,7 +96,7 @@ def test_no_text_becomes_markup(output: Path) -> None:
 def test_data_is_that_of_the_files(output: Path) -> None:
     """Catches coordinates in another order or scale, seeds that are exchanged, and a transposed matrix of errors."""
     data = embedded((output / "x" / "report.html").read_text())
-    first, second = data["seeds"]
+    first, second, _ = data["seeds"]
     assert (first["seed"], second["seed"]) == (0, 1)
     residue = np.frombuffer(base64.b64decode(data["atom_residue"]), "<i4")
     atom = np.frombuffer(base64.b64decode(data["atom_type"]), "u1")
@@ -108,7 +115,7 @@ def test_data_is_that_of_the_files(output: Path) -> None:
 
 def test_many_seeds_share_the_page(monkeypatch: pytest.MonkeyPatch, output: Path) -> None:
     """Catches pages that grow without limit, and blocks of residues that are not averages."""
-    monkeypatch.setattr("evodsp.inference.pages.target_page._MOST_CELLS", 2 * 9 * 9)
+    monkeypatch.setattr("evodsp.inference.pages.target_page._MOST_CELLS", 3 * 9 * 9)
     write_target_page(output / "x", [alignment()])
     data = embedded((output / "x" / "report.html").read_text())
     assert data["step"] == 7
@@ -139,11 +146,13 @@ def test_residue_numbers_below_a_chart(residues: int, numbers: list[int]) -> Non
 
 
 def test_index_links_to_the_pages(output: Path) -> None:
-    """Catches links to nowhere, and records that failed without a word."""
+    """Catches links to nowhere, a page without a way back, and records that failed without a word."""
     page = (output / "index.html").read_text()
     links = re.findall(r'href="([^"]+)"', page)
     assert links == ["x/report.html"]
     assert (output / links[0]).is_file()
+    back = re.findall(r'<a href="([^"]+)">', (output / links[0]).read_text())
+    assert [(output / "x" / link).resolve() for link in back] == [output / "index.html"]
     assert "no &lt;u&gt;letters" in page
 
 
@@ -163,23 +172,95 @@ def test_index_has_a_column_of_ptm_only_where_there_is_one(output: Path, tmp_pat
     assert ">pTM<" not in batch_page(tmp_path, []).html()
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium (Debian's package), to open the page")
+def test_a_target_leads_back_to_our_index_not_to_the_users(output: Path, tmp_path: Path) -> None:
+    """Catches a way back to a page of somebody else's, beside which evodsp writes its own."""
+    shutil.copytree(output / "x", tmp_path / "x")
+    (tmp_path / "index.html").write_text("<h1>My proteins</h1>")
+    write_target_page(tmp_path / "x", [])
+    assert '<a href="../index_evodsp.html">' in (tmp_path / "x" / "report.html").read_text()
+    assert write_batch_page(tmp_path, []) == tmp_path / "index_evodsp.html"
+    assert write_batch_page(tmp_path, []) == tmp_path / "index_evodsp.html", "the second run takes it for the user's"
+
+
+def test_structures_are_links_to_their_files(output: Path) -> None:
+    """Catches names that cannot be clicked, and a link of one seed to another's file."""
+    page = (output / "x" / "report.html").read_text()
+    links = re.findall(r'<a href="([^"]+)" download>([^<]+)</a>', page)
+    assert links == 2 * [(name, name) for name in ("seed_0.cif", "seed_1.cif", "seed_2.cif")]
+    assert all((output / "x" / address).is_file() for address, _ in links)
+
+
+def test_long_peptide_bonds_are_counted(output: Path) -> None:
+    """Catches a broken chain that looks whole, a bond over a residue without atoms or from chain to chain, and a sound bond
+    that counts."""
+    assert peptide_bonds(helix(0)) == PeptideBonds(57, 0, 1, ())
+    assert peptide_bonds(STRETCHED) == PeptideBonds(57, 57, 1, ("A",))
+    few = helix(0)
+    few.positions[20:] += [0, 0, 2]
+    assert peptide_bonds(few) == PeptideBonds(57, 1, 1, ())
+    assert peptide_bonds(replace(few, lengths=(20, 40))) == PeptideBonds(56, 0, 2, ())
+    assert peptide_bonds(replace(STRETCHED, lengths=(20, 40))).traced == ("A", "B")
+    page = (output / "x" / "report.html").read_text()
+    assert page.count("57 of 57 peptide bonds are longer than 1.53 Å, which AlphaFold2 counts as a violation:") == 1
+    assert [one["traced"] for one in embedded(page)["seeds"]] == [[], [], ["A"]]
+
+
+@pytest.mark.parametrize(
+    ("bonds", "end"),
+    [
+        (PeptideBonds(57, 1, 1, ()), "1 of 57 peptide bonds is longer|: the ribbon is drawn through it."),
+        (PeptideBonds(57, 2, 2, ()), "2 of 57 peptide bonds are longer|: the ribbon is drawn through them."),
+        (PeptideBonds(57, 9, 1, ("A",)), "9 of|: the chain is drawn as a line through the CA atoms."),
+        (PeptideBonds(57, 9, 3, ("A", "C")), "9 of|: 2 of 3 chains are drawn as a line through the CA atoms."),
+        (PeptideBonds(57, 0, 1, ()), "|"),
+    ],
+)
+def test_what_is_said_of_long_bonds(bonds: PeptideBonds, end: str) -> None:
+    first, _, last = end.partition("|")
+    assert bonds.note.startswith(first)
+    assert bonds.note.endswith(last)
+    assert bool(bonds.note) == bool(bonds.long)
+
+
+def test_the_view_begins_along_the_shortest_axis(output: Path) -> None:
+    """Catches a mirror image, a quaternion of the opposite rotation, and a structure that stands upright or beside the box."""
+    view = embedded((output / "x" / "report.html").read_text())["view"]
+    axes, turn = np.array(view["axes"]), view["quaternion"]
+    np.testing.assert_allclose(axes @ axes.T, np.eye(3), atol=1e-9)
+    assert np.linalg.det(axes) == pytest.approx(1)
+    rotation = Rigid.from_quaternion(torch.tensor([turn[3], *turn[:3]]), torch.zeros(3)).rotation
+    np.testing.assert_allclose(rotation, axes, atol=1e-6)
+    one = helix(0)
+    seen = (one.positions[:, CA][one.mask[:, CA] > 0.5] - view["centre"]) @ axes.T
+    np.testing.assert_allclose(seen.min(0) + seen.max(0), 0, atol=1e-4)
+    assert np.ptp(seen, axis=0)[0] > 80  # Å, of a helix that is 88 Å long
+
+
+@pytest.mark.parametrize("angles", [(180, 0, 0), (0, 180, 0), (0, 0, 180), (0, 0, 0), (170, 80, -120)])
+def test_any_rotation_has_its_quaternion(angles: tuple[float, float, float]) -> None:
+    """Catches a quaternion that is undefined for half turns."""
+    rotation = np.eye(3)
+    for axis, angle in enumerate(np.radians(angles)):
+        turn, (a, b) = np.eye(3), ((axis + 1) % 3, (axis + 2) % 3)
+        turn[[a, a, b, b], [a, b, a, b]] = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
+        rotation = turn @ rotation
+    x, y, z, w = View(np.zeros(3), rotation).quaternion
+    found = Rigid.from_quaternion(torch.tensor([w, x, y, z]), torch.zeros(3)).rotation
+    np.testing.assert_allclose(found, rotation, atol=1e-6)
+
+
+@NEEDS_CHROMIUM
+def test_nothing_is_cut_in_a_narrow_window(output: Path, tmp_path: Path) -> None:
+    """Catches charts, tables and buttons that leave a telephone's screen."""
+    pages = {"target": output / "x" / "report.html", "index": output / "index.html"}
+    assert not cut({name: path.read_text() for name, path in pages.items()}, 400, tmp_path)
+
+
+@NEEDS_CHROMIUM
 def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     """Catches errors of the script, an empty viewer, and hovering that names another residue or a transposed pair."""
     probe = (Path(__file__).parent / "probe_page.js").read_text()
-    page = tmp_path / "probe.html"
-    page.write_text((output / "x" / "report.html").read_text().replace("</body>", f"<script>{probe}</script></body>"))
-    command = [
-        "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--use-gl=angle", "--use-angle=swiftshader",
-        "--enable-unsafe-swiftshader", "--enable-logging=stderr", f"--user-data-dir={tmp_path / 'profile'}",
-        "--window-size=1200,900", "--virtual-time-budget=30000", "--dump-dom", page.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    messages = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "GL Driver Message" not in line]
-    assert not messages
-    found = re.search("ANSWER(.*)END", done.stdout)
-    assert found is not None, done.stderr[-2000:]
-    answer = json.loads(unescape(found[1]))
+    answer = answer_of((output / "x" / "report.html").read_text(), probe, tmp_path)
     assert answer["drawn"] > 2000, "the viewer is empty"
     assert answer["redrawn"] > 2000
     assert answer["pair"] == "ALA 21: pLDDT 75.0 · ALA 11: pLDDT 85.0 · 3 sequences · PAE 21 → 11: 0.0 Å"
@@ -193,4 +274,7 @@ def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     assert (answer["marked"], answer["along"]) == (1, 2), "neither the matrix nor the charts show it"
     assert answer["other"] == "ALA 31: pLDDT 60.0 · 2 sequences"
     assert answer["shown"] == ["1"]
+    assert answer["width"] > 0.85, "the structure does not fill the box"
+    assert answer["stretched"] > 2000, "a chain with long bonds is not drawn"
+    assert answer["note"].startswith("File: seed_2.cif · 57 of 57 peptide bonds are longer than 1.53 Å")
     assert answer["gap"] > 20, "a right-aligned heading runs into the one after it"

@@ -189,7 +189,19 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     html = output.read_text()
     for text in ("2 x 1", "1 x 2", "not measured", "<svg", "Memory of a device"):
         assert text in html
+    assert "Time line" not in html, "a time line of one bar"
     assert "http://" not in html.replace("http://www.w3.org", "")
+
+
+def test_one_mesh_is_a_table_and_its_time_line_has_both_lanes(tmp_path: Path) -> None:
+    """Catches a chart of a single bar, and a time line that is left out where devices wait for the link."""
+    output = tmp_path / "plan.html"
+    words = "--gpus 2 --sequence 2 --preset small --residues 32 --msa 16 --extra_msa 32 --global_batch 4"
+    assert main(["plan", *words.split(), "--output", str(output)]) == 0
+    html = output.read_text()
+    assert "<td>activations</td>" in html
+    assert html.count("<svg") == 1
+    assert 'aria-label="time line of an Evoformer block"' in html
 
 
 def test_one_number_of_ranks_on_a_crowded_node() -> None:

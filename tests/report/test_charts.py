@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from evodsp.report.charts import Level, Series, histogram, lines
+from evodsp.report.charts import Level, Series, histogram, lines, stacked
 
 
 def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:
@@ -57,6 +57,20 @@ def test_a_level_lies_at_its_value(value: float) -> None:
         (name,) = (one for one in svg if one.text == f"copying: {value:.3f}")
         assert 12 <= height <= 190
         assert 10 <= float(name.get("y") or 0) <= 190
+
+
+def test_long_names_of_levels_are_read_whole() -> None:
+    """Catches a name that begins left of the picture, a word that is lost, and names of equal levels on one another."""
+    names = [f"{run}: copying the nearest training chain (1 of 3 chains)" for run in ("first", "second")]
+    for value in (0.2, 0.5, 1.0):
+        levels = [Level(name, value, colour) for colour, name in enumerate(names)]
+        svg = ElementTree.fromstring(lines([Series("a", [0, 1], [0.0, 1.0])], "step", "loss", "linear", levels))
+        rows = [one for one in svg if one.tag == "text" and one.get("x") == "386"]
+        assert " ".join(one.text or "" for one in rows) == " ".join(f"{name}: {value:.3f}" for name in names)
+        assert all(7 * len(one.text or "") <= 386 for one in rows)
+        heights = [float(one.get("y") or 0) for one in rows]
+        assert all(low - high >= 12 for high, low in zip(sorted(heights), sorted(heights)[1:], strict=False))
+        assert min(heights) >= 10
 
 
 def test_values_that_differ_much_have_a_logarithmic_axis() -> None:
@@ -123,3 +137,39 @@ def test_whole_numbers_have_whole_ticks() -> None:
     for x, expected in (([1, 2], ["1", "2"]), ([0.0, 0.5], ["0", "0.1", "0.2", "0.3", "0.4", "0.5"])):
         svg = drawing([Series("a", x, [1.0, 2.0])])
         assert [one.text for one in svg if one.get("text-anchor") == "middle"] == [*expected, "step"]
+
+
+def test_bars_have_their_values_where_there_is_room() -> None:
+    """Catches bars without a number, a number on a narrower part, a sum inside of the bar, and a limit elsewhere."""
+    parts = {"weights": [0.5, 0.25], "activations": [70.0, 3.0]}
+    svg = ElementTree.fromstring(stacked(["128 x 1", "64 x 2"], parts, Level("usable", 40.0)))
+    bars = [one for one in svg if one.tag == "rect"]
+    texts = {one.text or "": one for one in svg if one.tag == "text"}
+    assert [one.text for one in svg if one.get("class") == "inside"] == ["70.0"]
+    assert [bar[0].text for bar in bars] == [
+        "weights: 0.50",
+        "activations: 70.00",
+        "weights: 0.25",
+        "activations: 3.00",
+    ]
+    ends = [float(bar.get("x") or 0) + float(bar.get("width") or 0) for bar in bars]
+    assert float(bars[1].get("x") or 0) == pytest.approx(ends[0], abs=0.1)
+    for end, total in ((ends[1], "70.5"), (ends[3], "3.2")):
+        assert end < float(texts[total].get("x") or 0)
+    begin, width = float(bars[0].get("x") or 0), float((svg.get("viewBox") or "").split()[2])
+    (line,) = (one for one in svg if one.get("class") == "level")
+    assert float(line.get("x1") or 0) - begin == pytest.approx((ends[1] - begin) * 40 / 70.5, abs=0.2)
+    shares = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    for text, one in texts.items():
+        left = float(one.get("x") or 0) - 7 * len(text) * shares[one.get("text-anchor") or "start"]
+        assert 0 <= left <= left + 7 * len(text) <= width, text
+    assert "usable: 40.0" in texts
+    near = ElementTree.fromstring(stacked(["1"], {"weights": [90.0]}, Level("usable", 1.0)))
+    (name,) = (one for one in near if one.text == "usable: 1.0")
+    assert name.get("text-anchor") == "start", "it would begin left of the picture"
+
+
+def test_bars_that_cannot_be_drawn_are_errors() -> None:
+    for values in ([1.0], [1.0, -1.0]):
+        with pytest.raises(ValueError, match="one value of at least 0"):
+            stacked(["a", "b"], {"weights": values})

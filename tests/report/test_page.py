@@ -44,6 +44,16 @@ def test_bars_are_as_high_as_their_counts() -> None:
         histogram([0.0, 1.0], [1, 2], "", "")
 
 
+def test_no_line_ends_within_an_option() -> None:
+    """Catches "--" at the end of a line, and an option that is no longer the command's text."""
+    page = Page("A plan")
+    page.verdict("take --parallel.sequence 2 <b>", good=True)
+    page.note("plan with --cuda_graphs")
+    html = page.html()
+    assert 'take <span class="option">--parallel.sequence</span> 2 &lt;b&gt;</p>' in html
+    assert 'plan with <span class="option">--cuda_graphs</span></p>' in html
+
+
 def test_a_page_needs_no_network_and_follows_the_screen() -> None:
     """Catches a page that is blank without the network, or black on black."""
     html = Page("t").html()

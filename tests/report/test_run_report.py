@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 
 import pytest
 
 from evodsp.cli import main
 from evodsp.report.runs import UNSET, differing, read_runs
-
-CURVE = """step,epoch,seconds,train/loss,train/lddt_ca,val/lddt_ca,val/lddt_ca/1abc_A
-9,0,2.0,50.0,0.1,,
-19,0,4.0,40.0,0.2,0.25,0.25
-29,1,9.0,nan,0.3,0.35,0.35
-"""
-
-
-def make_run(folder: Path, curve: str = CURVE, **settings: object) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "curve.csv").write_text(curve)
-    lines = "".join(f"{name}: {value}\n" for name, value in settings.items())
-    (folder / "config.yaml").write_text(f"output: {folder}\nmodel:\n  optimizer: {{lr: 0.001}}\n{lines}")
-    return folder
+from tests.builders.run_folder import CURVE, make_run, write_bar
 
 
 def test_a_run_that_logged_no_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,15 +44,6 @@ def test_one_run_shows_all_its_settings(tmp_path: Path) -> None:
     assert "<td>model.optimizer.lr</td><td>0.001</td>" in page.read_text()
 
 
-def write_bar(run: Path, lddt: float, chains: int = 1) -> None:
-    copy = {"chain": "1abc_A", "nearest": "2abc_B", "identity": 0.5, "coverage": 1.0, "lddt_ca": lddt}
-    (run / "baseline.json").write_text(
-        json.dumps(
-            {"lddt_ca": lddt, "validation_chains": chains, "training_chains": 9, "copies": [copy], "without": {}}
-        )
-    )
-
-
 def test_the_bar_is_a_line_with_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a bar that is not drawn, that stands in another chart, that is drawn for each of the runs that share it,
     that makes an axis logarithmic, or that passes for the bar of all chains where some have no copy."""
@@ -86,11 +64,57 @@ def test_the_bar_is_a_line_with_a_name(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", *words]) == 0
     html = page.read_text()
     assert f">one: {name}</text>" in html
-    assert ">two: copying the nearest training chain (1 of 3 chains): 0.748</text>" in html
+    assert "<title>two: copying the nearest training chain (1 of 3 chains): 0.748</title>" in html
+    assert ">two: copying the nearest training chain (1 of 3</text>" in html
     (runs[0] / "baseline.json").unlink()
     capsys.readouterr()
     assert main(["report", *words]) == 0
     assert "copying the nearest training chain (lDDT-CA) none" in capsys.readouterr().out
+
+
+def test_resumes_are_thin_lines(tmp_path: Path) -> None:
+    """Catches a resume that is not shown, that is a chart of its own, or that lies outside of a chart which begins later."""
+    rows = (
+        "9,0,2.0,50.0,,",
+        "19,0,4.0,40.0,0.25,10",
+        "29,1,9.0,30.0,0.35,",
+        "39,1,9.9,20.0,0.3,30",
+        "49,1,11.0,9.0,0.4,",
+    )
+    run = make_run(tmp_path / "run", "\n".join(["step,epoch,seconds,train/loss,val/lddt_ca,resumed", *rows, ""]))
+    page = tmp_path / "page.html"
+    assert main(["report", str(run), "--output", str(page)]) == 0
+    html = page.read_text()
+    assert "Thin lines down: the run was resumed." in html
+    charts = {part.partition("<")[0]: part for part in html.split("<h3>")[1:]}
+    found = {title: re.findall(r'class="moment"[^>]*><title>([^<]*)', chart) for title, chart in charts.items()}
+    later = ["run: resumed at step 31"]
+    assert found == {
+        "Loss": ["run: resumed at step 11", *later],
+        "lDDT-CA": later,
+        "Seconds a step": later,
+    }
+    assert main(["report", str(make_run(tmp_path / "other")), str(run), "--output", str(page)]) == 0
+    assert 'class="moment s1"' in page.read_text()
+    assert main(["report", str(tmp_path / "other"), "--output", str(page)]) == 0
+    assert "resumed" not in page.read_text()
+
+
+def test_what_never_changes_is_a_line_of_text(tmp_path: Path) -> None:
+    """Catches charts of a flat line, a single value that passes for a constant, and runs that differ left out."""
+    curve = "step,epoch,seconds,train/loss,train/recycles,train/clipped_fraction,train/lr,val/lddt_ca\n"
+    runs = []
+    for name, rate in (("one", 0.001), ("two", 0.002)):
+        rows = [f"{step},0,{step},{50 - step},0,1,{rate},{0.5 if step == 9 else ''}\n" for step in (9, 19)]
+        runs.append(str(make_run(tmp_path / name, curve + "".join(rows))))
+    page = tmp_path / "page.html"
+    assert main(["report", runs[0], "--output", str(page)]) == 0
+    assert re.findall("<h3>([^<]*)", page.read_text()) == ["Loss", "lDDT-CA", "Seconds a step"]
+    said = "Constant, and not drawn: Learning rate 0.001; Clipped gradients (share) 1; Recycling iterations 0."
+    assert said in page.read_text()
+    write_bar(Path(runs[0]), 0.9)
+    assert main(["report", *runs, "--output", str(page)]) == 0
+    assert re.findall("<h3>([^<]*)", page.read_text()) == ["Loss", "lDDT-CA", "Learning rate"]
 
 
 def test_a_bar_that_was_edited_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evodsp.report.curve import read_curve
+from evodsp.report.curve import RESUMED, read_curve
 from evodsp.training.logs import CurveLogger
 
 
@@ -99,3 +99,16 @@ def test_a_curve_that_somebody_changes(tmp_path: Path) -> None:
         if step == 3:
             path.unlink()
     assert {step: float(row["train/loss"]) for step, row in read_curve(path).items()} == {4: 2.0}
+
+
+def test_a_resumed_start_is_marked_once(tmp_path: Path) -> None:
+    """Catches a resume that the curve does not tell, one in each row, the mark of a first start, and a mark that outlives the
+    rows behind it."""
+    for first, steps in ((0, (0, 1, 2, 3)), (2, (3, 5)), (4, (5, 7)), (2, (3, 4))):
+        logger = CurveLogger(tmp_path)
+        logger.first_step = first
+        for step in steps:
+            logger.log_metrics({"train/loss": 1.0}, step)
+            logger.save()
+        marks = {step: row[RESUMED] for step, row in read_curve(tmp_path / "curve.csv").items() if RESUMED in row}
+        assert marks == {0: {}, 2: {3: "2"}, 4: {3: "2", 5: "4"}}[first] or (steps == (3, 4) and marks == {3: "2"})

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.curve import RESUMED, read_curve
 from evodsp.training import command
 from evodsp.training.run_end import Interruption, StopRequest, deadline
 from evodsp.training.throughput import MEASURED
@@ -121,9 +121,9 @@ def test_a_signal_in_a_validation(
 
 
 def curve(output: Path) -> dict[int, dict[str, str]]:
-    """Everything in the curve but what is measured."""
+    """Everything in the curve but what is measured, and where a run was resumed."""
     return {
-        step: {name: cell for name, cell in row.items() if name not in ("seconds", *MEASURED)}
+        step: {name: cell for name, cell in row.items() if name not in ("seconds", RESUMED, *MEASURED)}
         for step, row in read_curve(output / "curve.csv").items()
     }
 

@@ -31,16 +31,18 @@ def write_batch_page(output: Path, failures: Sequence[RecordFailure]) -> Path:
 
     An index.html that evodsp has not written is the user's: the page is then index_evodsp.html.
     """
-    path, html = output / INDEX, batch_page(output, failures).html()
-    if path.is_file():
-        there = path.read_text(encoding="utf-8", errors="replace")
-        if there == html:
-            return path  # a run that keeps everything changes nothing
-        if OURS not in there:
-            path = output / BESIDE
+    path, html = output / index_name(output), batch_page(output, failures).html()
+    if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == html:
+        return path  # a run that keeps everything changes nothing
     with whole_file(path) as partial:
         partial.write_text(html, encoding="utf-8")
     return path
+
+
+def index_name(output: Path) -> str:
+    """The name of the page of a folder of predictions, whether it is there yet or not."""
+    path = output / INDEX
+    return BESIDE if path.is_file() and OURS not in path.read_text(encoding="utf-8", errors="replace") else INDEX
 
 
 def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:

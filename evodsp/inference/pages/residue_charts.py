@@ -17,6 +17,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from evodsp.inference.chains import ChainSpan
+from evodsp.inference.pages.backbone import principal_axes
 from evodsp.inference.pages.coverage import Coverage
 from evodsp.report.charts import Frame, Mark, mark, path, picture
 
@@ -95,11 +96,7 @@ def trace(
     """
     there = present > 0.5
     centred = ca - ca[there].mean(0)
-    _, _, axes = np.linalg.svd(centred[there].astype(np.float64), full_matrices=True)
-    # An axis has no direction of its own: the largest component is made positive, so that all machines draw the same picture.
-    axes *= np.sign(axes[np.arange(3), np.abs(axes).argmax(1)])[:, None]
-    axes[2] *= np.linalg.det(axes)  # no mirror image
-    x, y, depth = (centred @ axes.T).T
+    x, y, depth = (centred @ principal_axes(centred[there]).T).T
     reach = max(float(np.abs(np.stack([x, y])[:, there]).max()), 1.0)
     scale = (_TRACE / 2 - _MARGIN) / reach
     points = np.stack([_TRACE / 2 + scale * x, _TRACE / 2 - scale * y], 1)

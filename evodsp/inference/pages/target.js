@@ -40,10 +40,21 @@
       return $3Dmol.createViewer(place, { backgroundColor: "white", backgroundAlpha: 0, antialias: true });
     } catch (error) {
       place.innerHTML = "<p></p>";
-      place.firstChild.textContent = "This browser cannot draw in 3D (" + error.message + "). The structure is in the file " +
-        "beside this page.";
+      place.firstChild.textContent = "This browser cannot draw in 3D (" + error.message + "). The structure is in the file below.";
       return null;
     }
+  }
+
+  function fit() {
+    // Turns the structure as the page's maker says, and comes as near as the box allows: each CA and the ribbon around it is seen.
+    const { centre, axes, quaternion } = data.view, ribbon = 2.5;
+    const high = Math.tan(viewer.fov * Math.PI / 360), box = byId("viewer"), wide = high * box.clientWidth / box.clientHeight;
+    let distance = 0;
+    for (const at of carbons.values()) {
+      const [x, y, z] = axes.map((axis) => axis.reduce((sum, share, k) => sum + share * (at[k] - centre[k]), 0));
+      distance = Math.max(distance, z + (Math.abs(x) + ribbon) / wide, z + (Math.abs(y) + ribbon) / high);
+    }
+    viewer.setView([...centre.map((value) => -value), viewer.CAMERA_Z - distance, ...quaternion]);
   }
 
   function draw(one, keepView) {
@@ -59,14 +70,18 @@
     viewer.removeAllModels();
     viewer.removeAllShapes();
     const model = viewer.addModel(mmcif(one, coordinates), "cif");
+    // 3Dmol ends a ribbon where a bond is too long, by the number of the piece that it gives to each atom. A chain is one piece;
+    // residues without atoms still leave a gap, because their numbers are missing.
+    model.selectedAtoms({}).forEach((atom) => { atom.reschain = 0; });
     const starts = new Map(data.chains.map((chain) => [chain.name, chain.start]));
     const residueOf = (atom) => starts.get(atom.chain) + atom.resi - 1;
     const colorfunc = (atom) => byChain ? chainOf(residueOf(atom)).colour : colourOf(one.plddt[residueOf(atom)]);
     model.setStyle({}, { cartoon: { colorfunc, arrows: true, thickness: 0.35 } });
+    for (const chain of one.traced) model.setStyle({ chain }, { cartoon: { colorfunc, style: "trace", thickness: 0.6 } });
     if (atomType.length < 20000) {
       model.setHoverable({}, true, (atom) => highlight(residueOf(atom), null), () => {});
     }
-    if (view) viewer.setView(view); else { viewer.zoomTo(); viewer.zoom(1.1); }
+    if (view) viewer.setView(view); else { viewer.zoomTo(); fit(); }
     viewer.render();
   }
 
@@ -163,7 +178,7 @@
     matrix = readMatrix(seed);
     paint();
     document.querySelectorAll("#seeds button").forEach((b) => b.setAttribute("aria-pressed", String(Number(b.dataset.seed) === name)));
-    document.querySelectorAll(".plddt").forEach((line) => line.toggleAttribute("hidden", Number(line.dataset.seed) !== name));
+    document.querySelectorAll(".plddt, .of-seed").forEach((line) => line.toggleAttribute("hidden", Number(line.dataset.seed) !== name));
     show(...chosen);
   }
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import gemmi
 import numpy as np
 from jaxtyping import Float
+from markupsafe import Markup
 
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
@@ -24,6 +26,8 @@ from evodsp.files import whole_file
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
 from evodsp.inference.complex_scores import PairScores, read_pair_scores
+from evodsp.inference.pages.backbone import peptide_bonds, view_of
+from evodsp.inference.pages.batch_page import INDEX, index_name
 from evodsp.inference.pages.coverage import Coverage, coverage
 from evodsp.inference.pages.residue_charts import (
     BANDS,
@@ -49,6 +53,7 @@ from evodsp.inference.results import (
 )
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.report.page import Page
+from evodsp.report.rendering import render
 
 _MOST_CELLS = 2_500_000
 """Cells of all matrices of aligned errors together: 3.3 MB of the page. Larger ones are averaged over neighbouring residues."""
@@ -93,7 +98,7 @@ def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     best, names = ranking["ranking"][0], [chain.name for chain in seeds[0].structure.chains]
     pairs = read_pair_scores(folder / scores_name(key_of(best)), names) if "iptm" in best else []
     relaxed = {name: facts for name, facts in read.items() if facts}
-    page = target_page(ranking, timings, seeds, found, relaxed, pairs)
+    page = target_page(ranking, timings, seeds, found, relaxed, pairs, index_name(folder.parent))
     with whole_file(folder / REPORT) as partial:
         partial.write_text(page.html(), encoding="utf-8")
 
@@ -105,9 +110,11 @@ def target_page(
     found: Coverage | None,
     relaxed: Mapping[str, Mapping[str, Any]],
     pairs: Sequence[PairScores] = (),
+    index: str = INDEX,
 ) -> Page:
     """The page. `ranking`, `timings`: the contents of the two files; `seeds`: best first. `relaxed`: contents of the files of
-    relaxation, by the names of predictions. `pairs`: the scores of the best seed's pairs of chains."""
+    relaxation, by the names of predictions. `pairs`: the scores of the best seed's pairs of chains. `index`: the page of all
+    targets, in the folder above."""
     best, entries = seeds[0], ranking["ranking"]
     length, chains = len(best.plddt), best.structure.chains if best.structure.lengths else ()
     # Where the alignments are one row, the query, there is nothing to show.
@@ -117,6 +124,7 @@ def target_page(
         ranking["name"], f"Predicted structure{of}, {length:,} residues. Confidence is the model's own estimate."
     )
     page.style(_asset("target.css"))
+    page.template("inference/pages/back.html.j2", index=quote(index))
     figures = {"mean pLDDT, best seed": f"{entries[0]['mean_plddt']:.1f}"}
     if "ptm" in entries[0]:
         figures["pTM, best seed"] = f"{entries[0]['ptm']:.2f}"
@@ -130,7 +138,7 @@ def target_page(
     page.figures(figures)
     if len(entries) > 1:
         page.template("inference/pages/seeds.html.j2", buttons=_buttons(entries, seeds))
-    page.template("inference/pages/views.html.j2", **_views(best))
+    page.template("inference/pages/views.html.j2", **_views(best), files=_files(entries, seeds))
     page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed, chains))
     if found:
         page.template("inference/pages/coverage.html.j2", chart=coverage_chart(found, chains))
@@ -213,6 +221,20 @@ def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> li
     ]
 
 
+def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int | Markup]]:
+    """What stands below the structure, for each prediction: a link to its file, and what is wrong with its backbone."""
+    return [
+        {"number": one.seed, "link": _link(entry), "note": peptide_bonds(one.structure).note}
+        for entry, one in zip(entries, seeds, strict=True)
+    ]
+
+
+def _link(entry: Mapping[str, Any]) -> Markup:
+    """A link to the file of a structure, which lies beside the page."""
+    name = str(entry["structure"])
+    return render("inference/pages/file.html.j2", address=quote(name), name=name)
+
+
 def _views(best: _Seed) -> dict[str, Any]:
     """The structure and the matrix side by side: values of the template."""
     edges = [f"> {lower}" if lower else f"< {BANDS[-2][0]}" for lower, _, _ in BANDS]
@@ -244,9 +266,7 @@ def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> 
         both = one.structure.mask[:, CA] > 0.5
         rmsd = f"{math.sqrt((moved[both] ** 2).sum(-1).mean()):.2f}" if both.any() else ""
         model = [str(entry["model"])] if "model" in entry else []
-        rows.append(
-            [rank, *model, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, str(entry["structure"])]
-        )
+        rows.append([rank, *model, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, _link(entry)])
     return rows
 
 
@@ -290,6 +310,7 @@ def _plain(value: Any) -> str:
 def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
     """The data of the script. All seeds have the same atoms, because the sequence decides which there are."""
     first = seeds[0].structure
+    view = view_of(first)
     residue, atom = np.nonzero(first.mask > 0.5)
     step = math.ceil(len(first.plddt) * math.sqrt(len(seeds) / _MOST_CELLS))
     return {
@@ -307,11 +328,13 @@ def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
         "matrix": "distance" if seeds[0].pae is None else "PAE",
         "highest": seeds[0].highest,
         "step": step,
+        "view": {"centre": view.centre.tolist(), "axes": view.axes.tolist(), "quaternion": view.quaternion},
         "charts": {"width": FRAME.width, "left": FRAME.left, "right": FRAME.right},
         "counts": found.counts.tolist() if found else None,
         "seeds": [
             {
                 "seed": one.seed,
+                "traced": peptide_bonds(one.structure).traced,
                 "plddt": [round(float(value), 1) for value in one.plddt],
                 "coordinates": _base64((_superposed(one.structure, first)[residue, atom] * 1000).round().astype("<i4")),
                 "pae": None if one.pae is None else _base64(_quantised(_reduced(one.pae, step), one.highest)),
