@@ -405,7 +405,7 @@ def test_alignments_of_chains_in_python(tmp_path: Path) -> None:
     given = as_given_files({"x": f"{QUERY}:{OTHER}"}, {"x_B": text}, None, tmp_path)
     assert given.alignments is not None
     ((target,), _) = find_targets(given.inputs, given.alignments)
-    assert [chain.alignments for chain in target.chains] == [None, tmp_path / "alignments" / "x_B.a3m"]
+    assert [chain.alignments for chain in target.chains] == [None, tmp_path / "alignments" / "x_B"]
     for inputs, alignments in (({"x": f"{QUERY}:{OTHER}"}, {"x": text}), (f"{QUERY}:{OTHER}", text)):
         with pytest.raises(
             UserError, match=r"one alignment for the 2 chains of '\w+'; give \{'\w+_A': alignment, '\w+_B'"

@@ -80,6 +80,7 @@ def test_files_are_written_in_the_output_folder_only(chains: Path, tmp_path: Pat
         "config.yaml",
         "curve.csv",
         "tensorboard",
+        "validate.csv",
     }
     assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} >= {"last.ckpt", "best.ckpt"}
     written = [path for folder in (working, *empty.values()) for path in folder.rglob("*")]
