@@ -12,12 +12,14 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float64
 
 from evodsp.config import ArrangementName
-from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles
+from evodsp.data.complexes.source import RULES, ComplexFiles
+from evodsp.data.complexes.store import ComplexStore, check_complex_store
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
@@ -26,7 +28,7 @@ from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.samples.selection import Presence, Selected, Selection, chain_list, select
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.feature_store import FeatureStore, StoredRecords
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
@@ -42,6 +44,7 @@ MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
 
 
+S = TypeVar("S", bound=StoredRecords)
 CHAINS_FOR_RESOLUTION = 16
 """If there are more chains and no index, this many structures are read, to estimate how many have no resolution."""
 
@@ -139,10 +142,13 @@ def _open(config: DataConfig) -> ChainSamples:
 
 def _open_complexes(config: DataConfig) -> ComplexSamples:
     """The sources of complexes and of their templates. Raises UserError that names the setting."""
+    if config.store is not None:
+        store, templates = _opened(ComplexStore, config, config.store)
+        check_complex_store(store, config.assembly, config.pairing)
+        return ComplexSamples(store, templates)
     _check_folders(config)
-    rule = {"species": BY_SPECIES, "entry": BY_ENTRY}[config.pairing]
     index = None if config.index is None else ComplexIndex(config.index)
-    files = ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, rule, index)
+    files = ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, RULES[config.pairing], index)
     # Chains that share a sequence have alignments once, so their structures tell the sequences of those that are listed.
     return ComplexSamples(files, _template_source(config, StructureFolder(config.structure_dir)))
 
@@ -244,18 +250,24 @@ def open_source(config: DataConfig) -> tuple[ChainFiles | FeatureStore, Template
 
 def _built_store(config: DataConfig, address: str) -> tuple[FeatureStore, TemplateSource | None]:
     """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
+    store, templates = _opened(FeatureStore, config, address)
+    if store.min_plddt is not None:
+        raise UserError(
+            f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
+            "data.distillation.store"
+        )
+    return store, templates
+
+
+def _opened(kind: type[S], config: DataConfig, address: str) -> tuple[S, TemplateSource | None]:
+    """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
     for name in ("template_structure_dir", "obsolete", "template_chains"):
         if (value := getattr(config, name)) is not None:
             raise UserError(
                 f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
             )
     latest = parse_latest_date("data.max_template_date", config.max_template_date)
-    store = FeatureStore(address)
-    if store.min_plddt is not None:
-        raise UserError(
-            f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
-            "data.distillation.store"
-        )
+    store = kind(address)
     templates = store.template_source(latest)
     if latest is not None and templates is None:
         raise UserError(

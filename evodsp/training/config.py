@@ -150,8 +150,9 @@ class DataConfig:
     structure_dir: str = "data/mmcif_files"
     """Folder of structures, `<pdbid>.cif` or `<pdbid>.cif.gz`."""
     store: str | None = None
-    """Feature store that `evodsp data build` made: a folder, or an address such as s3://bucket/store. Chains and templates are
-    then read from it; alignment_dir and structure_dir are not used. null reads the files."""
+    """Feature store that `evodsp data build` made, for complexes with --complexes true: a folder, or an address such as
+    s3://bucket/store. Chains and templates are then read from it; alignment_dir and structure_dir are not used. null reads the
+    files."""
     index: str | None = None
     """Index of both folders, made by `evodsp data index`; for complexes with --complexes true. With it a run on hundreds of
     thousands of chains starts at once, and all processes of a machine share it. null lists the folders."""
@@ -254,7 +255,7 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
             raise UserError(f"{where} {features.max_templates}; set it to 0, or model.templates.enabled to true")
 
 
-_OF_CHAINS = ("data.store", "data.chain_data_cache", "data.distillation")
+_OF_CHAINS = ("data.chain_data_cache", "data.distillation")
 _OF_COMPLEXES = (
     "data.assembly",
     "data.pairing",

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from evodsp.cli import main
+from evodsp.data.building.command import build
+from evodsp.data.building.config import BuildConfig
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.doctor import complex_leaks
 from evodsp.data.doctor.complex_leaks import complex_overlap
@@ -195,3 +197,18 @@ def test_a_copy_is_scored_for_its_best_exchange_of_chains(tmp_path: Path) -> Non
     assert (name, copy.nearest, copy.coverage) == ("1abc", "2abc", 1.0)
     assert (copy.lddt_ca, copy.interface_lddt_ca) == (pytest.approx(1.0), pytest.approx(1.0))
     assert np.isclose(copy.identity, 1.0)
+
+
+def test_a_store_is_examined_in_place_of_folders(tmp_path: Path) -> None:
+    """Catches a check-up that looks at folders which the run does not read, and one that finds less in a store."""
+    dimers(tmp_path)
+    of_files = doctor(tmp_path)
+    store = tmp_path / "store"
+    build(BuildConfig(tmp_path / "alignments", tmp_path / "mmcif_files", store, complexes=True, workers=1))
+    for name in ("alignments", "mmcif_files"):
+        shutil.rmtree(tmp_path / name)
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["data"]["store"] = str(store)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert doctor(tmp_path) == of_files
+    assert of_files[0] == 0

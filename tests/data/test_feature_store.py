@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pickle
 import shutil
@@ -31,28 +30,12 @@ from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from tests.builders.builds import config, letters_of, write_chain, write_structure
 from tests.builders.chains import make_chain, straight_chain
+from tests.builders.records import same
 from tests.builders.templates import make_hit
 
 SAMPLES = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=1, max_templates=3)
 WHOLE = replace(SAMPLES, crop_size=None)
 OBSOLETE = f"{'OBSLTE    01-JAN-01':<20}{'9OLD':<9}9NEW\n"
-
-
-def same(first: object, second: object) -> None:
-    """Every field of two records is equal, arrays in type, shape and bits."""
-    for item in dataclasses.fields(first):  # type: ignore[arg-type]
-        one, other = getattr(first, item.name), getattr(second, item.name)
-        if isinstance(one, np.ndarray):
-            assert (one.dtype, one.shape) == (other.dtype, other.shape), item.name
-            assert one.tobytes() == other.tobytes(), item.name
-        elif isinstance(one, tuple) and one and dataclasses.is_dataclass(one[0]):
-            assert len(one) == len(other)
-            for a, b in zip(one, other, strict=True):
-                same(a, b)
-        elif dataclasses.is_dataclass(one):
-            same(one, other)
-        else:
-            assert one == other, item.name
 
 
 def odd_chain() -> ParsedChain:

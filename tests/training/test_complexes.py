@@ -167,7 +167,6 @@ CHAINS, COMPLEXES = ModelConfig(), ModelConfig(arrangement="multimer")
 @pytest.mark.parametrize(
     ("model", "setting", "given"),
     [
-        (COMPLEXES, "store", {"store": "s3://x/y"}),
         (COMPLEXES, "chain_data_cache", {"chain_data_cache": "x"}),
         (COMPLEXES, "filters.max_resolution", {"filters": FilterConfig(max_resolution=3.0)}),
         (COMPLEXES, "distillation.store", {"distillation": DistillationConfig(store="x")}),

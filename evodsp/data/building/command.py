@@ -16,11 +16,12 @@ from typing import Any
 
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, build_part, obsolete_entries
+from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.executors import Executor, LocalProcesses, executor
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import CHAINS, DESCRIPTION, FORMAT_VERSION, TEMPLATES
+from evodsp.data.sources.feature_store import DESCRIPTION, FORMAT_VERSION, ONE_OF, TEMPLATES, Kind
 from evodsp.data.sources.shards import INDEX, digest_of, write_index
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
@@ -58,14 +59,17 @@ class BuildPlan:
             None if templates is None else str(templates.absolute()),
             None if obsolete is None else str(obsolete.absolute()),
             config.min_plddt,
+            *((config.pairing, config.assembly) if config.complexes else (None, None)),
         )
-        store = ChainFiles(config.alignment_dir, config.structure_dir)
+        files = ComplexFiles if config.complexes else ChainFiles
+        store = files(config.alignment_dir, config.structure_dir)
         if templates is not None:
             StructureFolder(templates)
         obsolete_entries(inputs.obsolete)
         keys = chain_list(str(config.chains)) if config.chains is not None else store.keys()
         if not keys:
-            raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
+            what = inputs.kind
+            raise UserError(f"{config.alignment_dir}: no {what} with alignments in it; give another --alignment_dir")
         return cls(tuple(sorted(keys)), inputs, config.chains_per_shard)
 
     def description(self) -> dict[str, Any]:
@@ -77,7 +81,7 @@ class BuildPlan:
     def parts(self, store: Path, table: str, names: Iterable[str]) -> list[Part]:
         """The shards of a table, in the order of their numbers."""
         names = tuple(names)
-        size = self.chains_per_shard if table == CHAINS else _ENTRIES_PER_SHARD
+        size = _ENTRIES_PER_SHARD if table == TEMPLATES else self.chains_per_shard
         pieces = [names[first : first + size] for first in range(0, len(names), size)]
         return [Part(store.absolute(), table, number, piece, self.inputs) for number, piece in enumerate(pieces)]
 
@@ -109,13 +113,13 @@ def build(config: BuildConfig) -> None:
 def _build_parts(config: BuildConfig, plan: BuildPlan) -> None:
     """Build this task's share, and complete the store if it was the last one."""
     folder = config.output
-    chains = plan.parts(folder, CHAINS, plan.keys)
-    if not _built(config, "chains", chains):
+    records = plan.parts(folder, plan.inputs.kind, plan.keys)
+    if not _built(config, plan.inputs.kind, records):
         return
     with waited_lock(folder / LOCK):
         if _is_ended(folder):
             return
-        accounts = [Account.read(part.account) for part in chains]
+        accounts = [Account.read(part.account) for part in records]
     entries = sorted({entry for account in accounts for entry in account.entries})
     templates = plan.parts(folder, TEMPLATES, entries)
     if not _built(config, "template structures", templates):
@@ -162,7 +166,7 @@ def _begin(plan: BuildPlan, path: Path) -> None:
     """Write the plan first: without it, a task that starts at the same moment would find a stranger's folders."""
     with whole_file(path) as partial:
         partial.write_text(json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
-    for name in (CHAINS, TEMPLATES):
+    for name in (plan.inputs.kind, TEMPLATES):
         (path.parents[1] / name).mkdir(exist_ok=True)
 
 
@@ -238,25 +242,26 @@ def _killed_by(part: Part, deadly: dict[str, str]) -> dict[str, str]:
     return {name: _KILLED}
 
 
-def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: list[Account]) -> None:
+def _complete(plan: BuildPlan, folder: Path, records: list[Account], templates: list[Account]) -> None:
     """Write the list of failures, the indices, and last the description."""
-    for name in (CHAINS, TEMPLATES):
+    kind = plan.inputs.kind
+    for name in (kind, TEMPLATES):
         for partial in (folder / name).glob(".*.partial"):  # left by workers that were killed
             partial.unlink()
     failed = [
-        {"kind": kind, "name": name, "reason": reason}
-        for kind, accounts in (("chain", chains), ("template", templates))
+        {"kind": what, "name": name, "reason": reason}
+        for what, accounts in ((ONE_OF[kind], records), ("template", templates))
         for account in accounts
         for name, reason in account.failed
     ]
     with whole_file(folder / FAILED) as partial:
         partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in failed))
-    bad = [entry for entry in failed if entry["kind"] == "chain"]
+    bad = [entry for entry in failed if entry["kind"] == ONE_OF[kind]]
     if len(bad) == len(plan.keys):
-        for name in (BUILDING, CHAINS, TEMPLATES):  # the next build tries them again
+        for name in (BUILDING, kind, TEMPLATES):  # the next build tries them again
             shutil.rmtree(folder / name)
-        raise UserError(f"{folder / FAILED}: all {len(bad)} chains failed, the first with: {bad[0]['reason']}")
-    tables = {CHAINS: write_index(folder / CHAINS / INDEX, [account.records for account in chains])}
+        raise UserError(f"{folder / FAILED}: all {len(bad)} {kind} failed, the first with: {bad[0]['reason']}")
+    tables = {str(kind): write_index(folder / kind / INDEX, [account.records for account in records])}
     if plan.inputs.template_structure_dir is not None:
         tables[TEMPLATES] = write_index(folder / TEMPLATES / INDEX, [account.records for account in templates])
     else:
@@ -271,17 +276,17 @@ def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: l
     with whole_file(folder / DESCRIPTION) as partial:
         partial.write_text(json.dumps(description))
     shutil.rmtree(folder / BUILDING)
-    _report(folder, [record for account in chains for record in account.records], failed)
+    _report(folder, kind, sum(len(account.records) for account in records), failed)
 
 
-def _report(folder: Path, records: list[Any], failed: list[dict[str, str]]) -> None:
+def _report(folder: Path, kind: Kind, count: int, failed: list[dict[str, str]]) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    tell(f"{folder}: {len(records):,} chains, {size / 1e6:,.1f} MB")
+    tell(f"{folder}: {count:,} {kind if count != 1 else ONE_OF[kind]}, {size / 1e6:,.1f} MB")
     for entry in failed[:_MOST_SHOWN]:
         tell(f"left out: {entry['kind']} {entry['name']}: {entry['reason']}")
     if failed:
-        bad = sum(entry["kind"] == "chain" for entry in failed)
+        bad = sum(entry["kind"] == ONE_OF[kind] for entry in failed)
         tell(
-            f"warning: {bad:,} chains and {len(failed) - bad:,} template structures were left out; {folder / FAILED} lists "
+            f"warning: {bad:,} {kind} and {len(failed) - bad:,} template structures were left out; {folder / FAILED} lists "
             "them with reasons"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from evodsp.errors import SettingError, UserError
 from evodsp.ranges import SIZE, Range, check_numbers
@@ -22,7 +23,14 @@ class BuildConfig:
     output: Path
     """Folder of the store. A build that was stopped is continued."""
     chains: Path | None = None
-    """Text file with one chain per line; null takes all chains with alignments."""
+    """Text file with one chain per line, for complexes one entry; null takes all of them with alignments."""
+    complexes: bool = False
+    """Build a store of complexes, for runs of model.arrangement multimer: a record for each entry, with the chains of its
+    assembly and their rows for pairing."""
+    assembly: str | None = "1"
+    """For complexes: the biological assembly that is read, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
+    pairing: Literal["species", "entry"] = "species"
+    """For complexes: which rows of different chains are paired, as data.pairing of `evodsp fit`."""
     template_structure_dir: Path | None = None
     """Folder of template structures. Template hits are read from the .hhr files and from hmm_output.sto,
     hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null builds a store without templates."""
@@ -48,6 +56,15 @@ class BuildConfig:
         if self.obsolete is not None and self.template_structure_dir is None:
             raise UserError(
                 f"--obsolete is {self.obsolete}, but --template_structure_dir is not given; give it, or leave --obsolete out"
+            )
+        for name, value, default in (("assembly", self.assembly, "1"), ("pairing", self.pairing, "species")):
+            if not self.complexes and value != default:
+                raise UserError(
+                    f"--{name} is {value}, but the store is of single chains; give --complexes true, or leave it out"
+                )
+        if self.complexes and self.min_plddt is not None:
+            raise UserError(
+                f"--min_plddt is {self.min_plddt:g}, but complexes have no self-distillation set; leave it or --complexes out"
             )
         if self.share is not None and self.scheduler is not None:
             raise UserError("--share and --scheduler both divide the work; give one of them")

@@ -7,19 +7,22 @@ cannot be read is named in it with the reason.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
+from evodsp.data.complexes.source import RULES, ComplexFiles, RuleName
+from evodsp.data.complexes.store import encode_complex
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.samples.distillation import PredictedStore
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import CHAINS, TEMPLATES
+from evodsp.data.sources.feature_store import CHAINS, COMPLEXES, TEMPLATES, Kind
 from evodsp.data.sources.record_codec import encode_chain, encode_parsed
 from evodsp.data.sources.shards import LONGEST_KEY, ShardEntry, day_of, shard_name, write_shard
 from evodsp.data.sources.structures import StructureFolder
+from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 
@@ -38,11 +41,20 @@ class BuildInputs:
     template_structure_dir: str | None
     obsolete: str | None
     min_plddt: float | None = None
+    pairing: RuleName | None = None
+    """The rule by which rows of complexes are paired; None: the store is of single chains."""
+    assembly: str | None = None
+    """The biological assembly of complexes; None: the asymmetric unit."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the records are of."""
+        return CHAINS if self.pairing is None else COMPLEXES
 
 
 @dataclass(frozen=True)
 class Part:
-    """A shard to make. `names`: the keys of its chains, or the entries of its template structures."""
+    """A shard to make. `names`: the keys of its chains or complexes, or the entries of its template structures."""
 
     store: Path
     table: str
@@ -67,7 +79,7 @@ class Part:
 @dataclass(frozen=True)
 class Account:
     """The outcome of a part. `failed`: the names that could not be read, with reasons. `entries`: the entries that template
-    hits of its chains name."""
+    hits of its records name."""
 
     records: list[ShardEntry]
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -92,7 +104,7 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
     """
     failed: dict[str, str] = {}
     entries: set[str] = set()
-    read = {CHAINS: _read_chain, TEMPLATES: _read_templates}[part.table]
+    read = {CHAINS: _read_chain, COMPLEXES: _read_complex, TEMPLATES: _read_templates}[part.table]
 
     def records() -> Iterator[_Record]:
         for name in part.names:
@@ -115,11 +127,17 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
 
 def _read_chain(key: str, inputs: BuildInputs, entries: set[str]) -> list[_Record]:
     _check_key(key)
-    with_hits = inputs.template_structure_dir is not None
-    parsed = _files(inputs).parsed(key, with_hits)
-    if parsed.hits:
-        entries |= _entries_of({hit.pdb_id for hit in parsed.hits}, inputs)
+    parsed = _files(inputs).parsed(key, with_hits=inputs.template_structure_dir is not None)
+    entries |= _entries_of(parsed.hits, inputs)
     return [(key, encode_parsed(parsed), len(parsed.chain), day_of(parsed.chain.release_date))]
+
+
+def _read_complex(entry: str, inputs: BuildInputs, entries: set[str]) -> list[_Record]:
+    _check_key(entry)
+    parsed = _complexes(inputs).parsed(entry, with_hits=inputs.template_structure_dir is not None)
+    entries |= _entries_of([hit for hits in parsed.hits.values() for hit in hits], inputs)
+    released = day_of(parsed.assembly.chains[0].release_date)
+    return [(entry, encode_complex(parsed), len(parsed.assembly), released)]
 
 
 def _read_templates(pdb_id: str, inputs: BuildInputs, _: set[str]) -> list[_Record]:
@@ -133,12 +151,16 @@ def _read_templates(pdb_id: str, inputs: BuildInputs, _: set[str]) -> list[_Reco
     return records
 
 
-def _entries_of(pdb_ids: set[str], inputs: BuildInputs) -> set[str]:
-    """The entries with a structure that stand for `pdb_ids`: these entries themselves, or their successors
+def _entries_of(hits: Collection[TemplateHit], inputs: BuildInputs) -> set[str]:
+    """The entries with a structure that stand for those of `hits`: these entries themselves, or their successors
     (`select_hits`)."""
+    if not hits:
+        return set()
     assert inputs.template_structure_dir is not None
     folder, obsolete = _structures(inputs.template_structure_dir), obsolete_entries(inputs.obsolete)
-    found = {pdb_id if _has(folder, pdb_id) else obsolete.get(pdb_id, pdb_id) for pdb_id in pdb_ids}
+    found = {
+        pdb_id if _has(folder, pdb_id) else obsolete.get(pdb_id, pdb_id) for pdb_id in {hit.pdb_id for hit in hits}
+    }
     return {pdb_id for pdb_id in found if pdb_id is not None and _has(folder, pdb_id)}
 
 
@@ -158,6 +180,12 @@ def _check_key(key: str) -> None:
 def _files(inputs: BuildInputs) -> ChainFiles | PredictedStore:
     files = ChainFiles(inputs.alignment_dir, inputs.structure_dir)
     return files if inputs.min_plddt is None else PredictedStore(files, inputs.min_plddt)
+
+
+@lru_cache(maxsize=1)
+def _complexes(inputs: BuildInputs) -> ComplexFiles:
+    assert inputs.pairing is not None
+    return ComplexFiles(inputs.alignment_dir, inputs.structure_dir, inputs.assembly, RULES[inputs.pairing])
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import compress
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -54,6 +55,9 @@ BY_SPECIES = PairingRule(
 BY_ENTRY = PairingRule(entry_of_row, is_alignment, "any alignment, with names such as 1ao7_A")
 """Rows of all alignments, by the entry that their names begin with: `1ao7_A` is paired with `1ao7_B`. For families whose
 complexes are known and whose rows have the names of chains."""
+RuleName = Literal["species", "entry"]
+RULES: dict[RuleName, PairingRule] = {"species": BY_SPECIES, "entry": BY_ENTRY}
+"""The rules by the names that settings have for them."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class ComplexFiles:
         self._warn = say_query_paired if warn is None else warn
         self._structures = StructureFolder(structure_dir)
         if index is not None and index.assembly != assembly:
-            listed, wanted = (_unit(one) for one in (index.assembly, assembly))
+            listed, wanted = (unit_of(one) for one in (index.assembly, assembly))
             raise UserError(
                 f"{index.path}: an index of {listed}, but data.assembly is {wanted}; make the index of that with "
                 f"'evodsp data index --complexes true --assembly {'null' if assembly is None else assembly}', or change "
@@ -103,7 +107,7 @@ class ComplexFiles:
     @property
     def assembly_name(self) -> str:
         """The assembly that is read, for messages."""
-        return _unit(self.assembly)
+        return unit_of(self.assembly)
 
     @property
     def structure_dir(self) -> Path:
@@ -212,7 +216,7 @@ class ComplexFiles:
         return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / owner), self._warn)
 
 
-def _unit(assembly: str | None) -> str:
+def unit_of(assembly: str | None) -> str:
     """An assembly in words that settings have, too."""
     return "the asymmetric unit (null)" if assembly is None else f"assembly {assembly}"
 

@@ -10,6 +10,7 @@ from itertools import combinations
 import numpy as np
 
 from evodsp.data.complexes.source import ComplexFiles, ParsedComplex
+from evodsp.data.complexes.store import ComplexStore
 from evodsp.data.doctor.complex_leaks import DEFINITION_OF_COMPLEXES, complex_overlap
 from evodsp.data.doctor.examination import Examined, Unit, packed_size, read_bad
 from evodsp.data.doctor.leaks import Overlap
@@ -28,7 +29,7 @@ _MOST_NOTED = 3
 class ComplexExaminer:
     """Looks at complexes."""
 
-    store: ComplexFiles
+    store: ComplexFiles | ComplexStore
     unit: Unit = "complex"
     definition: str = DEFINITION_OF_COMPLEXES
 
@@ -40,6 +41,8 @@ class ComplexExaminer:
     @property
     def place(self) -> str:
         """See `Examiner`."""
+        if isinstance(self.store, ComplexStore):
+            return self.store.address
         index = "no index" if self.store.index is None else self.store.index.path
         return f"{self.store.alignment_dir}, {self.store.structure_dir}, {self.store.assembly_name}, {index}"
 

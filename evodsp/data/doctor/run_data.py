@@ -16,7 +16,8 @@ from evodsp.config import (
     Sampling,
     check_selection,
 )
-from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles
+from evodsp.data.complexes.source import RULES, ComplexFiles
+from evodsp.data.complexes.store import ComplexStore, check_complex_store
 from evodsp.data.doctor.complexes import ComplexExaminer
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.diagnosis import DataSet
@@ -89,15 +90,19 @@ def _of_chains(settings: DoctorConfig, block: dict[str, Any], index: str | None)
 
 
 def _of_complexes(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ComplexExaminer:
-    if (store := block.get("store")) is not None:
-        raise UserError(f"data.store is {store}, but samples of complexes are made of files; leave it out")
-    rule = {"species": BY_SPECIES, "entry": BY_ENTRY}.get(block.get("pairing", "species"))
+    rule = RULES.get(block.get("pairing", "species"))
     if rule is None:
-        raise UserError(f"data.pairing is '{block['pairing']}', but must be species or entry; correct the config")
+        raise UserError(f"data.pairing is '{block['pairing']}', but must be {' or '.join(RULES)}; correct the config")
     assembly = block.get("assembly", "1")
+    assembly = None if assembly is None else str(assembly)
+    given = any(getattr(settings, name) for name in _FOLDERS)
+    if (address := block.get("store")) is not None and not given:
+        store = ComplexStore(address, warn=_noted)
+        check_complex_store(store, assembly, block.get("pairing", "species"))
+        return ComplexExaminer(store)
     files = ComplexFiles(
         **_folders(settings, block),
-        assembly=None if assembly is None else str(assembly),
+        assembly=assembly,
         rule=rule,
         index=None if index is None else ComplexIndex(index),
         warn=_noted,

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa, merge
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.complexes.store import ComplexStore
 from evodsp.data.complexes.templates import find_templates, side_by_side
 from evodsp.data.records import Assembly
 from evodsp.data.samples.complex_crop import complex_crop, contiguous_crop
@@ -131,7 +132,7 @@ def in_any_copy(exists: Float[Tensor, "C L k"], entity: Int32[Tensor, " C"]) -> 
 
 
 def load_complex(
-    source: ComplexFiles,
+    source: ComplexFiles | ComplexStore,
     key: str,
     templates: TemplateSource | None = None,
     assumed_resolution: float | None = None,
@@ -154,7 +155,7 @@ class ComplexDataset(RecordDataset):
 
     def __init__(
         self,
-        source: ComplexFiles,
+        source: ComplexFiles | ComplexStore,
         keys: Sequence[str],
         config: FeatureConfig,
         seed: int,

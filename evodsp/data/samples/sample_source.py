@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.complexes.store import ComplexStore
 from evodsp.data.samples.complex_dataset import ComplexDataset, load_complex
 from evodsp.data.samples.dataset import ChainDataset, RecordDataset, load_record
 from evodsp.data.samples.distillation import DistillationSet
@@ -89,7 +90,7 @@ class ChainSamples:
 class ComplexSamples:
     """Samples of complexes. They have no self-distillation set."""
 
-    store: ComplexFiles
+    store: ComplexFiles | ComplexStore
     templates: TemplateSource | None = None
     distillation: None = None
 

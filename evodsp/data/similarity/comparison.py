@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.complexes.store import ComplexStore
 from evodsp.data.executors import LocalProcesses
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.distillation import PredictedStore, chains_of
@@ -88,7 +89,7 @@ class ComparedChains:
 class ComparedComplexes:
     """Of complexes."""
 
-    files: ComplexFiles
+    files: ComplexFiles | ComplexStore
 
     def listed(self, keys: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """See `ComparedKeys`."""

@@ -1,7 +1,8 @@
-"""A feature store: chains that were parsed once (`evodsp data build`), read as training needs them.
+"""A feature store: chains or complexes that were parsed once (`evodsp data build`), read as training needs them.
 
     <store>/store.json     version, checksums of the indices, obsolete entries
     <store>/chains/        a table (`evodsp.data.sources.shards`) of chains: structure, MSA, template hits
+    <store>/complexes/     in its place, one of complexes (`evodsp.data.complexes.store`)
     <store>/templates/     a table of structures, of the entries that the hits name; absent without templates
 
 `<store>` is a path, or any address that fsspec knows (`s3://…`, `gs://…`, `https://…`), if its package is installed.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import date
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from fsspec.core import url_to_fs
 
@@ -28,17 +29,28 @@ from evodsp.errors import FileFormatError, UserError, nearest
 
 FORMAT_VERSION = 1
 DESCRIPTION = "store.json"
-CHAINS, TEMPLATES = "chains", "templates"
+Kind = Literal["chains", "complexes"]
+CHAINS: Kind = "chains"
+COMPLEXES: Kind = "complexes"
+KINDS = (CHAINS, COMPLEXES)
+"""What the records of a store are of: the name of their table."""
+ONE_OF: dict[Kind, str] = {CHAINS: "chain", COMPLEXES: "complex"}
+TEMPLATES = "templates"
+_BUILT_WITH: dict[Kind, str] = {CHAINS: "without --complexes", COMPLEXES: "with --complexes true"}
 _MOST_COMPARED = 10_000
 """The nearest name of a misspelt chain is looked for among at most this many."""
 
+R = TypeVar("R")
 
-class FeatureStore:
-    """A feature store opened for reading. Pickling transfers only its address.
 
-    Raises UserError if there is none, if a newer version of evodsp made it, or if its indices are damaged.
+class StoredRecords:
+    """A feature store opened for reading, whatever its records are of. Pickling transfers only its address.
+
+    Raises UserError if there is none, if a newer version of evodsp made it, if its records are of another kind, or if its
+    indices are damaged.
     """
 
+    kind: Kind
     unknown: Lacking = "record"
 
     def __init__(self, address: str) -> None:
@@ -59,48 +71,54 @@ class FeatureStore:
                 f"{address}: has format version {version}, this evodsp reads up to {FORMAT_VERSION}; use a newer evodsp"
             )
         tables = _entry(address, description, "tables", dict)
+        for other in KINDS:
+            if other in tables and other is not self.kind:
+                raise UserError(
+                    f"{address}: a feature store of {other}, but samples are made of {self.kind} here; give another store, or "
+                    f"build one {_BUILT_WITH[self.kind]}"
+                )
         self.obsolete: dict[str, str | None] = _entry(address, description, "obsolete", dict)
         """Withdrawn entries among the templates, with their successors."""
-        self.min_plddt: float | None = _entry(address, description, "plan", dict).get("min_plddt")
-        """The pLDDT below which atoms of predicted structures are masked; None for experiments."""
-        self._chains = Table(system, f"{folder}/{CHAINS}", _entry(address, tables, CHAINS, str))
+        self.plan: dict[str, Any] = _entry(address, description, "plan", dict)
+        """What the store was made of."""
+        self._records = Table(system, f"{folder}/{self.kind}", _entry(address, tables, self.kind, str))
         self.structures = None
         """The templates' structures; None if the store was built without them."""
         if TEMPLATES in tables:
             self.structures = StoredStructures(
-                address, Table(system, f"{folder}/{TEMPLATES}", _entry(address, tables, TEMPLATES, str))
+                address, Table(system, f"{folder}/{TEMPLATES}", _entry(address, tables, TEMPLATES, str)), type(self)
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.address,)
 
     def __repr__(self) -> str:
-        return f"FeatureStore('{self.address}')"
+        return f"{type(self).__name__}('{self.address}')"
 
     def __len__(self) -> int:
-        return len(self._chains)
+        return len(self._records)
 
     def __contains__(self, key: object, /) -> bool:
-        return key in self._chains
+        return key in self._records
 
     def keys(self) -> list[str]:
-        """Keys of all chains, sorted."""
-        return self._chains.keys()
+        """All keys, sorted."""
+        return self._records.keys()
 
-    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
-        """The chain. Raises UserError, with the nearest key, if the store does not have it or if its record is damaged."""
-        data = self._chains.read(key)
+    def _record(self, key: str) -> bytes:
+        """Raises UserError, with the nearest key, if the store does not have it."""
+        data = self._records.read(key)
         if data is None:
             names = self.keys() if len(self) <= _MOST_COMPARED else []
             raise UserError(
-                f"{self.address}: no chain '{key}' in the feature store; leave it out or build the store with it."
+                f"{self.address}: no {ONE_OF[self.kind]} '{key}' in the feature store; leave it out or build the store with it."
                 f"{nearest(key, names)}"
             )
-        return _decoded(self.address, key, lambda: decode_parsed(data, with_hits))
+        return data
 
-    def chain(self, key: str) -> Chain:
-        """The structure of the chain. Raises UserError as `parsed` does."""
-        return self.parsed(key, with_hits=False).chain
+    def _decoded(self, key: str, decode: Callable[[bytes], R]) -> R:
+        """The record of a key. Raises UserError if there is none, or if it is damaged."""
+        return decoded(self.address, key, decode, self._record(key))
 
     @property
     def index(self) -> None:
@@ -117,7 +135,7 @@ class FeatureStore:
         return []
 
     def name_of(self, key: str) -> str:
-        """See `Store`: chains have the names that they were built with."""
+        """See `Store`: keys have the names that they were built with."""
         return key
 
     def structure_lookup(self) -> Callable[[str], bool]:
@@ -127,11 +145,7 @@ class FeatureStore:
     def absence(self, key: str, lacking: Lacking) -> str:
         """See `Store`."""
         fix = "leave it out or build the store with it"
-        return f"no chain '{key}' in {self.address}; {fix}.{nearest(key, self.keys())}"
-
-    def resolution(self, key: str) -> float | None:
-        """See `Store`. Raises UserError as `parsed` does."""
-        return self.chain(key).resolution
+        return f"no {ONE_OF[self.kind]} '{key}' in {self.address}; {fix}.{nearest(key, self.keys())}"
 
     def template_source(self, max_date: date | None = None) -> TemplateSource | None:
         """The source of templates; None if the store was built without them. `max_date`: latest release date."""
@@ -140,14 +154,37 @@ class FeatureStore:
         return TemplateSource(self.structures, HitLimits(max_date=max_date), self.obsolete)
 
 
+class FeatureStore(StoredRecords):
+    """A feature store of chains."""
+
+    kind = CHAINS
+
+    @property
+    def min_plddt(self) -> float | None:
+        """The pLDDT below which atoms of predicted structures are masked; None for experiments."""
+        return self.plan.get("min_plddt")
+
+    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+        """The chain. Raises UserError, with the nearest key, if the store does not have it or if its record is damaged."""
+        return self._decoded(key, lambda data: decode_parsed(data, with_hits))
+
+    def chain(self, key: str) -> Chain:
+        """The structure of the chain. Raises UserError as `parsed` does."""
+        return self.parsed(key, with_hits=False).chain
+
+    def resolution(self, key: str) -> float | None:
+        """See `Store`. Raises UserError as `parsed` does."""
+        return self.chain(key).resolution
+
+
 class StoredStructures:
     """Template structures of a feature store. Pickling transfers only its address."""
 
-    def __init__(self, address: str, table: Table) -> None:
-        self._address, self._table = address, table
+    def __init__(self, address: str, table: Table, store: type[StoredRecords]) -> None:
+        self._address, self._table, self._store = address, table, store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened_structures, (self._address,)
+        return _reopened_structures, (self._address, self._store)
 
     def has_structure(self, key: str) -> bool:
         """Whether the store has the chain's entry (whether the entry has the chain is not checked)."""
@@ -160,7 +197,7 @@ class StoredStructures:
             raise UserError(
                 f"{self._address}: no chain '{key}' among the templates of the feature store; build it again"
             )
-        return _decoded(self._address, key, lambda: decode_chain(data))
+        return decoded(self._address, key, decode_chain, data)
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of the entry. Raises UserError if it is not in the store."""
@@ -178,15 +215,16 @@ class StoredStructures:
         return next((self._table.released(key) for key in self._table.chains_of(pdb_id)), None)
 
 
-def _reopened_structures(address: str) -> StoredStructures:
-    structures = FeatureStore(address).structures
+def _reopened_structures(address: str, store: type[StoredRecords]) -> StoredStructures:
+    structures = store(address).structures
     assert structures is not None  # the store had them when this was pickled
     return structures
 
 
-def _decoded(address: str, key: str, decode: Any) -> Any:
+def decoded(address: str, key: str, decode: Callable[[bytes], R], data: bytes) -> R:
+    """The record `data` of a key. Raises FileFormatError where `decode` raises ValueError."""
     try:
-        return decode()
+        return decode(data)
     except ValueError as error:
         raise FileFormatError(address, f"the record of '{key}' is {error}; build the store again") from error
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from jaxtyping import Int32
+from jaxtyping import Int8, Int32
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -29,62 +29,51 @@ LEVEL = 9
 LARGEST_RECORD = 1 << 33
 """Bytes to which a record may unpack: 8 GiB, more than any public alignment."""
 
-_Arrays = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 _HEADER = "header"
 
 
 def encode_parsed(parsed: ParsedChain) -> bytes:
     """The bytes of a chain; equal chains give equal bytes."""
-    arrays, header = _chain_arrays(parsed.chain)
-    msa, header["hits"] = parsed.msa, [_hit_fields(hit) for hit in parsed.hits]
-    at = np.flatnonzero(msa.deletions)  # [D]
-    arrays |= {
-        "msa": msa.msa.view(np.uint8),
-        "profile": msa.profile,
-        "deletion_steps": _narrow(np.diff(at, prepend=0)),
-        "deletion_counts": _narrow(msa.deletions.ravel()[at]),
-        "hit_query_indices": _joined([hit.indices_query for hit in parsed.hits]),
-        "hit_template_indices": _joined([hit.indices_hit for hit in parsed.hits]),
-    }
-    return _packed(arrays, header)
+    arrays, header = chain_arrays(parsed.chain)
+    of_hits, header["hits"] = hit_arrays(parsed.hits)
+    rows = row_arrays(parsed.msa.msa, parsed.msa.deletions)
+    return packed({**arrays, **rows, "profile": parsed.msa.profile, **of_hits}, header)
 
 
 def decode_parsed(data: bytes, with_hits: bool) -> ParsedChain:
     """The chain of `encode_parsed`, without its hits if they are not wanted. Raises ValueError for other bytes."""
-    arrays, header = _unpacked(data)
+    arrays, header = unpacked(data)
     try:
-        msa = arrays["msa"].view(np.int8)
-        deletions = np.zeros(msa.size, np.int32)
-        deletions[np.cumsum(arrays["deletion_steps"], dtype=np.int64)] = arrays["deletion_counts"]
-        hits = _hits(arrays, header["hits"]) if with_hits else ()
-        return ParsedChain(
-            _chain(arrays, header), MsaFeatures(msa, deletions.reshape(msa.shape), arrays["profile"]), hits
-        )
+        hits = hits_of(arrays, header["hits"]) if with_hits else ()
+        return ParsedChain(chain_of(arrays, header), MsaFeatures(*rows_of(arrays), arrays["profile"]), hits)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not the record of a chain ({error!r})") from error
 
 
 def encode_chain(chain: Chain) -> bytes:
     """The bytes of a structure alone; equal chains give equal bytes."""
-    return _packed(*_chain_arrays(chain))
+    return packed(*chain_arrays(chain))
 
 
 def decode_chain(data: bytes) -> Chain:
     """The chain of `encode_chain`. Raises ValueError for other bytes."""
-    arrays, header = _unpacked(data)
+    arrays, header = unpacked(data)
     try:
-        return _chain(arrays, header)
+        return chain_of(arrays, header)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"not the record of a structure ({error!r})") from error
 
 
-def _packed(arrays: _Arrays, header: dict[str, Any]) -> bytes:
+def packed(arrays: Arrays, header: dict[str, Any]) -> bytes:
+    """A record of arrays and a header that JSON can hold."""
     text = np.frombuffer(json.dumps(header, sort_keys=True).encode(), np.uint8)
     data = save({name: np.ascontiguousarray(array) for name, array in {**arrays, _HEADER: text}.items()})
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=False).compress(data)
 
 
-def _unpacked(data: bytes) -> tuple[_Arrays, dict[str, Any]]:
+def unpacked(data: bytes) -> tuple[Arrays, dict[str, Any]]:
+    """The arrays and the header of `packed`. Raises ValueError for other bytes."""
     try:
         if not 0 <= zstandard.frame_content_size(data) <= LARGEST_RECORD:
             raise ValueError("its size is unknown, or beyond that of any chain")
@@ -94,7 +83,26 @@ def _unpacked(data: bytes) -> tuple[_Arrays, dict[str, Any]]:
         raise ValueError(f"not a record of a feature store ({error})") from error
 
 
-def _chain_arrays(chain: Chain) -> tuple[_Arrays, dict[str, Any]]:
+def row_arrays(msa: Int8[np.ndarray, "N L"], deletions: Int32[np.ndarray, "N L"]) -> Arrays:
+    """Rows of an MSA as arrays."""
+    at = np.flatnonzero(deletions)  # [D]
+    return {
+        "msa": msa.view(np.uint8),
+        "deletion_steps": _narrow(np.diff(at, prepend=0)),
+        "deletion_counts": _narrow(deletions.ravel()[at]),
+    }
+
+
+def rows_of(arrays: Arrays) -> tuple[Int8[np.ndarray, "N L"], Int32[np.ndarray, "N L"]]:
+    """The letters and deletions of `row_arrays`."""
+    msa = arrays["msa"].view(np.int8)
+    deletions = np.zeros(msa.size, np.int32)
+    deletions[np.cumsum(arrays["deletion_steps"], dtype=np.int64)] = arrays["deletion_counts"]
+    return msa, deletions.reshape(msa.shape)
+
+
+def chain_arrays(chain: Chain) -> tuple[Arrays, dict[str, Any]]:
+    """A structure as arrays and a header. Raises ValueError for a mask or positions that they would not restore."""
     exists = chain.mask != 0
     if not np.array_equal(exists, chain.mask) or chain.positions[~exists].any():
         raise ValueError(
@@ -119,7 +127,8 @@ def _chain_arrays(chain: Chain) -> tuple[_Arrays, dict[str, Any]]:
     return arrays, header
 
 
-def _chain(arrays: _Arrays, header: dict[str, Any]) -> Chain:
+def chain_of(arrays: Arrays, header: dict[str, Any]) -> Chain:
+    """The chain of `chain_arrays`."""
     sequence, codes, released = header["sequence"], header["insertion_codes"], header["released"]
     length = len(sequence)
     exists = np.unpackbits(arrays["atom_exists"], count=length * 37).view(bool).reshape(length, 37)
@@ -146,11 +155,19 @@ _HIT_FIELDS = (
 )  # fmt: skip
 
 
-def _hit_fields(hit: TemplateHit) -> list[Any]:
-    return [*(getattr(hit, name) for name in _HIT_FIELDS), len(hit.indices_query), len(hit.indices_hit)]
+def hit_arrays(hits: Sequence[TemplateHit]) -> tuple[Arrays, list[list[Any]]]:
+    """Template hits as arrays and a header."""
+    arrays = {
+        "hit_query_indices": _joined([hit.indices_query for hit in hits]),
+        "hit_template_indices": _joined([hit.indices_hit for hit in hits]),
+    }
+    return arrays, [
+        [*(getattr(hit, name) for name in _HIT_FIELDS), len(hit.indices_query), len(hit.indices_hit)] for hit in hits
+    ]
 
 
-def _hits(arrays: _Arrays, fields: list[list[Any]]) -> tuple[TemplateHit, ...]:
+def hits_of(arrays: Arrays, fields: list[list[Any]]) -> tuple[TemplateHit, ...]:
+    """The hits of `hit_arrays`."""
     of_query = np.split(arrays["hit_query_indices"], np.cumsum([entry[-2] for entry in fields], dtype=np.int64))
     of_hit = np.split(arrays["hit_template_indices"], np.cumsum([entry[-1] for entry in fields], dtype=np.int64))
     return tuple(

@@ -1,0 +1,24 @@
+"""Comparing records field by field."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+
+def same(first: object, second: object) -> None:
+    """Every field of two records is equal, arrays in type, shape and bits."""
+    for item in dataclasses.fields(first):  # type: ignore[arg-type]
+        one, other = getattr(first, item.name), getattr(second, item.name)
+        if isinstance(one, np.ndarray):
+            assert (one.dtype, one.shape) == (other.dtype, other.shape), item.name
+            assert one.tobytes() == other.tobytes(), item.name
+        elif isinstance(one, tuple) and one and dataclasses.is_dataclass(one[0]):
+            assert len(one) == len(other)
+            for a, b in zip(one, other, strict=True):
+                same(a, b)
+        elif dataclasses.is_dataclass(one):
+            same(one, other)
+        else:
+            assert one == other, item.name
