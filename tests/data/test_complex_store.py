@@ -21,7 +21,7 @@ from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.record_codec import packed, unpacked
 from evodsp.data.sources.store import Store
 from evodsp.data.templates.source import TemplateSource
-from evodsp.errors import UserError
+from evodsp.errors import FileFormatError, UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
 from tests.builders.builds import content
@@ -144,6 +144,13 @@ def test_stores_of_chains_and_of_complexes_are_told_apart(files: ComplexFiles, t
         UserError, match=r"a feature store of chains, but samples are made of complexes.*with --complexes true"
     ):
         ComplexStore(chains)
+    description = Path(complexes, "store.json")
+    for pairing in ("genus", 3):
+        content = json.loads(description.read_text())
+        content["plan"]["pairing"] = pairing
+        description.write_text(json.dumps(content))
+        with pytest.raises(FileFormatError, match="pair"):
+            ComplexStore(complexes)
 
 
 def test_broken_complexes_are_left_out_and_a_build_is_continued(files: ComplexFiles, tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ class BuildPlan:
             None if templates is None else str(templates.absolute()),
             None if obsolete is None else str(obsolete.absolute()),
             config.min_plddt,
-            *((config.pairing, config.assembly) if config.complexes else (None, None)),
+            pairing=config.pairing if config.complexes else None,
+            assembly=config.assembly if config.complexes else None,
         )
         files = ComplexFiles if config.complexes else ChainFiles
         store = files(config.alignment_dir, config.structure_dir)
@@ -68,8 +69,9 @@ class BuildPlan:
         obsolete_entries(inputs.obsolete)
         keys = chain_list(str(config.chains)) if config.chains is not None else store.keys()
         if not keys:
-            what = inputs.kind
-            raise UserError(f"{config.alignment_dir}: no {what} with alignments in it; give another --alignment_dir")
+            raise UserError(
+                f"{config.alignment_dir}: no {inputs.kind} with alignments in it; give another --alignment_dir"
+            )
         return cls(tuple(sorted(keys)), inputs, config.chains_per_shard)
 
     def description(self) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class ComplexFiles:
         self._warn = say_query_paired if warn is None else warn
         self._structures = StructureFolder(structure_dir)
         if index is not None and index.assembly != assembly:
-            listed, wanted = (unit_of(one) for one in (index.assembly, assembly))
+            listed, wanted = (_unit(one) for one in (index.assembly, assembly))
             raise UserError(
                 f"{index.path}: an index of {listed}, but data.assembly is {wanted}; make the index of that with "
                 f"'evodsp data index --complexes true --assembly {'null' if assembly is None else assembly}', or change "
@@ -107,7 +107,7 @@ class ComplexFiles:
     @property
     def assembly_name(self) -> str:
         """The assembly that is read, for messages."""
-        return unit_of(self.assembly)
+        return _unit(self.assembly)
 
     @property
     def structure_dir(self) -> Path:
@@ -216,7 +216,7 @@ class ComplexFiles:
         return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / owner), self._warn)
 
 
-def unit_of(assembly: str | None) -> str:
+def _unit(assembly: str | None) -> str:
     """An assembly in words that settings have, too."""
     return "the asymmetric unit (null)" if assembly is None else f"assembly {assembly}"
 

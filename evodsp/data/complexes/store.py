@@ -11,9 +11,9 @@ from typing import Any
 
 from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
-from evodsp.data.complexes.source import RULES, PairingRule, ParsedComplex, RuleName, say_query_paired, unit_of
+from evodsp.data.complexes.source import RULES, PairingRule, ParsedComplex, RuleName, say_query_paired
 from evodsp.data.records import Assembly, ProteinSequence
-from evodsp.data.sources.feature_store import COMPLEXES, StoredRecords
+from evodsp.data.sources.feature_store import COMPLEXES, DESCRIPTION, StoredRecords, entry_of
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.sources.record_codec import (
     Arrays,
@@ -26,7 +26,7 @@ from evodsp.data.sources.record_codec import (
     rows_of,
     unpacked,
 )
-from evodsp.errors import UserError
+from evodsp.errors import FileFormatError, UserError
 
 
 def encode_complex(parsed: ParsedComplex) -> bytes:
@@ -107,24 +107,20 @@ class ComplexStore(StoredRecords):
     def __init__(self, address: str, warn: Callable[[str, str], None] | None = None) -> None:
         super().__init__(address)
         self._warn = say_query_paired if warn is None else warn
+        named = entry_of(address, self.plan, "pairing", str)
+        found = next((name for name in RULES if name == named), None)
+        if found is None:
+            raise FileFormatError(
+                f"{address}/{DESCRIPTION}",
+                f"rows are paired by '{named}', not by {' or '.join(RULES)}; use a newer evodsp",
+            )
+        self.pairing: RuleName = found
+        """The name of the rule by which rows are paired."""
+        self.assembly: str | None = self.plan.get("assembly")
+        """The biological assembly of the complexes; None: the asymmetric unit."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.address, self._warn)
-
-    @property
-    def assembly(self) -> str | None:
-        """The biological assembly of the complexes; None: the asymmetric unit."""
-        return self.plan.get("assembly")
-
-    @property
-    def assembly_name(self) -> str:
-        """The assembly that was read, for messages."""
-        return unit_of(self.assembly)
-
-    @property
-    def pairing(self) -> RuleName:
-        """The name of the rule by which rows are paired."""
-        return self.plan["pairing"]
 
     @property
     def rule(self) -> PairingRule:

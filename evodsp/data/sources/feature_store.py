@@ -66,27 +66,27 @@ class StoredRecords:
         except (ValueError, RecursionError) as error:
             message = "not the description of a feature store; check the address, or copy the store again"
             raise FileFormatError(f"{address}/{DESCRIPTION}", message) from error
-        if (version := _entry(address, description, "format_version", int)) > FORMAT_VERSION:
+        if (version := entry_of(address, description, "format_version", int)) > FORMAT_VERSION:
             raise UserError(
                 f"{address}: has format version {version}, this evodsp reads up to {FORMAT_VERSION}; use a newer evodsp"
             )
-        tables = _entry(address, description, "tables", dict)
+        tables = entry_of(address, description, "tables", dict)
         for other in KINDS:
-            if other in tables and other is not self.kind:
+            if other in tables and other != self.kind:
                 raise UserError(
                     f"{address}: a feature store of {other}, but samples are made of {self.kind} here; give another store, or "
                     f"build one {_BUILT_WITH[self.kind]}"
                 )
-        self.obsolete: dict[str, str | None] = _entry(address, description, "obsolete", dict)
+        self.obsolete: dict[str, str | None] = entry_of(address, description, "obsolete", dict)
         """Withdrawn entries among the templates, with their successors."""
-        self.plan: dict[str, Any] = _entry(address, description, "plan", dict)
+        self.plan: dict[str, Any] = entry_of(address, description, "plan", dict)
         """What the store was made of."""
-        self._records = Table(system, f"{folder}/{self.kind}", _entry(address, tables, self.kind, str))
+        self._records = Table(system, f"{folder}/{self.kind}", entry_of(address, tables, self.kind, str))
         self.structures = None
         """The templates' structures; None if the store was built without them."""
         if TEMPLATES in tables:
             self.structures = StoredStructures(
-                address, Table(system, f"{folder}/{TEMPLATES}", _entry(address, tables, TEMPLATES, str)), type(self)
+                address, Table(system, f"{folder}/{TEMPLATES}", entry_of(address, tables, TEMPLATES, str)), type(self)
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -229,7 +229,7 @@ def decoded(address: str, key: str, decode: Callable[[bytes], R], data: bytes) -
         raise FileFormatError(address, f"the record of '{key}' is {error}; build the store again") from error
 
 
-def _entry(address: str, description: Any, name: str, kind: type) -> Any:
+def entry_of(address: str, description: Any, name: str, kind: type) -> Any:
     value = description.get(name) if isinstance(description, dict) else None
     if not isinstance(value, kind):
         message = f"'{name}' is missing or has another type; copy the feature store again"
