@@ -94,7 +94,7 @@ def test_the_bar_of_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     data = DataConfig(
         alignment_dir=str(dimers / "alignments"),
         structure_dir=str(dimers / "mmcif_files"),
-        train_chains=["c001", "c006"],
+        train_chains=["c001", "c036"],
         validation_chains=["c002"],
     )
     write_baseline(tmp_path / "baseline.json", find_chains(data, arrangement="multimer"), None)

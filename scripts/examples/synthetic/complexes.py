@@ -24,7 +24,7 @@ from scripts.examples.synthetic.backbone import CA, CB, build_backbone
 from scripts.examples.synthetic.config import SynthesisConfig
 from scripts.examples.synthetic.families import Family, Member, found_family, make_chain
 from scripts.examples.synthetic.folding import superpose, vary
-from scripts.examples.synthetic.interfaces import couple, couple_copies, touching
+from scripts.examples.synthetic.interfaces import couple_copies, partners, touching
 from scripts.examples.synthetic.sequences import PottsModel
 from scripts.examples.synthetic.sidechains import place_side_chains
 
@@ -39,19 +39,25 @@ TEMPERATURE = 2.0
 """Of the sequences of chains in complexes; that of single chains is 1. Interfaces are surfaces, which vary more than cores."""
 _SWEEPS = 6
 """Of Gibbs sampling for paired rows. Rows nearer to the query would all have the query's interface, paired rightly or not."""
+_POOL = 8
+"""Relatives of each chain that find a partner, for each row that is written: the more there are, the better partners fit."""
 _DESCENT = (4, 0.5)
 """Sweeps of Gibbs sampling, and the part of the residues redrawn in each, from the ancestors of two families to a complex."""
 
 
 @dataclass(frozen=True)
 class ComplexFamily:
-    """Two families of chains, the pose of the second beside the first, and the model of the sequences of a complex: of both
-    chains, or of one in homodimers, whose copies have one sequence."""
+    """Two families of chains, the pose of the second beside the first, the pairs of residues that touch, and the models of the
+    sequences: of each chain, or of the one that both copies in a homodimer have."""
 
     chains: tuple[Family, Family]
     pose: Pose
-    model: PottsModel
-    is_homodimer: bool
+    touching: Int64[np.ndarray, "K 2"]
+    models: tuple[PottsModel, ...]
+
+    @property
+    def is_homodimer(self) -> bool:
+        return len(self.models) == 1
 
 
 def make_complexes(config: SynthesisConfig) -> Iterator[tuple[Member, ...]]:
@@ -84,9 +90,8 @@ def _families(config: SynthesisConfig) -> Iterator[ComplexFamily]:
         one, other = (centred(family.backbone) for family in families)
         touch = touching(one[:, CB], pose.place(one, other)[:, CB])
         own, partner = (family.model.heated(TEMPERATURE) for family in families)
-        same = first == second
-        model = couple_copies(own, touch, here) if same else couple(own, partner, touch, here)
-        yield ComplexFamily(families, pose, model, same)
+        models = (couple_copies(own, touch, here),) if first == second else (own, partner)
+        yield ComplexFamily(families, pose, touch, models)
 
 
 def _member(
@@ -132,8 +137,13 @@ def _side_chains(
     both."""
     bonded = np.arange(1, sum(map(len, backbones))) != len(backbones[0])
     backbone = np.concatenate(backbones)
-    ancestors = np.concatenate([chain.ancestor for chain in family.chains], 1)[:, : len(family.model.fields)]
-    types = family.model.sample(ancestors, _DESCENT[0], draws.at("sequence"), _DESCENT[1])[0]
+    sequence = draws.at("sequence")
+    types = np.concatenate(
+        [
+            model.sample(chain.ancestor, _DESCENT[0], sequence.at(place), _DESCENT[1])[0]
+            for place, (model, chain) in enumerate(zip(family.models, family.chains, strict=False))
+        ]
+    )
     while True:
         wanted = np.resize(types, len(backbone))
         placed, atoms = place_side_chains(wanted, backbone, draws.at("side chains"), bonded)
@@ -148,35 +158,43 @@ def _alignments(
 ) -> list[dict[str, Homologs]]:
     """The alignments of each chain by file name. Copies of a chain need them once."""
     loops = [chain.blueprint.is_a("L") for chain in family.chains]
-    size = len(loops[0])
-    queries = [types[:size], types[size:]]
-    rows = draw_relatives(
-        family.model, types[: len(family.model.fields)], config.sequences, draws.at("paired"), _SWEEPS
-    )
+    queries = np.split(types, [len(loops[0])])
+    paired = _paired_rows(config, family, queries, draws.at("paired"))
     alignments: list[dict[str, Homologs]] = []
-    for place, (chain, name) in enumerate(zip(family.chains, "AB", strict=True)):
+    for place, name in enumerate("AB"):
         if place and family.is_homodimer:
             return [*alignments, {}]
         here, key = draws.at("alignments", place), f"{entry}_{name}"
-        own = rows[:, :size] if place == 0 else rows[:, size:]
         species = np.arange(1, config.sequences)
         if place and config.shuffled:
             species = species[here.at("shuffle").permutation(len(species))]
         names = (key, *(_uniprot_name(name, int(number)) for number in species))
-        model, count = (
-            (family.model, config.sequences)
-            if family.is_homodimer
-            else (chain.model.heated(TEMPERATURE), _unpaired(config))
-        )
+        count = config.sequences if family.is_homodimer else _unpaired(config)
         alignments.append(
             {
-                PAIRED: with_gaps(own, loops[place], names, here.at(PAIRED)),
+                PAIRED: with_gaps(paired[place], loops[place], names, here.at(PAIRED)),
                 UNPAIRED: draw_homologs(
-                    model, queries[place], loops[place], key, f"SYNB_{entry}_", count, here.at(UNPAIRED)
+                    family.models[place], queries[place], loops[place], key, f"SYNB_{entry}_", count, here.at(UNPAIRED)
                 ),
             }
         )
     return alignments
+
+
+def _paired_rows(
+    config: SynthesisConfig, family: ComplexFamily, queries: list[np.ndarray], draws: Draws
+) -> list[Int64[np.ndarray, "S r"]]:
+    """The rows of each chain, the query first. Those of a heterodimer are drawn without the partner and paired afterwards: no
+    row of one chain tells where the other binds, and not even all of them do."""
+    count = config.sequences if family.is_homodimer else 1 + _POOL * (config.sequences - 1)
+    rows = [
+        draw_relatives(model, query, count, draws.at(place), _SWEEPS)
+        for place, (model, query) in enumerate(zip(family.models, queries, strict=False))
+    ]
+    if not family.is_homodimer:
+        first, second = rows
+        second[1:] = second[1:][partners(first[1:], second[1:], family.touching)]
+    return [each[: config.sequences] for each in rows]
 
 
 def _unpaired(config: SynthesisConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import filecmp
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from scripts.examples.synthetic.blueprint import make_blueprint
 from scripts.examples.synthetic.complexes import ComplexFamily
 from scripts.examples.synthetic.families import Family
 from scripts.examples.synthetic.folding import CONTACT, rmsd, superpose
-from scripts.examples.synthetic.interfaces import couple, couple_copies, keeping_frequencies, touching
+from scripts.examples.synthetic.interfaces import couple_copies, keeping_frequencies, partners, touching
 from scripts.examples.synthetic.sequences import CHARGE, HYDROPHOBICITY, PottsModel
 from scripts.examples.synthetic.sidechains import closest_approach, place_side_chains
 
@@ -164,7 +164,7 @@ def test_bundled_files_are_those_of_complexes() -> None:
 
 
 def test_couplings_leave_frequencies() -> None:
-    """Catches couplings after which a single chain's columns tell where the partner binds."""
+    """Catches couplings of a homodimer's copies after which its columns prefer other letters."""
     draws = Draws.root(3)
     first, second = (np.exp(draws.at(n).gumbel(20)) for n in (0, 1))
     first, second = first / first.sum(), second / second.sum()
@@ -175,16 +175,35 @@ def test_couplings_leave_frequencies() -> None:
     assert HYDROPHOBICITY @ (joint - np.outer(first, second)) @ HYDROPHOBICITY > 0.05
 
 
-def test_coupled_positions_are_those_that_touch() -> None:
-    """Catches a residue of the second chain that is looked for in the first, and a copy's pair that is counted twice."""
+def test_copies_are_coupled_where_they_touch() -> None:
+    """Catches positions that are coupled to themselves, and a copy's pair that is counted twice."""
     draws = Draws.root(5)
-    model = couple(_toy_model(4, draws.at(0)), _toy_model(3, draws.at(1)), np.array([[1, 2], [3, 0]]), draws)
-    assert {tuple(pair) for pair in np.argwhere(model.contacts)} == {(1, 6), (6, 1), (3, 4), (4, 3)}
-    np.testing.assert_array_equal(model.couplings[1, 6], model.couplings[6, 1].T)
     twice = couple_copies(_toy_model(4, draws), np.array([[1, 2], [2, 1], [3, 3]]), draws)
     assert {tuple(pair) for pair in np.argwhere(twice.contacts)} == {(1, 2), (2, 1)}
+    np.testing.assert_array_equal(twice.couplings[1, 2], twice.couplings[2, 1].T)
     once = couple_copies(_toy_model(4, draws), np.array([[1, 2]]), draws)
     np.testing.assert_array_equal(twice.couplings, once.couplings)
+
+
+def test_partners_fit_as_well_as_the_best_of_all() -> None:
+    """Catches rows with two partners, columns of the wrong chain, charges that repel, and exchanges that end early."""
+    draws = Draws.root(6)
+    first, second = ((draws.at(n).uniform(6, 4 + n) * 20).astype(np.int64) for n in (0, 1))
+    pairs = np.array([[0, 4], [3, 1]])
+
+    def fit(order: tuple[int, ...]) -> float:
+        total = 0.0
+        for scale, sign in ((HYDROPHOBICITY, 1), (CHARGE, -1)):
+            for i, j in pairs:
+                one, other = scale[first[:, i]], scale[second[list(order), j]]
+                total += sign * float((one - one.mean()) @ (other - other.mean()))
+        return total
+
+    found = partners(first, second, pairs)
+    every = [fit(order) for order in permutations(range(6))]
+    assert sorted(found) == list(range(6))
+    assert fit(tuple(found)) > np.quantile(every, 0.99) > fit(tuple(range(6)))
+    assert partners(first, second, np.zeros((0, 2), dtype=np.int64)).tolist() == list(range(6))
 
 
 def test_touching_residues_have_one_partner() -> None:
@@ -221,10 +240,9 @@ def test_ca_atoms_keep_their_distance() -> None:
     np.testing.assert_allclose(moved[0, CA], [4.0, 0, 0])
 
 
-def _toy_rows(shuffled: bool) -> list[dict[str, complexes.Homologs]]:
+def _toy_rows(shuffled: bool = False, touching: tuple[int, int] = (3, 5)) -> list[dict[str, complexes.Homologs]]:
     one, other = _toy_family("one", 30), _toy_family("other", 28)
-    pose, model = Pose(np.eye(3), np.eye(3)[0]), _toy_model(58, Draws.root(0))
-    family = ComplexFamily((one, other), pose, model, is_homodimer=False)
+    family = ComplexFamily((one, other), Pose(np.eye(3), np.eye(3)[0]), np.array([touching]), (one.model, other.model))
     config = SynthesisConfig(Path("new"), 2, sequences=20, complexes=1, shuffled=shuffled)
     query = np.concatenate([one.ancestor, other.ancestor], 1)[0]
     return complexes._alignments(config, family, "c001", query, Draws.root(4))
@@ -232,7 +250,7 @@ def _toy_rows(shuffled: bool) -> list[dict[str, complexes.Homologs]]:
 
 def test_shuffled_rows_have_the_species_of_others() -> None:
     """Catches a control that changes the rows, or the query's partner, or nothing."""
-    (first, second), (same, mixed) = _toy_rows(False), _toy_rows(True)
+    (first, second), (same, mixed) = _toy_rows(), _toy_rows(shuffled=True)
     paired = [part[complexes.PAIRED] for part in (first, second, same, mixed)]
     species = [[uniprot_species(name) for name in rows.names] for rows in paired]
     assert species[0] == species[1] == species[2]
@@ -243,6 +261,21 @@ def test_shuffled_rows_have_the_species_of_others() -> None:
     np.testing.assert_array_equal(paired[3].residues, paired[1].residues)
     np.testing.assert_array_equal(paired[2].residues, paired[0].residues)
     assert len(first[complexes.UNPAIRED].names) == 5
+
+
+def test_rows_of_one_chain_do_not_tell_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches rows drawn with their partner in view: a control with shuffled rows would then know the interface as well."""
+    here, there = _toy_rows(touching=(3, 5)), _toy_rows(touching=(7, 20))
+    np.testing.assert_array_equal(here[0][complexes.PAIRED].residues, there[0][complexes.PAIRED].residues)
+    for chain in (0, 1):
+        np.testing.assert_array_equal(
+            here[chain][complexes.UNPAIRED].residues, there[chain][complexes.UNPAIRED].residues
+        )
+    assert not np.array_equal(here[1][complexes.PAIRED].residues, there[1][complexes.PAIRED].residues)
+    # The second chain's rows are some of those that were drawn; with one for each row that is written, all of them.
+    monkeypatch.setattr(complexes, "_POOL", 1)
+    rows = [sorted(_toy_rows(touching=at)[1][complexes.PAIRED].residues.tolist()) for at in ((3, 5), (7, 20))]
+    assert rows[0] == rows[1]
 
 
 def test_atoms_of_neighbours_that_are_not_bonded_count() -> None:
