@@ -220,6 +220,8 @@ def test_a_baseline_of_nothing_is_one_line(cases, capsys):
     for words, said in (
         (OPTIONS, "--baseline nearest needs the training chains; give --config with the config.yaml"),
         (("--train_chains", "a.txt"), "--train_chains is a.txt, but names what is copied; give --baseline nearest"),
+        (("--train_chains", "a.txt"), "leave it out (--train scores predictions of training chains)"),
+        (("--structure_dir", "a"), "give --baseline nearest, or leave it out\n"),
         ((*OPTIONS, "--train_chains", "nowhere.txt"), "nowhere.txt: no such file of chain names"),
         ((*OPTIONS, "--train_chains", str(listed)), "none of 1 training chains can be read, such as 9zzz_B ("),
         ((*OPTIONS, "--train", "9zzz_B", "--structure_dir", "nowhere"), "nowhere: no such structure directory"),

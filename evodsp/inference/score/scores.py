@@ -151,7 +151,7 @@ def write_report(
     )
     scores: Sequence[ChainScores] = compare_all(predictions, structures, splits)
     if not scores:
-        raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
+        raise UserError("no chains to compare; name at least one as <pdbid>_<chain> (--held_out or --train)")
     lines: list[str] = []
     if training is not None:
         bars = training.bars(structures, splits)
