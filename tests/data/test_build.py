@@ -320,5 +320,5 @@ def test_a_scheduler_without_dask_is_one_line(
     options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
     for name in ("build", "index"):
         assert main(["data", name, *options, "--scheduler", "--workers=2", "--output", str(tmp_path / name)]) == 2
-        assert "--scheduler needs Dask; install the extra cluster" in capsys.readouterr().err
+        assert "--scheduler needs Dask, which is not installed" in capsys.readouterr().err
     assert given == [("local", 2)] * 2
