@@ -32,7 +32,7 @@ from evodsp.planner.prediction import (
     working_memory_of,
 )
 from evodsp.planner.program import SampleSizes
-from evodsp.printing import show
+from evodsp.printing import counted, show
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
 from evodsp.weights.hub import located
@@ -66,8 +66,8 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     full = any(depth is None for _, depth in records)
     assumed = " Alignments are assumed to be as deep as the model takes (--alignments counts theirs)." if full else ""
     show(
-        f"{machine.name}, {settings.passes.precision}, {features.recycles + 1} passes a seed, "
-        f"{features.msa_clusters} MSA rows, {features.extra_msa} extra ones, {templates} templates. "
+        f"{machine.name}, {settings.passes.precision}, {counted(features.recycles + 1, 'pass')} a seed, "
+        f"{features.msa_clusters} MSA rows, {features.extra_msa} extra ones, {counted(templates, 'template')}. "
         f"Times are a model's, not measured.{assumed}"
     )
     for lines, _ in found:
@@ -163,7 +163,7 @@ def _estimate(
     fits = machine.fits(memory.total, what.ranks)
     lines = [
         needs.line(label, free),
-        ("  " if depth is None else f"  alignments of at most {depth:,} row{'s' if depth > 1 else ''}: ")
+        ("  " if depth is None else f"  alignments of at most {counted(depth, 'row')}: ")
         + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
         + f"; most in: {memory.at}",
     ]

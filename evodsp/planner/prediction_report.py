@@ -25,6 +25,7 @@ from evodsp.planner.prediction import (
 from evodsp.planner.program import SampleSizes
 from evodsp.planner.report import add_memory
 from evodsp.planner.simulate import Times
+from evodsp.printing import counted
 from evodsp.report.charts import Series, lines
 from evodsp.report.page import Page
 
@@ -117,7 +118,7 @@ def plan_prediction(
     if sequence is not None and sequence > most:
         raise UserError(
             f"--sequence is {sequence}, but {what.sizes.residues} residues with {what.sizes.clusters + what.sizes.templates} "
-            f"MSA rows on {devices} devices take at most {most} ranks"
+            f"MSA rows on {counted(devices, 'device')} take at most {counted(most, 'rank')}"
         )
     numbers = [sequence] if sequence is not None else [2**k for k in range(most.bit_length()) if 2**k <= most]
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze) as pool:
@@ -153,7 +154,7 @@ def verdict(found: PredictionPlan) -> str:
     return (
         f"with --precision {precision} of evodsp predict, "
         f"{soonest}; many structures: --parallel.sequence {most.what.ranks}, {found.hourly(most):,.0f} an hour on "
-        f"{found.devices} devices"
+        f"{counted(found.devices, 'device')}"
     )
 
 
@@ -245,8 +246,8 @@ def _rows(found: PredictionPlan) -> Sequence[tuple[str, ...]]:
 
 def _title(found: PredictionPlan) -> str:
     what, n = found.what, found.what.sizes
-    rows = f"{n.clusters + n.templates} MSA rows, extra MSA {n.extra}, {n.templates} templates"
+    rows = f"{n.clusters + n.templates} MSA rows, extra MSA {n.extra}, {counted(n.templates, 'template')}"
     return (
-        f"{found.devices} x {found.device.name}, {n.residues:,} residues, {rows}, {what.passes} passes, "
+        f"{found.devices} x {found.device.name}, {n.residues:,} residues, {rows}, {counted(what.passes, 'pass')}, "
         f"{'bf16' if what.half else 'fp32'}. Times are a model's, not measured."
     )

@@ -35,6 +35,7 @@ from evodsp.data.templates.template_chains import TemplateChains, listed_chains
 from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
+from evodsp.printing import counted
 from evodsp.training.config import DataConfig, DistillationConfig
 from evodsp.training.trainer import tell_first
 
@@ -206,7 +207,9 @@ def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     if len(missing) == len(listed):
         where = config.store or f"{config.alignment_dir} and {config.structure_dir}"
-        raise UserError(f"data.distillation: none of {len(listed)} chains has alignments and a structure in {where}")
+        raise UserError(
+            f"data.distillation: none of {counted(len(listed), 'chain')} has alignments and a structure in {where}"
+        )
     present = [key for key in listed if key not in missing]
     return _selected(present, _rules(config, "data.distillation"), predicted.store, "distillation"), missing
 
@@ -341,7 +344,8 @@ def _template_chains(config: DataConfig, files: ChainFiles | StructureFolder) ->
     known = {key: sequence for key, sequence in letters.items() if sequence}
     if not known:
         raise UserError(
-            f"data.template_chains: none of {len(listed)} chains has a structure in {config.structure_dir}; check the names"
+            f"data.template_chains: none of {counted(len(listed), 'chain')} has a structure in {config.structure_dir}; check "
+            "the names"
         )
     if len(known) < len(listed):
         tell_first(

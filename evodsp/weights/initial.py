@@ -21,6 +21,7 @@ from torch import Tensor
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
+from evodsp.printing import counted
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
 from evodsp.weights.hub import located
@@ -295,7 +296,7 @@ def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _grouped(names: Iterable[str]) -> str:
     """'heads.distogram (2 arrays), …': names by the part of the model that they belong to."""
     counts: Counter[str] = Counter(_part(name) for name in names)
-    return ", ".join(f"{part} ({count} array{'s' if count > 1 else ''})" for part, count in counts.items())
+    return ", ".join(f"{part} ({counted(count, 'array')})" for part, count in counts.items())
 
 
 def _part(name: str) -> str:

@@ -27,7 +27,7 @@ from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 from evodsp.lock import holder, lock, waited_lock
 from evodsp.output import check_output_folder
-from evodsp.printing import tell
+from evodsp.printing import counted, tell
 from evodsp.progress import progress
 from evodsp.version import __version__
 
@@ -255,7 +255,9 @@ def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: l
     if len(bad) == len(plan.keys):
         for name in (BUILDING, CHAINS, TEMPLATES):  # the next build tries them again
             shutil.rmtree(folder / name)
-        raise UserError(f"{folder / FAILED}: all {len(bad)} chains failed, the first with: {bad[0]['reason']}")
+        raise UserError(
+            f"{folder / FAILED}: all {counted(len(bad), 'chain')} failed, the first with: {bad[0]['reason']}"
+        )
     tables = {CHAINS: write_index(folder / CHAINS / INDEX, [account.records for account in chains])}
     if plan.inputs.template_structure_dir is not None:
         tables[TEMPLATES] = write_index(folder / TEMPLATES / INDEX, [account.records for account in templates])
@@ -276,12 +278,12 @@ def _complete(plan: BuildPlan, folder: Path, chains: list[Account], templates: l
 
 def _report(folder: Path, records: list[Any], failed: list[dict[str, str]]) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    tell(f"{folder}: {len(records):,} chains, {size / 1e6:,.1f} MB")
+    tell(f"{folder}: {counted(len(records), 'chain')}, {size / 1e6:,.1f} MB")
     for entry in failed[:_MOST_SHOWN]:
         tell(f"left out: {entry['kind']} {entry['name']}: {entry['reason']}")
     if failed:
         bad = sum(entry["kind"] == "chain" for entry in failed)
         tell(
-            f"warning: {bad:,} chains and {len(failed) - bad:,} template structures were left out; {folder / FAILED} lists "
-            "them with reasons"
+            f"warning: {counted(bad, 'chain')} and {counted(len(failed) - bad, 'template structure')} were left out; "
+            f"{folder / FAILED} lists them with reasons"
         )

@@ -25,6 +25,7 @@ from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import UserError
+from evodsp.printing import counted
 from evodsp.reading.text_files import lines_of
 
 
@@ -137,7 +138,7 @@ class Selected:
         """A line that says how many chains are left, and why others are left out; '' if none is."""
         total = len(self.keys) + sum(self.left_out.values())
         said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
-        return f"{len(self.keys)} of {total} {kind} chains; left out: {said}" if said else ""
+        return f"{len(self.keys)} of {counted(total, f'{kind} chain')}; left out: {said}" if said else ""
 
 
 def select(keys: list[str], selection: Selection, name_of: Callable[[str], str]) -> Selected:
