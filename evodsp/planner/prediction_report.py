@@ -16,6 +16,7 @@ from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links
 from evodsp.planner.from_run import model_of
 from evodsp.planner.prediction import (
+    FEWEST_CHAINS,
     GIB,
     PlannedPrediction,
     PredictionNeeds,
@@ -102,7 +103,13 @@ def prediction_of(settings: PlanConfig, device: Device) -> PlannedPrediction:
         raise UserError(f"--msa is {rows}, but includes the rows of {templates} templates; give more")
     return PlannedPrediction(
         model,
-        SampleSizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
+        SampleSizes(
+            settings.residues,
+            rows - templates,
+            settings.extra_msa or EXTRA_ROWS,
+            templates,
+            FEWEST_CHAINS[model.arrangement],
+        ),
         passes=1 + (RECYCLES if settings.recycles is None else settings.recycles),
         half=settings.precision is None or computes_in_half(settings.precision),
         on_gpu=device.on_gpu,
@@ -248,6 +255,6 @@ def _title(found: PredictionPlan) -> str:
     what, n = found.what, found.what.sizes
     rows = f"{n.clusters + n.templates} MSA rows, extra MSA {n.extra}, {counted(n.templates, 'template')}"
     return (
-        f"{found.devices} x {found.device.name}, {n.residues:,} residues, {rows}, {counted(what.passes, 'pass')}, "
+        f"{found.devices} x {found.device.name}, {n.length}, {rows}, {counted(what.passes, 'pass')}, "
         f"{'bf16' if what.half else 'fp32'}. Times are a model's, not measured."
     )
