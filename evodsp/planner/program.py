@@ -193,8 +193,8 @@ def without_recomputation(config: ModelConfig) -> ModelConfig:
 
 
 def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput, chains: int) -> None:
-    """What a prediction of so many chains computes from the logits, which are still there
-    (`evodsp.inference.passes.structure_of`)."""
+    """What a prediction computes from the logits, which are still there (`evodsp.inference.passes.structure_of`). `chains`: the
+    number of chains of the complex."""
     heads = model.config.heads
     compute_plddt(output.logits["plddt"].float())
     edges = heads.distogram_min_distance, heads.distogram_max_distance
