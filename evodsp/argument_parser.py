@@ -37,8 +37,7 @@ class OneLineErrors(ArgumentParser):
     alone: Mapping[str, str] = MappingProxyType({})
     """Values of options that are given without a value, by their names without dashes."""
     aliases: Mapping[str, str] = MappingProxyType({})
-    """Other names of options on the command line, with the option that each stands for: other commands' names of the same
-    thing."""
+    """Other names of options, with the option that each stands for: other commands' names of the same thing."""
     several: frozenset[str] = frozenset()
     """See `Names`."""
     former: Mapping[str, str] = MappingProxyType({})
@@ -52,7 +51,7 @@ class OneLineErrors(ArgumentParser):
         options = {option for action in self._actions for option in (action.option_strings or [f"--{action.dest}"])}
         known = frozenset(option[2:] for option in options if option.startswith("--"))
         from_files = any(isinstance(action, ActionConfigFile) for action in self._actions)
-        return Names(self.prog, known, from_files, self.several, former=self.former)
+        return Names(self.prog, known, from_files, self.several, former=self.former, aliases=self.aliases)
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         for action in self._actions:
@@ -76,7 +75,8 @@ class OneLineErrors(ArgumentParser):
             ) from error
 
     def _add_aliases(self) -> None:
-        """Show the other names in the help. They are replaced before jsonargparse sees them (`with_options`)."""
+        """Show the other names in the help, and let jsonargparse take them from files. On the command line they are replaced
+        before it sees them (`with_options`)."""
         for name, option in self.aliases.items():
             (action,) = (action for action in self._actions if action.dest == option)
             if f"--{name}" not in action.option_strings:

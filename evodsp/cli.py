@@ -65,8 +65,6 @@ class SettingsCommand(Command):
     """The values of options that are given without one."""
     several: frozenset[str] = frozenset()
     """Options that may be given once more for each of several values."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of options, those that other commands have for the same thing, each with its option."""
 
     def __call__(self, words: list[str]) -> int:
         from jsonargparse import ActionConfigFile
@@ -79,8 +77,9 @@ class SettingsCommand(Command):
             usage=f"evodsp {self.name} {self.required} [--option value ...]",
             description=self.description,
         )
-        parser.alone, parser.several, parser.aliases = self.alone, self.several, self.aliases
         settings_class = _imported(self.settings)
+        parser.alone, parser.several = self.alone, self.several
+        parser.aliases = getattr(settings_class, "OTHER_NAMES", {})
         if self.from_files:
             text = "YAML file of options. Several files may be given; of several values the last one counts."
             parser.add_argument("--config", action=ActionConfigFile, help=text)
@@ -163,7 +162,6 @@ COMMANDS: dict[str, Command] = {
             "file is its alignment), folders of either, or - for standard input.",
             positional="inputs",
             several=frozenset({"checkpoint", "weights"}),
-            aliases={"alignment_dir": "alignments", "template_structure_dir": "templates"},
             from_files=True,
         ),
         SettingsCommand(
@@ -197,7 +195,6 @@ COMMANDS: dict[str, Command] = {
             description="Say what memory and time a prediction needs, what there is, and what to change if it does not fit. "
             "The model is run on shapes alone. The exit code is 1 if it does not fit.",
             positional="inputs",
-            aliases={"alignment_dir": "alignments"},
         ),
         SettingsCommand(
             "data fetch",
@@ -229,7 +226,6 @@ COMMANDS: dict[str, Command] = {
             required="(--config FILE | --alignment_dir DIR --structure_dir DIR) --output DIR",
             description="Look all chains up, read a sample of them as training does, and report what is missing or wrong, on "
             "the terminal, as JSON and as a page. The exit code is 0 if training can start, 1 if not.",
-            aliases={"train_chains": "chains"},
         ),
         SettingsCommand(
             "data build",

@@ -43,6 +43,8 @@ class Names:
     """Groups whose names are checked elsewhere."""
     former: Mapping[str, str] = field(default_factory=dict)
     """For each setting of an earlier version, the message for those who still use it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of options, each with its option."""
 
     def group(self, key: str) -> str:
         """'a group of options (a, b, …)', with the options of the group `key`; empty if there are none."""
@@ -115,6 +117,7 @@ def _settings_of_file(file: str, names: Names) -> Iterator[Given]:
         found = "it is empty" if top is None else Path(file).read_text("utf-8-sig").strip()
         raise UserError(f"{file}: not a YAML mapping of options: {found}")
     _refuse_repeated_keys(file, top)
+    _refuse_both_names(file, top, names.aliases)
     yield from _settings_below(file, top, "", names if names.from_files else None)
 
 
@@ -131,6 +134,7 @@ def _settings_below(file: str, node: yaml.Node | None, above: str, names: Names 
         key = f"{above}{name.value}"
         if names is not None:
             _check_name(key, name, value, place, names)
+            key = names.aliases.get(key, key)
         yield Given(key, place, value)
         if names is None or names.below(key):
             yield from _settings_below(file, value, f"{key}.", names)
@@ -164,6 +168,17 @@ def _refuse_repeated_keys(file: str, node: Any) -> None:
                     "belongs to it"
                 )
             _refuse_repeated_keys(file, value)
+
+
+def _refuse_both_names(file: str, top: yaml.Node | None, aliases: Mapping[str, str]) -> None:
+    """Raise UserError for an option that a file gives under two names: one value would be lost silently."""
+    pairs = top.value if isinstance(top, yaml.MappingNode) else ()
+    lines = {name.value: name.start_mark.line + 1 for name, _ in pairs if isinstance(name, yaml.ScalarNode)}
+    for name, option in aliases.items():
+        if name in lines and option in lines:
+            raise UserError(
+                f"{file}:{lines[name]}: '{name}' is another name of '{option}' on line {lines[option]}; write one of them"
+            )
 
 
 def with_underscores(words: list[str]) -> list[str]:

@@ -19,6 +19,12 @@ def write_line(write: Callable[[str], object], text: str) -> None:
     write(f"{printable(text)}\n")
 
 
+def counted(number: int, noun: str) -> str:
+    """For example '1 seed', '1,200 residues' or '2 batches'."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def show(text: str, flush: bool = False) -> None:
     """Print results on standard output."""
     write_line(sys.stdout.write, text)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from jsonargparse import ActionConfigFile
+from jsonargparse import ActionConfigFile, Namespace
 
 from evodsp.argument_parser import OneLineErrors
 from evodsp.cli import COMMANDS, SettingsCommand, main
 from evodsp.errors import SettingError, UserError
 from evodsp.given_settings import with_underscores
+from evodsp.inference.config import PredictConfig
 
 
 @dataclass(frozen=True)
@@ -218,16 +219,43 @@ def test_another_name_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--output OUTPUT, --place OUTPUT" in capsys.readouterr().out
 
 
+def test_another_name_in_a_file(tmp_path: Path) -> None:
+    """Catches an option that cannot be copied from the command line into a file, a value that a second name hides, and an
+    error that does not say where the value is."""
+    made = OneLineErrors(prog="evodsp predict")
+    made.add_argument("--config", action=ActionConfigFile)
+    made.add_class_arguments(PredictConfig)
+    made.aliases = PredictConfig.OTHER_NAMES
+    file, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
+
+    def read(text: str, *words: str) -> Namespace:
+        file.write_text(text)
+        return made.parse_args(["--config", str(file), "--output", "out", *words])
+
+    found = read("alignment_dir: x\ntemplate_structure_dir: y\n")
+    assert (found.alignments, found.templates) == (Path("x"), Path("y"))
+    assert read("alignment_dir: x\n", "--alignments", "z").alignments == Path("z")
+    other.write_text("alignments: z\n")
+    assert read("alignment_dir: x\n", "--config", str(other)).alignments == Path("z"), "the last file counts"
+    with pytest.raises(
+        UserError, match=rf"^{file}:3: 'alignment_dir' is another name of 'alignments' on line 2; write"
+    ):
+        read("seeds: 2\nalignments: z\nalignment_dir: x\n")
+    with pytest.raises(UserError, match=rf"^{file}:2: .*alignments"):
+        read("seeds: 2\nalignment_dir: [x, y]\n")
+
+
 @pytest.mark.parametrize("command", ["predict", "estimate", "data doctor"])
 def test_other_names_are_no_options(command: str) -> None:
     """Catches an alias of no option, or one that hides an option."""
     made = COMMANDS[command]
     assert isinstance(made, SettingsCommand)
     module, _, name = made.settings.partition(":")
-    options = {one.name for one in fields(getattr(import_module(module), name))}
-    assert made.aliases
-    assert set(made.aliases.values()) <= options
-    assert not set(made.aliases) & options
+    settings = getattr(import_module(module), name)
+    options = {one.name for one in fields(settings)}
+    assert settings.OTHER_NAMES
+    assert set(settings.OTHER_NAMES.values()) <= options
+    assert not set(settings.OTHER_NAMES) & options
 
 
 def test_a_heading_says_nothing_of_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from evodsp import printing
 from evodsp.cli import main
 from evodsp.inference.run_log import run_log
 from evodsp.inference.score.scores import write_scores
-from evodsp.printing import escape_others, logger, show, tell
+from evodsp.printing import counted, escape_others, logger, show, tell
 from evodsp.progress import progress
 from evodsp.reading.quoting import printable
 from evodsp.report.page import Page
@@ -86,6 +86,13 @@ def test_what_other_libraries_print_escapes(
     error = ValueError(EVIL)
     sys.excepthook(ValueError, error, None)
     assert capsys.readouterr().err == f"ValueError: {SHOWN}\n"
+
+
+def test_a_number_and_its_noun_agree() -> None:
+    """Catches '1 devices', '0 device' and '2 passs'."""
+    said = [counted(number, noun) for noun in ("device", "pass", "complex", "batch") for number in (0, 1, 1200)]
+    assert said == ["0 devices", "1 device", "1,200 devices", "0 passes", "1 pass", "1,200 passes", "0 complexes", "1 complex",
+        "1,200 complexes", "0 batches", "1 batch", "1,200 batches"]  # fmt: skip
 
 
 def test_nothing_prints_or_logs_past_this_place() -> None:

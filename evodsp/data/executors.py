@@ -77,7 +77,9 @@ class DaskCluster:
             from distributed import Client, KilledWorker, LocalCluster
             from distributed import as_completed as completed
         except ImportError as error:
-            raise UserError("--scheduler needs Dask; install the extra cluster, or distributed itself") from error
+            raise UserError(
+                "--scheduler needs Dask, which is not installed; run: pip install 'evodsp[cluster]'"
+            ) from error
         address, workers = self.address, max(1, min(self.workers, len(pieces)))
         with contextlib.ExitStack() as stack:
             try:

@@ -103,7 +103,9 @@ def predict(
         )
     names = [field.name for field in fields(PredictConfig) if field.name not in _OWN]
     if unknown := [name for name in options if name not in names]:
-        raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{nearest(unknown[0], names)} See PredictConfig")
+        option = PredictConfig.OTHER_NAMES.get(unknown[0])
+        close = nearest(unknown[0], names) if option is None else f" Give it as {option}=."
+        raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{close} See PredictConfig")
     for name in _PATHS:
         if options.get(name) is not None:
             options[name] = Path(options[name])

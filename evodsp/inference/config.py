@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import ClassVar, Literal, get_args
 
 from evodsp.config import (
     KernelsConfig,
@@ -103,6 +104,10 @@ class PredictConfig:
     Raises UserError if a value is out of range.
     """
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"alignment_dir": "alignments", "template_structure_dir": "templates"}
+    )
+    """Other names of options, those that other commands have for the same thing, each with its option."""
     inputs: Sequence[Path] = ()
     """FASTA files, A3M files (the first sequence is predicted, the file is its alignment), folders of either, CSV files with
     columns id and sequence, or - for standard input. Every record gets a folder in the output, named by the first word of its
@@ -312,6 +317,8 @@ class PredictConfig:
 class EstimateConfig:
     """A prediction that is not run, and its machine. Raises UserError if a value is out of range."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"alignment_dir": "alignments"})
+    """As those of `PredictConfig`."""
     inputs: Sequence[Path] = ()
     """What `evodsp predict` would be given: FASTA, A3M or CSV files, folders of the first two, or - for standard input."""
     alignments: Path | None = None

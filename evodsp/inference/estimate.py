@@ -8,6 +8,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from evodsp.inference.target_readers import READERS
 from evodsp.inference.targets import find_targets
 from evodsp.model.alphafold import AlphaFold
 from evodsp.planner.prediction import (
+    FEWEST_CHAINS,
     Machine,
     PlannedPrediction,
     changes,
@@ -32,7 +34,7 @@ from evodsp.planner.prediction import (
     working_memory_of,
 )
 from evodsp.planner.program import SampleSizes
-from evodsp.printing import show
+from evodsp.printing import counted, show
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
 from evodsp.weights.hub import located
@@ -56,18 +58,20 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     templates = max(1, templates) if model.templates.enabled else 0
     found = []
     records = _records(settings, model)
-    for (residues, depth), names in sorted(records.items(), key=lambda one: (one[0][0], one[0][1] or math.inf)):
+    for (residues, chains, depth), names in sorted(
+        records.items(), key=lambda one: (*one[0][:2], one[0][2] or math.inf)
+    ):
         own = rows if depth is None else min(rows, depth)
         extra = features.extra_msa if depth is None else min(features.extra_msa, max(1, depth - own))
         check_ranks(settings.parallel.sequence, residues, own)
-        sizes = SampleSizes(residues, own, extra, templates)
+        sizes = SampleSizes(residues, own, extra, templates, chains)
         what = _planned(settings.passes, model, sizes, features.recycles + 1, memory, machine)
         found.append(_estimate(what, names, machine, depth))
-    full = any(depth is None for _, depth in records)
+    full = any(depth is None for *_, depth in records)
     assumed = " Alignments are assumed to be as deep as the model takes (--alignments counts theirs)." if full else ""
     show(
-        f"{machine.name}, {settings.passes.precision}, {features.recycles + 1} passes a seed, "
-        f"{features.msa_clusters} MSA rows, {features.extra_msa} extra ones, {templates} templates. "
+        f"{machine.name}, {settings.passes.precision}, {counted(features.recycles + 1, 'pass')} a seed, "
+        f"{features.msa_clusters} MSA rows, {features.extra_msa} extra ones, {counted(templates, 'template')}. "
         f"Times are a model's, not measured.{assumed}"
     )
     for lines, _ in found:
@@ -97,7 +101,8 @@ def check_needs(
     sets = batch["aatype"].shape[1]
     if sets * _multiplications(model, residues, rows) < TINY:
         return None
-    sizes = SampleSizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates)
+    chains = int(batch["asym_id"].max()) if "asym_id" in batch else 1
+    sizes = SampleSizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates, chains)
     machine, memory = Machine.here(device), working_memory(settings.working_memory, device)
     what = _planned(settings, model.config, sizes, sets // settings.ensembles, memory, machine)
     needs = prediction_needs(what, machine.device, machine.links)
@@ -145,10 +150,10 @@ def _estimate(
 ) -> tuple[list[str], dict[str, Any]]:
     """The lines that tell the needs of a length, and the entry of the JSON file. `names`: the records of this length. `depth`:
     the rows of their alignments; None: as many as the model takes."""
-    label = f"{what.sizes.residues:,} residues" + (f" ({_some(names)})" if names else "")
+    label = f"{what.sizes.length}" + (f" ({_some(names)})" if names else "")
     free = machine.free_for(what.ranks)
     sizes = what.sizes
-    head = {"residues": sizes.residues, "names": names, "ranks": what.ranks}
+    head = {"residues": sizes.residues, "chains": sizes.chains, "names": names, "ranks": what.ranks}
     head |= {"msa_rows": sizes.clusters, "extra_rows": sizes.extra}
     if not machine.fits(what.pair_share, what.ranks):  # to follow the pass of such a chain would take minutes
         pair = what.pair_share
@@ -163,7 +168,7 @@ def _estimate(
     fits = machine.fits(memory.total, what.ranks)
     lines = [
         needs.line(label, free),
-        ("  " if depth is None else f"  alignments of at most {depth:,} row{'s' if depth > 1 else ''}: ")
+        ("  " if depth is None else f"  alignments of at most {counted(depth, 'row')}: ")
         + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
         + f"; most in: {memory.at}",
     ]
@@ -197,7 +202,7 @@ def _place(settings: EstimateConfig) -> tuple[Machine, int | None]:
 
 def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
     if settings.checkpoint is None:
-        name = settings.weights or settings.preset or "model_1_ptm"
+        name = _name(settings)
         return ModelConfig.preset(name), published_features(name)
     checkpoint = located(settings.checkpoint)
     if not checkpoint.exists():
@@ -206,20 +211,28 @@ def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
     return model.config, load_features(checkpoint, settings.preset)
 
 
-def _records(settings: EstimateConfig, model: ModelConfig) -> dict[tuple[int, int | None], list[str]]:
-    """The names of the records of each length and depth: the rows of their alignments, rounded up; None: not known."""
+def _name(settings: EstimateConfig) -> str:
+    """The name of the model if no checkpoint is given."""
+    return settings.weights or settings.preset or "model_1_ptm"
+
+
+def _records(settings: EstimateConfig, model: ModelConfig) -> dict[tuple[int, int, int | None], list[str]]:
+    """The names of the records of each length, number of chains and depth: the rows of their alignments, rounded up; None: not
+    known."""
     if settings.residues is not None:
-        return {(settings.residues, None): []}
+        return {(settings.residues, FEWEST_CHAINS[model.arrangement], None): []}
     targets, failures = find_targets(settings.sources, settings.alignments)
+    reader, shown = READERS[model.arrangement], Path(settings.checkpoint or _name(settings))
     found = defaultdict(list)
     for target in targets:
         known = settings.alignments is not None or target.alignments is not None
         try:
-            depth = _rounded(READERS[model.arrangement].read(target).rows) if known else None
+            reader.check(target, shown)
+            depth = _rounded(reader.read(target).rows) if known else None
         except UserError as error:
             failures.append(RecordFailure(target.query.name, str(error)))
             continue
-        found[len(target.query), depth].append(target.query.name)
+        found[len(target.query), len(target.parts), depth].append(target.query.name)
     for failure in failures:
         show(f"left out: {failure.reason}")
     if not found:

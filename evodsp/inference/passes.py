@@ -30,6 +30,7 @@ from evodsp.model.confidence import (
 )
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
+from evodsp.printing import counted
 from evodsp.progress import progress
 
 
@@ -56,7 +57,7 @@ class SeedRun:
     def model_line(self, most: int) -> str:
         """For the log, for example '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
         number = len(self.passes)
-        passes = f"{number} of {most} passes" if number < most else f"{most} pass{'es' * (most > 1)}"
+        passes = f"{number} of {counted(most, 'pass')}" if number < most else counted(most, "pass")
         change = "" if self.ca_change is None else f"; CA distances changed by {self.ca_change:.2f} Å in the last"
         return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
 

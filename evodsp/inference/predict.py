@@ -32,7 +32,7 @@ from evodsp.inference.passes import layer_dtype
 from evodsp.inference.plot_files import write_plots
 from evodsp.inference.relaxation import missing_relaxations, relax_prediction
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
-from evodsp.inference.run_log import Report, counted
+from evodsp.inference.run_log import Report
 from evodsp.inference.seeds import Finished, predict_seeds
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first
 from evodsp.model.alphafold import AlphaFold
@@ -40,7 +40,7 @@ from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels, use_memory
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
-from evodsp.printing import show
+from evodsp.printing import counted, show
 
 
 def predict(config: PredictConfig, report: Report = show, group: Group | None = None) -> list[PredictionResult]:

@@ -32,6 +32,7 @@ from evodsp.inference.results import (
     read_with_ranking,
 )
 from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
+from evodsp.printing import counted
 from evodsp.report.rendering import render
 
 if TYPE_CHECKING:
@@ -263,8 +264,7 @@ class Prediction(PredictionResult):
         best = self.ranked[0]
         ptm = [] if best.ptm is None else [f"pTM {best.ptm:.2f}"]
         ptm += [] if best.iptm is None else [f"ipTM {best.iptm:.2f}"]
-        count = len(self.ranked)
-        return [f"{count} structure{'s' * (count > 1)}", f"best mean pLDDT {best.mean_plddt:.1f}", *ptm]
+        return [counted(len(self.ranked), "structure"), f"best mean pLDDT {best.mean_plddt:.1f}", *ptm]
 
     def _repr_html_(self) -> str:
         best = self.ranked[0]

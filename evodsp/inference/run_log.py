@@ -19,11 +19,6 @@ Report = Callable[[str], None]
 _TIME = "%Y-%m-%d %H:%M:%S"
 
 
-def counted(number: int, noun: str) -> str:
-    """For example '1 seed' or '1,200 residues'."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 @contextmanager
 def run_log(output: Path, words: Sequence[str], show: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows a line and adds it to the log, with the time. `words`: the command line, for the head.

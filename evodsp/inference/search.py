@@ -11,7 +11,7 @@ from evodsp.data.sources.chain_folder import has_files
 from evodsp.errors import UserError
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import read_inputs
-from evodsp.inference.targets import Target
+from evodsp.inference.targets import AlignmentFolder, Target
 from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.progress import progress
@@ -51,19 +51,45 @@ def run(settings: SearchConfig, words: list[str]) -> int:
 
 
 def search_missing(queries: Sequence[ProteinSequence], folder: Path, searcher: Searcher) -> dict[str, UserError]:
-    """Search the records that `folder` has no alignments of; shows progress. Returns the reasons for records that have none
-    now: a NoAnswerError for each record that was not asked for any more."""
-    failed: dict[str, UserError] = {}
-    with progress("searched", len(queries)) as advance:
+    """Search the records that `folder` has no alignments of, under their names or headers of databases; shows progress. Returns
+    the reasons for records that have none now: a NoAnswerError for each record that was not asked for any more."""
+    wanted, failed = _not_under_headers(queries, folder)
+    with progress("searched", len(wanted)) as advance:
         try:
-            for name, error in search(queries, folder, searcher, tell):
+            for name, error in search(wanted, folder, searcher, tell):
                 if error is not None:
                     failed[name] = error
                 advance(1)
         except NoAnswerError as error:
-            without = [query.name for query in queries if not has_files(folder / query.name)]
+            without = [query.name for query in wanted if not has_files(folder / query.name)]
             failed |= dict.fromkeys((name for name in without if name not in failed), error)
     return failed
+
+
+def _not_under_headers(
+    queries: Sequence[ProteinSequence], folder: Path
+) -> tuple[list[ProteinSequence], dict[str, UserError]]:
+    """The records but those whose alignments in `folder` are called by a header of a database, and the reasons for records that
+    two headers may stand for. Says how many there are."""
+    kept = AlignmentFolder(folder)
+    wanted: list[ProteinSequence] = []
+    called: dict[str, str] = {}
+    failed: dict[str, UserError] = {}
+    for query in queries:
+        try:
+            place = kept.of(query.name)
+        except UserError as error:
+            failed[query.name] = error
+            continue
+        if place is None or place.name == query.name:
+            wanted.append(query)
+        else:
+            called[query.name] = place.name
+    if called:
+        name, header = next(iter(called.items()))
+        records = f"{len(called):,} {'record is' if len(called) == 1 else 'records are'}"
+        tell(f"{records} not searched: {folder} has alignments by headers of databases, such as {header} for '{name}'")
+    return wanted, failed
 
 
 def _searcher(settings: SearchConfig) -> Searcher:
@@ -84,6 +110,7 @@ def with_searched(
     if address is None:
         return list(targets), []
     folder, searcher = output / SEARCHED, MsaServer(address, limits)
+    kept = AlignmentFolder(folder)
     missing = {target.query.name: _lacking(target) for target in targets}
     wanted = [query for queries in missing.values() for query in queries if not has_files(folder / query.name)]
     with output_errors(output):
@@ -95,7 +122,8 @@ def with_searched(
         if lost := [name for name in names if name in failed]:
             failures.append(RecordFailure(target.query.name, str(failed[lost[0]])))
         else:
-            found.append(_with_alignments(target, {name: folder / name for name in names}))
+            places = {name: place for name in names if (place := kept.of(name)) is not None}
+            found.append(_with_alignments(target, places))
     return found, failures
 
 

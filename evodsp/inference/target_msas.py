@@ -19,9 +19,9 @@ from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.samples.dataset import Sample
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.features.prediction import complex_sample, prediction_sample
-from evodsp.inference.run_log import counted
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
+from evodsp.printing import counted
 
 
 @dataclass(frozen=True)

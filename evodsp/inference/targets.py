@@ -140,7 +140,7 @@ def find_targets(
     records, failures = read_inputs(inputs, one_complex)
     targets: list[Target] = []
     alone = len(records) + len(failures) == 1
-    place = None if alignments is None else _Folder(alignments)
+    place = None if alignments is None else AlignmentFolder(alignments)
     for record in records:
         query = record.query
         try:
@@ -156,7 +156,7 @@ def find_targets(
     return targets, failures
 
 
-class _Folder:
+class AlignmentFolder:
     """A folder of alignments, in which records are looked up by name."""
 
     def __init__(self, path: Path) -> None:
@@ -186,7 +186,7 @@ class _Folder:
         return found
 
 
-def _target(record: InputRecord, alignments: _Folder | None, alone: bool) -> Target:
+def _target(record: InputRecord, alignments: AlignmentFolder | None, alone: bool) -> Target:
     query = record.query
     found = None if alignments is None else alignments.of(query.name, alone)
     if record.alignment is not None:
@@ -194,7 +194,9 @@ def _target(record: InputRecord, alignments: _Folder | None, alone: bool) -> Tar
         notes = (f"{others[0]} is not read: {record.alignment} is the alignment of '{query.name}'",) if others else ()
         return Target(query, record.alignment, notes, record.piped)
     if found is not None:
-        return Target(query, found)
+        # Files of a single record that lie directly in the folder are not called by its name at all.
+        by_header = alignments is not None and found not in (alignments.path, alignments.path / query.name)
+        return Target(query, found, (f"'{query.name}' has the alignments called {found.name}",) if by_header else ())
     where, close = "", ""
     if alignments is not None:
         stems = {path.name.split(".")[0]: path for path in sorted(alignments.path.iterdir())}
@@ -205,14 +207,14 @@ def _target(record: InputRecord, alignments: _Folder | None, alone: bool) -> Tar
     return Target(query, None, (note + close,))
 
 
-def _complex(record: InputRecord, alignments: _Folder | None, alone: bool) -> Target:
+def _complex(record: InputRecord, alignments: AlignmentFolder | None, alone: bool) -> Target:
     """The target of a complex. `alone`: whether there is no other record."""
     name = record.query.name
     if record.alignment is not None:
         chains = tuple(Target(chain, None) for chain in record.chains)
         return Target(record.query, record.alignment, (), record.piped, chains)
 
-    folders = [] if alignments is None else [_Folder(alignments.path / name), *([alignments] if alone else [])]
+    folders = [] if alignments is None else [AlignmentFolder(alignments.path / name), *([alignments] if alone else [])]
 
     def found(chain: ProteinSequence, letter: str) -> Path | None:
         if alignments is None:

@@ -14,6 +14,7 @@ from evodsp.errors import UserError
 from evodsp.planner.device import Device, Links
 from evodsp.planner.mesh import Estimate, TracedPass, Training, estimate, memory, traced
 from evodsp.planner.program import LEAST_KEPT, LEAST_RECOMPUTED, Program
+from evodsp.printing import counted
 
 MOST_RANKS = 64
 """Sequence groups larger than this are only planned if they are asked for."""
@@ -49,7 +50,7 @@ def possible(training: Training, devices: int, sequence: int | None = None) -> l
     if sequence is not None and sequence > most:
         raise UserError(
             f"--sequence is {sequence}, but one sample of {n.residues} residues and {n.clusters + n.templates} MSA rows on "
-            f"{devices} devices takes at most {most} ranks"
+            f"{counted(devices, 'device')} takes at most {counted(most, 'rank')}"
         )
     if sequence is not None and devices % sequence:
         raise UserError(f"--gpus is {devices}, which is not a multiple of --sequence, {sequence}; change one of them")
@@ -57,8 +58,9 @@ def possible(training: Training, devices: int, sequence: int | None = None) -> l
     if not found:
         least = -(-devices // batch)
         raise UserError(
-            f"no mesh of {devices} devices divides a global batch of {batch} samples; a sequence group takes at most "
-            f"{min(most, MOST_RANKS)} ranks and must take at least {least}: change --gpus or --global_batch"
+            f"no mesh of {counted(devices, 'device')} divides a global batch of {counted(batch, 'sample')}; a sequence "
+            f"group takes at most {counted(min(most, MOST_RANKS), 'rank')} and must take at least {least}: change --gpus or "
+            "--global_batch"
         )
     return found
 

@@ -37,6 +37,7 @@ from evodsp.parallel.ledger import Kind
 from evodsp.parallel.mesh import init_mesh
 from evodsp.planner.device import Device
 from evodsp.planner.trace import Operation, ProgramRecorder
+from evodsp.printing import counted
 
 REPEATS, SWEEP_REPEATS = 15, 60
 _CYCLES = 2.0e9
@@ -309,7 +310,8 @@ def link_of(name: str, found: dict[str, list[tuple[float, float]]]) -> dict[str,
 
 def measured_device(on_gpu: bool, ranks: int) -> Device:
     """The device as single operators show it; its link is not known yet."""
-    name = torch.cuda.get_device_name() if on_gpu else f"one thread of {platform.machine()}, {os.cpu_count()} cores"
+    cores = counted(os.cpu_count() or 1, "core")
+    name = torch.cuda.get_device_name() if on_gpu else f"one thread of {platform.machine()}, {cores}"
     total = (
         torch.cuda.get_device_properties(0).total_memory
         if on_gpu

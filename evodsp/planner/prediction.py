@@ -10,13 +10,14 @@ as large as its cache; what they hold besides is little, so a CPU's prediction i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from types import MappingProxyType
 
 import torch
 
-from evodsp.config import ModelConfig
+from evodsp.config import ArrangementName, ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
@@ -26,6 +27,8 @@ from evodsp.planner.simulate import Times, items_of, simulate
 from evodsp.planner.trace import Operation
 
 GIB = 2**30
+FEWEST_CHAINS: Mapping[ArrangementName, int] = MappingProxyType({"monomer": 1, "multimer": 2})
+"""Chains of a prediction of which only the number of residues is known. More of them take little more time."""
 SINGLE, HALF = 4, 2
 """Bytes of a number in fp32 and in bf16."""
 WORKING_SHARE = 32

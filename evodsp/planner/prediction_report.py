@@ -16,6 +16,7 @@ from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links
 from evodsp.planner.from_run import model_of
 from evodsp.planner.prediction import (
+    FEWEST_CHAINS,
     GIB,
     PlannedPrediction,
     PredictionNeeds,
@@ -25,6 +26,7 @@ from evodsp.planner.prediction import (
 from evodsp.planner.program import SampleSizes
 from evodsp.planner.report import add_memory
 from evodsp.planner.simulate import Times
+from evodsp.printing import counted
 from evodsp.report.charts import Series, lines
 from evodsp.report.page import Page
 
@@ -101,7 +103,13 @@ def prediction_of(settings: PlanConfig, device: Device) -> PlannedPrediction:
         raise UserError(f"--msa is {rows}, but includes the rows of {templates} templates; give more")
     return PlannedPrediction(
         model,
-        SampleSizes(settings.residues, rows - templates, settings.extra_msa or EXTRA_ROWS, templates),
+        SampleSizes(
+            settings.residues,
+            rows - templates,
+            settings.extra_msa or EXTRA_ROWS,
+            templates,
+            FEWEST_CHAINS[model.arrangement],
+        ),
         passes=1 + (RECYCLES if settings.recycles is None else settings.recycles),
         half=settings.precision is None or computes_in_half(settings.precision),
         on_gpu=device.on_gpu,
@@ -117,7 +125,7 @@ def plan_prediction(
     if sequence is not None and sequence > most:
         raise UserError(
             f"--sequence is {sequence}, but {what.sizes.residues} residues with {what.sizes.clusters + what.sizes.templates} "
-            f"MSA rows on {devices} devices take at most {most} ranks"
+            f"MSA rows on {counted(devices, 'device')} take at most {counted(most, 'rank')}"
         )
     numbers = [sequence] if sequence is not None else [2**k for k in range(most.bit_length()) if 2**k <= most]
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze) as pool:
@@ -153,7 +161,7 @@ def verdict(found: PredictionPlan) -> str:
     return (
         f"with --precision {precision} of evodsp predict, "
         f"{soonest}; many structures: --parallel.sequence {most.what.ranks}, {found.hourly(most):,.0f} an hour on "
-        f"{found.devices} devices"
+        f"{counted(found.devices, 'device')}"
     )
 
 
@@ -245,8 +253,8 @@ def _rows(found: PredictionPlan) -> Sequence[tuple[str, ...]]:
 
 def _title(found: PredictionPlan) -> str:
     what, n = found.what, found.what.sizes
-    rows = f"{n.clusters + n.templates} MSA rows, extra MSA {n.extra}, {n.templates} templates"
+    rows = f"{n.clusters + n.templates} MSA rows, extra MSA {n.extra}, {counted(n.templates, 'template')}"
     return (
-        f"{found.devices} x {found.device.name}, {n.residues:,} residues, {rows}, {what.passes} passes, "
+        f"{found.devices} x {found.device.name}, {n.length}, {rows}, {counted(what.passes, 'pass')}, "
         f"{'bf16' if what.half else 'fp32'}. Times are a model's, not measured."
     )

@@ -24,7 +24,14 @@ from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.arrangement import ARRANGEMENTS
-from evodsp.model.confidence import compute_contacts, compute_pae, compute_plddt, compute_ptm
+from evodsp.model.confidence import (
+    compute_complex_confidence,
+    compute_contact_weights,
+    compute_contacts,
+    compute_pae,
+    compute_plddt,
+    compute_ptm,
+)
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.outputs import ModelOutput
@@ -54,6 +61,13 @@ class SampleSizes:
     """Rows of the clustered MSA, without those of templates."""
     extra: int
     templates: int = 0
+    chains: int = 1
+    """Of a complex, whose chains and pairs of chains a prediction scores."""
+
+    @property
+    def length(self) -> str:
+        """For messages, for example '914 residues' or '914 residues in 3 chains'."""
+        return f"{self.residues:,} residues" + (f" in {self.chains} chains" if self.chains > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,7 @@ def program(step: PlannedStep) -> Program:
         output = model(batch, draws, ensembles=step.sets)
         if step.loss is None:
             with recorder.at(("confidence", 0)):
-                _confidence(model, batch, output)
+                _confidence(model, batch, output, step.sizes.chains)
         else:
             with recorder.at(("losses", 0)):
                 loss, _ = total_loss(output, batch, step.loss, model_config.heads, model.exchange)
@@ -178,8 +192,9 @@ def without_recomputation(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, **stacks)
 
 
-def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput) -> None:
-    """What a prediction computes from the logits, which are still there (`evodsp.inference.passes.structure_of`)."""
+def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput, chains: int) -> None:
+    """What a prediction computes from the logits, which are still there (`evodsp.inference.passes.structure_of`). `chains`: the
+    number of chains of the complex."""
     heads = model.config.heads
     compute_plddt(output.logits["plddt"].float())
     edges = heads.distogram_min_distance, heads.distogram_max_distance
@@ -190,6 +205,10 @@ def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput)
         most = heads.pae_max_error
         model.exchange.gather(compute_pae(logits, most), "i", whole=mask.shape[1])
         compute_ptm(logits, mask, most, model.exchange)
+        if chains > 1:
+            touching = compute_contact_weights(output.logits["distogram"], *edges)
+            of_chain = batch["asym_id"][:, -1]
+            compute_complex_confidence(logits, touching, mask, of_chain, chains, most, model.exchange)
 
 
 def _prepare(model: AlphaFold, step: PlannedStep) -> None:

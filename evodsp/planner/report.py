@@ -8,6 +8,7 @@ from typing import Any
 from evodsp.planner.choose import Comparison
 from evodsp.planner.mesh import Estimate
 from evodsp.planner.simulate import Interval
+from evodsp.printing import counted
 from evodsp.report.charts import Level, Series, lines, stacked, timeline
 from evodsp.report.page import Page
 
@@ -232,9 +233,7 @@ def _written(of_fit: Mapping[str, str]) -> str:
 
 def _what(compared: Comparison) -> str:
     training, n = compared.training, compared.training.sizes
-    rows = f"{n.clusters + n.templates} x {n.residues}, extra MSA {n.extra}, {n.templates} templates"
+    rows = f"{n.clusters + n.templates} x {n.residues}, extra MSA {n.extra}, {counted(n.templates, 'template')}"
     precision = "bf16-mixed" if training.half else "32-true, TF32 products" if training.tf32 else "32-true"
-    return (
-        f"{rows}, {training.samples:,} samples in batches of {training.global_batch}, {training.passes:g} passes a sample, "
-        f"{precision}"
-    )
+    passes = f"{training.passes:g} pass{'es' * (training.passes != 1)}"  # a mean, no count
+    return f"{rows}, {training.samples:,} samples in batches of {training.global_batch}, {passes} a sample, {precision}"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from evodsp.errors import UserError
+from evodsp.printing import counted
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher
 
 Program = Literal["jackhmmer", "hhblits", "mmseqs"]
@@ -84,8 +85,9 @@ class LocalProgram(Searcher):
         self._program, self._kind, self._database, self._threads = program, kind, database, threads
 
     def announcement(self, sequences: int) -> str:
-        what = "1 sequence" if sequences == 1 else f"{sequences:,} sequences"
-        return f"{what} will be searched in {self._database} by {self._program} with {self._threads} threads"
+        what = counted(sequences, "sequence")
+        threads = counted(self._threads, "thread")
+        return f"{what} will be searched in {self._database} by {self._program} with {threads}"
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 
 from evodsp.errors import UserError
+from evodsp.printing import counted
 from evodsp.progress import duration
 from evodsp.reading.answers import (
     PASSING,
@@ -68,7 +69,7 @@ class MsaServer(Searcher):
         self._sleep, self._clock = sleep, clock
 
     def announcement(self, sequences: int) -> str:
-        what = "1 sequence" if sequences == 1 else f"{sequences:,} sequences"
+        what = counted(sequences, "sequence")
         return f"{what} will be sent to {self.address}, whose operator can read them: alignments are searched there"
 
     @property

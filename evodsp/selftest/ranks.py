@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib
 import itertools
 import json
 import multiprocessing
@@ -64,7 +63,7 @@ def kernels(device: torch.device, processes: str = "1") -> str:
             lines.append(f"{name}: for {', '.join(backend.devices)} only")
             continue
         try:
-            module = importlib.import_module(backend.module)
+            module = backend.load()
         except ImportError as error:
             lines.append(f"{name}: {error}")
             continue
@@ -86,7 +85,7 @@ def kernels(device: torch.device, processes: str = "1") -> str:
 def _problem(case: tuple[str, str, torch.dtype, torch.device]) -> str:
     """What is wrong with an operator; '' if nothing is."""
     name, operator, dtype, device = case
-    function = getattr(importlib.import_module(BACKENDS[name].module), operator)
+    function = getattr(BACKENDS[name].load(), operator)
     problem = problem_of(operator, function, device, dtype)
     return problem and f"{name}, {operator}, {str(dtype).removeprefix('torch.')}: {problem}"
 

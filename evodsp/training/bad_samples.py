@@ -20,7 +20,7 @@ from torch import nn
 from evodsp.errors import UserError
 from evodsp.files import write_json_lines
 from evodsp.parallel.dtensor import gather_tree, local
-from evodsp.printing import logger
+from evodsp.printing import counted, logger
 from evodsp.training.loader import TrainingLoader
 from evodsp.training.replay import write_replay
 from evodsp.training.run_folder import RunFolder
@@ -158,7 +158,8 @@ class BadSamples(Callback):
         if self.number > self.limit:
             listed = f"; {self.path} lists them" if self.path is not None else ""
             raise TooManyBadSamplesError(
-                f"{self.number} samples were not finite, the last {self.samples[-1]}, but max_bad_samples is {self.limit}"
+                f"{counted(self.number, 'sample')} {'was' if self.number == 1 else 'were'} not finite, the last "
+                f"{self.samples[-1]}, but max_bad_samples is {self.limit}"
                 f"{listed}; 'evodsp replay FILE' computes one again alone; go on with --ckpt_path last and a lower "
                 "model.optimizer.lr, a larger --max_bad_samples, or these samples in data.skip_samples"
             )

@@ -37,6 +37,7 @@ from evodsp.data.templates.template_chains import TemplateChains, listed_chains
 from evodsp.errors import UserError
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.parallel.group import Group
+from evodsp.printing import counted
 from evodsp.training.config import DataConfig, DistillationConfig
 from evodsp.training.trainer import tell_first
 
@@ -170,7 +171,7 @@ def _look_up(config: DataConfig, quarantined: Container[str], samples: SampleSou
         for key in keys:
             _check_chain(key, presence, store, f"data.{name}_chains")
     rules = _rules(config, "data")
-    train = _selected(present, rules, "training")
+    train = _selected(present, rules, store, "training")
     distinct = dict.fromkeys([*train.keys, *validation, *test])
     read: dict[str, float] = {}
     if len(distinct) <= MOST_CHAINS_READ:
@@ -196,8 +197,7 @@ def _resolutions(keys: list[str], store: Store, rules: Selection, read: dict[str
     if table is None and store.index is not None:
         table = store.index.table
     if table is not None:
-        row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
-        rows = np.array([row for key in keys if (row := row_of.get(key)) is not None], np.int64)
+        rows = np.array([row for row in table.rows_of(keys, store.name_of) if row is not None], np.int64)
         found = table.resolutions[rows].astype(np.float64)
         return found[~np.isnan(found)]
     for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
@@ -213,18 +213,20 @@ def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     if len(missing) == len(listed):
         where = config.store or f"{config.alignment_dir} and {config.structure_dir}"
-        raise UserError(f"data.distillation: none of {len(listed)} chains has alignments and a structure in {where}")
+        raise UserError(
+            f"data.distillation: none of {counted(len(listed), 'chain')} has alignments and a structure in {where}"
+        )
     present = [key for key in listed if key not in missing]
-    return _selected(present, _rules(config, "data.distillation"), "distillation"), missing
+    return _selected(present, _rules(config, "data.distillation"), predicted.store, "distillation"), missing
 
 
 def _rules(config: DataConfig | DistillationConfig, where: str) -> Selection:
     return Selection(where, config.chain_data_cache, config.index, config.filters, config.sampling)
 
 
-def _selected(keys: list[str], rules: Selection, kind: str) -> Selected:
+def _selected(keys: list[str], rules: Selection, store: Store, kind: str) -> Selected:
     """The chains that pass the filters. Prints how many are left out, and why. Raises UserError if none is left."""
-    found = select(keys, rules)
+    found = select(keys, rules, store.name_of)
     line = found.line(kind)
     if not found.keys:
         raise UserError(f"{rules.where}.filters: {line}; change the filters or the chains")
@@ -354,7 +356,8 @@ def _template_chains(config: DataConfig, files: ChainFiles | StructureFolder) ->
     known = {key: sequence for key, sequence in letters.items() if sequence}
     if not known:
         raise UserError(
-            f"data.template_chains: none of {len(listed)} chains has a structure in {config.structure_dir}; check the names"
+            f"data.template_chains: none of {counted(len(listed), 'chain')} has a structure in {config.structure_dir}; check "
+            "the names"
         )
     if len(known) < len(listed):
         tell_first(

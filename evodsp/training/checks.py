@@ -25,6 +25,7 @@ from evodsp.output import check_output_folder
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import data_ranks
+from evodsp.printing import counted
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_samples, check_templates
 from evodsp.training.execution import check_compilation, check_graphs
@@ -227,8 +228,8 @@ def check_length(run: CheckedRun) -> None:
     former = checkpoint.get("samples_per_step", run.batching.samples)  # older versions do not say
     if former != run.batching.samples:
         raise UserError(
-            f"{start}: its run has {former} samples a step, but this one has {run.batching}; set global_batch to {former}, or "
-            "begin another run"
+            f"{start}: its run has {counted(former, 'sample')} a step, but this one has {run.batching}; set global_batch to "
+            f"{former}, or begin another run"
         )
     repeated = run.settings.run.ckpt_path == "auto" or was_restarted()
     if 0 <= run.last_step <= checkpoint.get("global_step", 0) and not repeated:

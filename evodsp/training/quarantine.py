@@ -19,7 +19,7 @@ from typing import Any
 
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import write_json_lines
-from evodsp.printing import logger
+from evodsp.printing import counted, logger
 from evodsp.reading.text_files import check_text
 
 _log = logger(__name__)
@@ -93,8 +93,8 @@ class Quarantine:
             last = self.failures[-1]
             where = f"; {self.path} lists them" if self.path is not None else ""
             raise QuarantineFull(
-                f"{len(self)} chains failed, the last {last.chain} ({last.reason}), but data.max_quarantined is {self.limit}"
-                f"{where}; correct or remove these chains, or raise data.max_quarantined"
+                f"{counted(len(self), 'chain')} failed, the last {last.chain} ({last.reason}), but data.max_quarantined is "
+                f"{self.limit}{where}; correct or remove these chains, or raise data.max_quarantined"
             )
 
     def state(self) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from evodsp.errors import UserError
+from evodsp.printing import counted
 from evodsp.training.config import OptimizerConfig
 
 
@@ -35,7 +36,7 @@ class Batching:
 
     def __str__(self) -> str:
         return (
-            f"{self.samples} samples a step: data ranks {self.data_ranks} x data.batch_size {self.batch_size} x "
+            f"{counted(self.samples, 'sample')} a step: data ranks {self.data_ranks} x data.batch_size {self.batch_size} x "
             f"accumulated batches {self.accumulate}"
         )
 

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import rank_zero_only
 
 from evodsp.errors import SettingError, UserError
-from evodsp.printing import tell
+from evodsp.printing import counted, tell
 from evodsp.ranges import COUNT, POSITIVE, SIZE, Range, check_numbers
 from evodsp.training.options import Command
 
@@ -119,7 +119,8 @@ def check_scored(command: Command, trainer: Mapping[str, Any], batches: int) -> 
     if command != "fit" and limit == 0:
         raise SettingError(f"trainer.{name}", limit, "above 0: nothing would be scored")
     if isinstance(limit, float) and 0 < limit < 1 and int(limit * batches) < 1 <= batches:
-        raise SettingError(f"trainer.{name}", limit, f"a number, or a share of {batches} batches that is at least one")
+        share = f"a share of {counted(batches, 'batch')} that is at least one"
+        raise SettingError(f"trainer.{name}", limit, f"a number, or {share}")
 
 
 def count_devices(devices: Any) -> int | None:

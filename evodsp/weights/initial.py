@@ -21,6 +21,7 @@ from torch import Tensor
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
+from evodsp.printing import counted
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
 from evodsp.weights.hub import located
@@ -65,12 +66,16 @@ class Initialised:
     """Parameters of the model that the file lacks. They keep their initial values."""
     left_out: tuple[str, ...]
     """Arrays of the file that the model lacks, by the file's names."""
+    zeros: tuple[str, ...] = ()
+    """For each array that is wider than the file's: how many of its columns begin with zeros."""
 
     def lines(self, source: str) -> list[str]:
         """The account for the user: one line, and one each for what is new and what is left out."""
         told = [f"starts from {source}: {self.taken:,} of {self.of:,} weights, optimizer and step anew"]
         if self.new:
             told.append(f"new, at their initial values: {_grouped(self.new)}")
+        if self.zeros:
+            told.append(f"new, at zero: {', '.join(self.zeros)}")
         if self.left_out:
             told.append(f"left out, in the file but not in the model: {_grouped(self.left_out)}")
         return told
@@ -125,7 +130,7 @@ def initialise(model: AlphaFold, path: str | Path, raw: bool = False) -> Initial
     path = located(path)
     check_initial(path, model.config)
     read = _own if not is_parameter_file(path) else _deepmind if container(parameter_file(path)) == "npz" else _openfold
-    found, left_out = read(model, path, raw)
+    found, left_out, zeros = read(model, path, raw)
     parameters = dict(model.named_parameters())
     if not found:
         raise UserError(f"--init_from {path}: holds none of the model's parameters; give a file of an AlphaFold2 model")
@@ -133,26 +138,39 @@ def initialise(model: AlphaFold, path: str | Path, raw: bool = False) -> Initial
     for name, value in found.items():
         parameters[name].copy_(value)
     taken = sum(parameters[name].numel() for name in found)
+    taken -= sum(parameters[name][..., :columns].numel() for name, columns in zeros.items())
     new = tuple(name for name in parameters if name not in found)
-    return Initialised(taken, sum(value.numel() for value in parameters.values()), new, tuple(left_out))
+    wider = tuple(f"{columns} of {parameters[name].shape[-1]} columns of {name}" for name, columns in zeros.items())
+    return Initialised(taken, sum(value.numel() for value in parameters.values()), new, tuple(left_out), wider)
 
 
-Found = tuple[dict[str, Tensor], list[str]]
-"""Values of the model's parameters, by our names, and the names of the arrays that the model lacks."""
+Found = tuple[dict[str, Tensor], list[str], Mapping[str, int]]
+"""Values of the model's parameters, by our names; the names of the arrays that the model lacks; and for the parameters that are
+wider than the file's arrays the number of columns that the file lacks, which are zeros."""
 
 
 def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     saved = own_weights(path, read_checkpoint(path), raw)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     arrays, usable = saved, saved
+    zeros: dict[str, int] = {}
     if model.config.arrangement == "multimer" and model_config(path).arrangement == "monomer":
-        usable = of_complexes(saved, shapes)
+        usable, zeros = of_complexes(saved, shapes), columns_lacking(saved, shapes)
         arrays = one_block_on(usable, shapes)
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, _our_shapes, model.config)
     if is_pretrained(path):
         check_sum(path)
     found = {name: value for name, value in arrays.items() if name in shapes}
-    return found, [*(name for name in saved if name not in usable), *(name for name in arrays if name not in found)]
+    left_out = [*(name for name in saved if name not in usable), *(name for name in arrays if name not in found)]
+    return found, left_out, zeros
+
+
+def columns_lacking(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, int]:
+    """The number of columns of a model of complexes that weights of single chains lack, for each of `OF_COMPLEXES` that lacks
+    some."""
+    both = OF_COMPLEXES.keys() & arrays.keys() & shapes.keys()
+    lacking = {name: shapes[name][-1] - (arrays[name].shape[-1] - OF_COMPLEXES[name]) for name in sorted(both)}
+    return {name: columns for name, columns in lacking.items() if columns > 0}
 
 
 def of_complexes(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
@@ -204,7 +222,7 @@ def _deepmind(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, shapes, model.config)
     found = {name.ours: deepmind.our_array(name, arrays) for name in names if _has(path, arrays, name.keys)}
     known = {key for name in names for key in name.keys}
-    return found, [key for key in arrays if key not in known]
+    return found, [key for key in arrays if key not in known], {}
 
 
 def _openfold(model: AlphaFold, path: str | Path, raw: bool) -> Found:
@@ -221,7 +239,7 @@ def _openfold(model: AlphaFold, path: str | Path, raw: bool) -> Found:
 
     _check_shapes(path, {key: tuple(value.shape) for key, value in arrays.items()}, shapes, model.config)
     found = {name.ours: openfold.our_array(name, arrays) for name in names if _has(path, arrays, name.openfold)}
-    return found, [key for key in arrays if key not in known]
+    return found, [key for key in arrays if key not in known], {}
 
 
 def _has(path: str | Path, arrays: Mapping[str, np.ndarray | Tensor], keys: Iterable[str]) -> bool:
@@ -295,7 +313,7 @@ def _our_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _grouped(names: Iterable[str]) -> str:
     """'heads.distogram (2 arrays), …': names by the part of the model that they belong to."""
     counts: Counter[str] = Counter(_part(name) for name in names)
-    return ", ".join(f"{part} ({count} array{'s' if count > 1 else ''})" for part, count in counts.items())
+    return ", ".join(f"{part} ({counted(count, 'array')})" for part, count in counts.items())
 
 
 def _part(name: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.model.alphafold import AlphaFold
+from evodsp.printing import counted
 from evodsp.report.runs import Run, read_runs
 from evodsp.version import __version__
 
@@ -150,8 +151,8 @@ def _of_run(run: Run, checkpoint: Mapping[str, Any], raw: bool) -> Iterable[str]
     yield from ("## Recipe", "", *_table("setting", _chosen(run.settings, _RECIPE)), "")
     steps, samples = (value if type(value := checkpoint.get(key)) is int else None for key in _COUNTS)
     if steps is not None:
-        each = "" if samples is None else f" of {samples} sample{'' if samples == 1 else 's'} each"
-        yield from (f"The weights are those after {steps:,} steps{each}.", "")
+        each = "" if samples is None else f" of {counted(samples, 'sample')} each"
+        yield from (f"The weights are those after {counted(steps, 'step')}{each}.", "")
     yield from ("## Scores", "", *_scores(run, steps, raw))
 
 
@@ -167,7 +168,7 @@ def _scores(run: Run, steps: int | None, raw: bool) -> Iterable[str]:
         yield "The run has no validation scores up to these weights."
         return
     step, row = next(reversed(scored.items()))
-    yield f"Means over the validation chains after {step:,} steps."
+    yield f"Means over the validation chains after {counted(step, 'step')}."
     if raw and run.settings.get("model.ema_decay", "null") != "null":
         yield "They are scores of the moving average, not of these raw weights."
     yield from ("", *_table("score", row))

@@ -74,7 +74,7 @@ def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
     """Catches an empty store that training would open, and failures that a repaired folder keeps."""
     write_chain(tmp_path, "1abc_A", "ACDEF", second="WCDEF")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"failed\.jsonl: all 1 chains failed, the first with: .*hits\.a3m"):
+        with pytest.raises(UserError, match=r"failed\.jsonl: all 1 chain failed, the first with: .*hits\.a3m"):
             build(config(tmp_path, tmp_path / "store"))
     (tmp_path / "store/build.lock").touch()  # it was killed while it gave up
     write_chain(tmp_path, "1abc_A", "ACDEF")
@@ -320,5 +320,5 @@ def test_a_scheduler_without_dask_is_one_line(
     options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
     for name in ("build", "index"):
         assert main(["data", name, *options, "--scheduler", "--workers=2", "--output", str(tmp_path / name)]) == 2
-        assert "--scheduler needs Dask; install the extra cluster" in capsys.readouterr().err
+        assert "--scheduler needs Dask, which is not installed" in capsys.readouterr().err
     assert given == [("local", 2)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,29 @@ def test_a_chain_has_the_alignments_of_its_entry(folder: Path, with_index: bool)
     assert store.template_hits(KEY, store.query(KEY)) == []
     with pytest.raises(UserError, match=r"no (alignments of )?chain '1abc_Z'"):
         store.alignments("1abc_Z", store.query(KEY))
+
+
+def test_filters_and_sampling_find_the_row_of_its_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches 1abc_A that an index with the row 1abc does not know: left out by filters and sampling, without a resolution, or
+    missing in the doctor's facts; and the row given to another chain id."""
+    for key in SEQUENCES:
+        (folder / "alignments" / f"{key}.a3m").rename(folder / "alignments" / f"{key.partition('_')[0]}.a3m")
+    index = index_of(folder)
+    assert index.keys[:] == ["1abc", "1abc_A_env", "2abc"]
+    where = {"alignment_dir": str(folder / "alignments"), "structure_dir": str(folder / "mmcif_files")}
+    data = DataConfig(**where, index=str(index.path), train_chains=[OTHER, KEY], sampling="alphafold2")
+    monkeypatch.setattr("evodsp.training.chains.MOST_CHAINS_READ", 0)  # resolutions are then those of the index
+    found = find_chains(data)
+    assert (found.train, found.missing, found.resolutions.tolist()) == ([OTHER, KEY], {}, [2, 2])
+    assert found.weights is not None
+    assert found.weights.tolist() == index.frequencies()[[2, 0]].tolist()
+    store = ChainFiles(folder / "alignments", folder / "mmcif_files", index)
+    assert index.table.rows_of([OTHER, "1abc_Z", KEY, "1abc", "3abc_A"], store.name_of) == [2, None, 0, 0, None]
+    (folder / "list.txt").write_text(f"{KEY}\n{OTHER}\n")
+    options = [*roots(folder), "--index", str(index.path), "--chains", str(folder / "list.txt"), "--workers=0"]
+    assert main(["data", "doctor", *options, "--output", str(folder / "doctor")]) == 0
+    facts = json.loads((folder / "doctor" / "doctor.json").read_text())["filters"]
+    assert facts["unknown release date"] == 2, "facts that the index has of both"
 
 
 @pytest.mark.parametrize("with_index", [False, True], ids=["folders", "index"])

@@ -100,7 +100,7 @@ def test_the_doctor_reports_leaks(folder: Path, capsys: pytest.CaptureFixture[st
     assert (second["chains"], second["same_sequence"], second["highest"]) == ([], [["2abc_A", "4abc_A"]], 1.0)
     assert found["validation", "test"]["chains"] == ["3abc_A"]
     assert (
-        "training and validation: 1 chains in both, 0 others with equal sequences, highest identity 100.0% (1abc_A);"
+        "training and validation: 1 chain in both, 0 others with equal sequences, highest identity 100.0% (1abc_A);"
         in out
     )
     assert "1 others with equal sequences, highest identity 100.0% (2abc_A and 4abc_A);" in out

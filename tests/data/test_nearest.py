@@ -219,7 +219,7 @@ def test_the_doctor_names_the_bar(
     out = capsys.readouterr().out
     assert "(2 of 3 chains, drawn by --seed)" in out
     said = (
-        "test: copying the nearest training chain scores nothing (1 chains; 1 have no copy, such as 2abc_A: there is no"
+        "test: copying the nearest training chain scores nothing (1 chain; 1 have no copy, such as 2abc_A: there is no"
     )
     assert said in out
     assert json.loads((tmp_path / "doctor" / "doctor.json").read_text())["copied"][1]["lddt_ca"] is None

@@ -36,6 +36,7 @@ def test_predict_from_python(workplace: Workplace) -> None:
     ("options", "expected"),
     [
         ({"recycle": 3}, "no option 'recycle'. Did you mean 'recycles'?"),
+        ({"template_structure_dir": "x"}, "no option 'template_structure_dir'. Give it as templates=. See"),
         ({"recycles": -1}, "--recycles is -1"),
         ({"fasta": "y.fasta"}, "fasta is given beside inputs"),
         ({"checkpoint": None}, "no model is given"),

@@ -6,14 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from evodsp.cli import main
-from evodsp.config import ModelConfig
+from evodsp.config import ModelConfig, as_multimer
 from evodsp.errors import UserError
 from evodsp.inference import estimate
+from evodsp.inference.config import PassSettings
 from evodsp.inference.predict import predict_records
+from evodsp.model.alphafold import AlphaFold
 from evodsp.planner.prediction import PlannedPrediction, changes, prediction_memory, size
 from evodsp.planner.program import SampleSizes
+from evodsp.weights.checkpoint import save_model
 from tests.builders.prediction import silent
 
 from .conftest import Workplace
@@ -188,6 +192,39 @@ def test_the_depth_of_alignments_counts(tmp_path: Path, capsys: pytest.CaptureFi
         one["names"][0]: (one["msa_rows"], one["extra_rows"]) for one in json.loads((tmp_path / "o.json").read_text())
     }
     assert found == {"deep": (16, 4), "alone": (1, 1)}
+
+
+def test_chains_of_a_complex_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a complex estimated as one chain, whose interfaces are not scored, one that the model cannot predict, and a
+    number of residues alone that is taken for a single chain."""
+    save_model(tmp_path / "m.ckpt", AlphaFold(as_multimer(ModelConfig.preset("test"))))
+    (fasta := tmp_path / "in.fasta").write_text(">x\nMKT:GST:MKT\n>alone\nMKTGSTMKT\n")
+    words = ["estimate", "--device=h100", f"--checkpoint={tmp_path / 'm.ckpt'}", f"--output={tmp_path / 'o.json'}"]
+    assert main([*words, str(fasta)]) == 0
+    said = capsys.readouterr().out
+    assert "9 residues in 3 chains (x): needs" in said
+    assert "9 residues (alone): needs" in said
+    assert [one["chains"] for one in json.loads((tmp_path / "o.json").read_text())] == [1, 3]
+    assert main([*words, "--residues=9"]) == 0
+    assert "9 residues in 2 chains: needs" in capsys.readouterr().out
+    assert main(["estimate", "--preset=test", "--device=h100", str(fasta)]) == 0
+    said = capsys.readouterr().out
+    assert "left out: x: a complex of 3 chains, but test is a model of single chains" in said
+    assert "9 residues (alone): needs" in said
+
+
+def test_chains_of_features_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a complex that is followed as one chain before it runs, and padding that counts as a chain."""
+    followed: list[PlannedPrediction] = []
+    monkeypatch.setattr(estimate, "TINY", 0.0)
+    monkeypatch.setattr(estimate, "prediction_needs", lambda what, *_: followed.append(what))
+    model = AlphaFold(as_multimer(ModelConfig.preset("test")))
+    batch = {name: torch.zeros(1, 1, 4, 9, 3) for name in ("msa_feat", "extra_msa")}
+    batch |= {"template_mask": torch.zeros(1, 1, 2), "aatype": torch.zeros(1, 1, 9)}
+    for chains in ({"asym_id": torch.tensor([1, 1, 2, 2, 3, 0])}, {}):
+        with pytest.raises(AttributeError):  # of what is followed, which has no memory here
+            estimate.check_needs("x", 9, batch | chains, model, PassSettings(), False)
+    assert [what.sizes.chains for what in followed] == [3, 1]
 
 
 @pytest.mark.verify

@@ -311,7 +311,7 @@ def test_complexes_that_are_not_predicted_yet(folders: Path, capsys: pytest.Capt
     (folders / "predictions" / "9abc" / RANKING).unlink()
     assert score_command(folders, "--held_out", "9xyz,9abc,9zzz") == 0
     said = capsys.readouterr().out
-    assert "held-out: 2 of 3 complexes have no finished prediction in" in said
+    assert "held-out: 2 of 3 complexes left out for want of a finished prediction in" in said
     assert "such as 9abc (looked for 9abc/ranking.json and 9abc.cif, " in said
     assert "iLDDT-CA" in said
     (row,) = csv.DictReader((folders / "scored" / "scores.csv").open())

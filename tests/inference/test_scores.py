@@ -176,8 +176,8 @@ def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsy
     means = re.search(r"held-out: predictions ([\d.]+), copies ([\d.]+), ", said.out)
     assert means is not None
     assert [float(mean) for mean in means.groups()] == pytest.approx([lddt, of_copy], abs=2e-3)
-    assert f"with 100% identity on average; the prediction is better than the copy on {better} of 1 chains" in said.out
-    assert "1 of 1 chains are training chains, too, such as 9bbb_B; they are not copied from themselves" in said.out
+    assert f"with 100% identity on average; the prediction is better than the copy on {better} of 1 chain\n" in said.out
+    assert "training has 1 of 1 chain, too, such as 9bbb_B; no chain is copied from itself" in said.out
     assert "better by  lDDT-CA of the prediction less that of the copy" in said.out
     assert "2 of 3 training chains cannot be read and are not copied, such as 9bbb_B" in said.err
 
@@ -204,7 +204,7 @@ def test_the_training_chains_of_a_run(cases, capsys, monkeypatch):
     capsys.readouterr()
     assert score_command(root, *OPTIONS, "--config", str(root / "config.yaml"), "--train_chains", str(listed)) == 0
     said = capsys.readouterr().out
-    assert "held-out: no copy for 1 of 1 chains, such as 9bbb_B: its nearest training chains cannot be read: " in said
+    assert "held-out: no copy for 1 of 1 chain, such as 9bbb_B: its nearest training chains cannot be read: " in said
     (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
     names = ("nearest", "nearest_identity", "nearest_coverage", "nearest_lddt_ca", "better_by")
     assert [row[name] for name in names] == [""] * 5
@@ -220,6 +220,8 @@ def test_a_baseline_of_nothing_is_one_line(cases, capsys):
     for words, said in (
         (OPTIONS, "--baseline nearest needs the training chains; give --config with the config.yaml"),
         (("--train_chains", "a.txt"), "--train_chains is a.txt, but names what is copied; give --baseline nearest"),
+        (("--train_chains", "a.txt"), "leave it out (--train scores predictions of training chains)"),
+        (("--structure_dir", "a"), "give --baseline nearest, or leave it out\n"),
         ((*OPTIONS, "--train_chains", "nowhere.txt"), "nowhere.txt: no such file of chain names"),
         ((*OPTIONS, "--train_chains", str(listed)), "none of 1 training chains can be read, such as 9zzz_B ("),
         ((*OPTIONS, "--train", "9zzz_B", "--structure_dir", "nowhere"), "nowhere: no such structure directory"),
@@ -271,7 +273,7 @@ def test_chains_that_are_not_predicted_yet(cases, capsys):
     found = write_report(root / "predictions", root / "structures", KEYS, root / "shown")
     assert [one.chain for one in found] == ["9aaa_B"]
     said = capsys.readouterr().out
-    assert "held-out: 1 of 1 chains have no finished prediction" in said
+    assert "held-out: 1 of 1 chain left out for want of a finished prediction" in said
     assert "train: 1 of 1" not in said
 
 

@@ -96,3 +96,31 @@ def test_the_command_of_a_search_says_that_the_server_is_gone(
     assert (tmp_path / "out" / "a" / "x.a3m").is_file()
     assert main([*words, "--msa_server_limits.answer_s", "0"]) == 2
     assert "--msa_server_limits.answer_s is 0" in capsys.readouterr().err
+
+
+def test_alignments_under_a_header_are_not_searched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches alignments that an earlier search called sp|P61823|RNAS1_BOVIN and that are searched again, or not read, for
+    P61823; and a record that two headers may stand for, searched as if it had none."""
+    monkeypatch.setattr(search, "MsaServer", Finding)
+    Finding.asked.clear()
+    headers = {"sp|P61823|RNAS1_BOVIN": "MKT", "sp|P00698|LYSC_CHICK": "GST", "new": "AAA"}
+    (tmp_path / "in.fasta").write_text("".join(f">{header}\n{letters}\n" for header, letters in headers.items()))
+    kept = tmp_path / "_alignments"
+    for name, letters in (("sp|P61823|RNAS1_BOVIN", "MKT"), ("sp|P00698|X", "GST"), ("tr|P00698|Y", "GST")):
+        (kept / name).mkdir(parents=True)
+        (kept / name / "x.a3m").write_text(f">q\n{letters}\n")
+    words = ["search", str(tmp_path / "in.fasta"), "--output", str(kept), "--msa_server", "http://host"]
+    assert main(words) == 1
+    assert Finding.asked == ["AAA"]
+    said = capsys.readouterr()
+    assert (
+        f"1 record is not searched: {kept} has alignments by headers of databases, such as sp|P61823|RNAS1" in said.err
+    )
+    assert "sp|P00698|X and tr|P00698|Y may both be those of 'P00698'" in said.err
+    assert said.out == f"2 records have alignments in {kept}, 1 failed\n"
+    targets, _ = find_targets([tmp_path / "in.fasta"], None)
+    usable, (failure,) = with_searched(targets, tmp_path, "http://host", ServerLimits())
+    assert [target.alignments for target in usable] == [kept / "sp|P61823|RNAS1_BOVIN", kept / "new"]
+    assert (failure.name, Finding.asked) == ("P00698", ["AAA"])

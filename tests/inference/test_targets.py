@@ -87,12 +87,14 @@ def test_a_flat_file_of_another_query_is_named(workplace: Workplace) -> None:
 
 
 def test_the_folder_of_an_earlier_search_has_the_header_as_its_name(workplace: Workplace) -> None:
-    """Catches alignments called sp|P61823|RNAS1_BOVIN that are not found for P61823, and one of two such folders taken."""
+    """Catches alignments called sp|P61823|RNAS1_BOVIN that are not found for P61823, or taken without a word, and one
+    of two such folders taken."""
     workplace.config.fasta.write_text(f">sp|P61823|RNAS1_BOVIN\n{QUERY}\n>beta_A\n{OTHER}\n")
     earlier = workplace.config.alignments / "sp|P61823|RNAS1_BOVIN"
     (workplace.config.alignments / "alpha_A").rename(earlier)
-    (target, _), _ = find_targets([workplace.config.fasta], workplace.config.alignments)
-    assert (target.query.name, target.alignments, target.notes) == ("P61823", earlier, ())
+    (target, other), _ = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert (target.query.name, target.alignments) == ("P61823", earlier)
+    assert (target.notes, other.notes) == (("'P61823' has the alignments called sp|P61823|RNAS1_BOVIN",), ())
     assert len(target.read()[0]) > 1
     (workplace.config.alignments / "tr|P61823|X.a3m").write_text(f">q\n{QUERY}\n")
     _, (failure,) = find_targets([workplace.config.fasta], workplace.config.alignments)

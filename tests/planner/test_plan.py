@@ -21,7 +21,7 @@ from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
 from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, _update_s, estimate, memory
 from evodsp.planner.prediction import PlannedPrediction, prediction_memory, prediction_times
-from evodsp.planner.prediction_report import plan_prediction
+from evodsp.planner.prediction_report import plan_prediction, verdict
 from evodsp.planner.program import Program, Repeat, SampleSizes
 from evodsp.planner.simulate import Item, Span, Times
 from evodsp.run_config_file import read_run_config
@@ -216,6 +216,10 @@ def test_one_number_of_ranks_on_a_crowded_node() -> None:
     assert crowded.alone.one_pass.device == pytest.approx(alike.alone.one_pass.device)
     one_of_seven = 9 / 7  # neighbours
     assert crowded.shares[0].one_pass.device == pytest.approx(alike.shares[0].one_pass.device * one_of_seven)
+    assert [verdict(dataclasses.replace(alike, devices=number)).rpartition("hour on ")[2] for number in (1, 2)] == [
+        "1 device",
+        "2 devices",
+    ]
 
 
 def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

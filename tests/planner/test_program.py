@@ -90,6 +90,21 @@ def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int, arrange
         assert [(entry.phase, entry.kind, entry.elements) for entry in program(step).sent] == real
 
 
+def test_a_prediction_of_a_complex_scores_its_chains_and_their_pairs() -> None:
+    """Catches a plan of a complex without ipTM, one that grows with no chain, and scores that a single chain does not have."""
+    model = few_parts(chains())
+    model = dataclasses.replace(model, heads=dataclasses.replace(model.heads, predicted_aligned_error=True))
+
+    def of_confidence(number: int) -> tuple[int, int]:
+        """Events of the scores, and collectives of a prediction."""
+        found = program(PlannedStep(model, SampleSizes(7, 5, 6, 2, number), ranks=2, half=False))
+        return sum(event.place[0] == "confidence" for event in found.events), len(found.sent)
+
+    alone, two, three = map(of_confidence, (1, 2, 3))
+    assert two[1] - alone[1] == three[1] - alone[1] == 6, "pTM, ipTM, actifpTM, chains, and twice their pairs"
+    assert alone[0] < two[0] < three[0]
+
+
 @pytest.mark.parametrize(("on_gpu", "residues"), [(True, 400), pytest.param(False, 25, marks=pytest.mark.verify)])
 def test_remembered_shapes_are_those_of_the_operators(
     on_gpu: bool, residues: int, monkeypatch: pytest.MonkeyPatch

@@ -151,7 +151,7 @@ def test_a_limit_that_leaves_nothing_to_score(
 ) -> None:
     """A command that scores nothing and succeeds; a traceback of Lightning's."""
     score = [command, *words(chains, one_step)[1:], "--ckpt_path", "last", f"--trainer.{limit}"]
-    for value, said in (("0", "0, but must be above 0: nothing would be scored"), ("0.5", "share of 1 batches")):
+    for value, said in (("0", "0, but must be above 0: nothing would be scored"), ("0.5", "share of 1 batch")):
         assert main([*score, value]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"{limit} is {value}" in line

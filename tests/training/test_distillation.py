@@ -139,7 +139,7 @@ def test_missing_chains_of_the_set_are_listed(sets: Path, tmp_path: Path, capsys
         ({}, {"store": "store"}, r"data\.store is .*store, which holds predictions"),
         ({"sampling": "alphafold2"}, {}, r"data\.distillation\.chain_data_cache and data\.distillation\.index are null"),
         ({"index": "nowhere"}, {}, "nowhere: not an index"),
-        ({"chains": ["9abc_A"]}, {}, r"data\.distillation: none of 1 chains has alignments and a structure"),
+        ({"chains": ["9abc_A"]}, {}, r"data\.distillation: none of 1 chain has alignments and a structure"),
         ({"filters": FilterConfig(max_release_date="soon"), "chain_data_cache": "cache", "sampling": "alphafold2"}, {},
          r"data\.distillation\.filters\.max_release_date is 'soon'"),
     ],

@@ -68,6 +68,11 @@ def test_a_model_of_complexes_starts_from_one_of_single_chains(tmp_path: Path) -
     config = dataclasses.replace(SMALL, arrangement="multimer")
     several = random_model(config, 4).double()
     outcome = initialise(several, tmp_path / "a.ckpt")
+    lacking = {name: several.get_parameter(name) for name in outcome.new}
+    at_zero = several.input_embedder.relative_position.weight[:, 65:]
+    assert not at_zero.any()
+    assert outcome.of - outcome.taken == sum(value.numel() for value in (*lacking.values(), at_zero))
+    assert "new, at zero: 8 of 73 columns of input_embedder.relative_position.weight" in outcome.lines("a.ckpt")
     assert {name.split(".")[0] for name in (*outcome.new, *outcome.left_out)} == {
         "template_embedder",
         "template_torsion_embedder",

@@ -74,7 +74,7 @@ def test_a_run_ends_by_samples_and_resumes_with_its_global_batch_only(
     assert "2 samples a step: data ranks 1 x data.batch_size 1 x accumulated batches 2" in capsys.readouterr().err
     assert main([*words, "--max_samples=7", "--ckpt_path=last"]) == 2
     assert (
-        "last.ckpt: its run has 2 samples a step, but this one has 1 samples a step: data ranks"
+        "last.ckpt: its run has 2 samples a step, but this one has 1 sample a step: data ranks"
         in capsys.readouterr().err
     )
     words += ["--ckpt_path=last", "--data.batch_size=2"]

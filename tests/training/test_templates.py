@@ -159,7 +159,7 @@ def test_template_chains_without_structures(searched: Path, capfd: pytest.Captur
     assert chains.templates is not None
     assert chains.templates.chains is not None
     assert list(chains.templates.chains.sequences) == ["2abc_B"]
-    with pytest.raises(UserError, match=r"data\.template_chains: none of 1 chains has a structure"):
+    with pytest.raises(UserError, match=r"data\.template_chains: none of 1 chain has a structure"):
         find_chains(data_config(searched, **others, template_chains=["9abc_A"]))
 
 

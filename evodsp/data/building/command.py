@@ -28,7 +28,7 @@ from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
 from evodsp.lock import holder, lock, waited_lock
 from evodsp.output import check_output_folder
-from evodsp.printing import tell
+from evodsp.printing import counted, tell
 from evodsp.progress import progress
 from evodsp.version import __version__
 
@@ -262,7 +262,9 @@ def _complete(plan: BuildPlan, folder: Path, records: list[Account], templates: 
     if len(bad) == len(plan.keys):
         for name in (BUILDING, kind, TEMPLATES):  # the next build tries them again
             shutil.rmtree(folder / name)
-        raise UserError(f"{folder / FAILED}: all {len(bad)} {kind} failed, the first with: {bad[0]['reason']}")
+        raise UserError(
+            f"{folder / FAILED}: all {counted(len(bad), ONE_OF[kind])} failed, the first with: {bad[0]['reason']}"
+        )
     tables = {str(kind): write_index(folder / kind / INDEX, [account.records for account in records])}
     if plan.inputs.template_structure_dir is not None:
         tables[TEMPLATES] = write_index(folder / TEMPLATES / INDEX, [account.records for account in templates])
@@ -283,12 +285,12 @@ def _complete(plan: BuildPlan, folder: Path, records: list[Account], templates: 
 
 def _report(folder: Path, kind: Kind, count: int, failed: list[dict[str, str]]) -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    tell(f"{folder}: {count:,} {kind if count != 1 else ONE_OF[kind]}, {size / 1e6:,.1f} MB")
+    tell(f"{folder}: {counted(count, ONE_OF[kind])}, {size / 1e6:,.1f} MB")
     for entry in failed[:_MOST_SHOWN]:
         tell(f"left out: {entry['kind']} {entry['name']}: {entry['reason']}")
     if failed:
         bad = sum(entry["kind"] == ONE_OF[kind] for entry in failed)
         tell(
-            f"warning: {bad:,} {kind} and {len(failed) - bad:,} template structures were left out; {folder / FAILED} lists "
-            "them with reasons"
+            f"warning: {counted(bad, ONE_OF[kind])} and {counted(len(failed) - bad, 'template structure')} were left out; "
+            f"{folder / FAILED} lists them with reasons"
         )

@@ -19,6 +19,7 @@ from evodsp.data.doctor.run_data import data_of_run
 from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.files import whole_file
 from evodsp.output import check_output_folder
+from evodsp.printing import counted
 from evodsp.reading.quoting import printable
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
@@ -62,7 +63,7 @@ def _summary(found: Diagnosis) -> dict[str, str]:
     can_be_built = found.data.examiner.store.unknown != "record" and found.data.examiner.unit == "chain"
     of_store = {
         "size of a feature store, about": _bytes(found.store_bytes()),
-        f"time to build it on {found.workers} cores, about": _duration(found.store_seconds()),
+        f"time to build it on {counted(found.workers, 'core')}, about": _duration(found.store_seconds()),
     }
     return {
         f"{kind} {units} that can be used": f"{usable:,} of {usable + len(found.missing):,}",
@@ -277,10 +278,10 @@ def _percent(share: float | None) -> str:
     return "none found" if share is None else f"{share:.1%}"
 
 
-def _overlap_line(part: Overlap, units: str) -> str:
+def _overlap_line(part: Overlap, unit: str) -> str:
     """A line about the overlap of two sets, with the most alike pair."""
     said = [
-        f"{len(part.chains):,} {units} in both",
+        f"{counted(len(part.chains), unit)} in both",
         f"{len(part.same_sequence):,} others with equal sequences",
         *([] if part.covered is None else [f"{len(part.covered):,} others known from {part.sets[0]}"]),
         f"highest identity {_percent(part.highest)}",
@@ -344,7 +345,7 @@ def _print_set(console: Console, found: Diagnosis) -> None:
         console.print(printable(f"{key}: {state}: {reason}"), markup=False, highlight=False, soft_wrap=True)
     lines = [f"the index is older than {source}" for source in found.stale]
     lines += [] if found.uncounted is None else [found.uncounted]
-    overlaps = [_overlap_line(part, found.data.units) for part in found.overlaps]
+    overlaps = [_overlap_line(part, found.data.examiner.unit) for part in found.overlaps]
     lines += [*overlaps, found.data.examiner.definition] if overlaps else []
     lines += [part.line for part in found.copied if part.readable]
     for line in lines:

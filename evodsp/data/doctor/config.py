@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import ClassVar
 
 from evodsp.ranges import COUNT, FRACTION, check_numbers
 
@@ -12,6 +15,8 @@ from evodsp.ranges import COUNT, FRACTION, check_numbers
 class DoctorConfig:
     """The data to examine, the number of chains to read, and the folder of the report."""
 
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"train_chains": "chains"})
+    """Other names of options, those that other commands have for the same thing, each with its option."""
     output: Path
     """Folder for doctor.html and doctor.json."""
     config: Path | None = None

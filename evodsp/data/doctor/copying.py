@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evodsp.data.doctor.examination import UNITS, Examiner, Unit
+from evodsp.data.doctor.examination import Examiner, Unit
 from evodsp.data.similarity.comparison import Letters
 from evodsp.data.similarity.nearest import Bar, counted_bar
 from evodsp.data.similarity.nearest_complex import interface_lddt_ca
+from evodsp.printing import counted
 
 MOST_COPIED = 200
 """Chains of a set for which training chains are copied: of more, that many are drawn by the seed."""
@@ -47,12 +48,11 @@ class Copied:
     def line(self) -> str:
         """A line for a terminal."""
         found, said = self.bar, f"{self.kind}: copying the nearest training {self.unit} scores"
-        units = UNITS[self.unit]
         tried = len(found.copies) + len(found.without)
         number = (
-            f"{tried:,} of {self.readable:,} {units}, drawn by --seed"
+            f"{tried:,} of {counted(self.readable, self.unit)}, drawn by --seed"
             if tried < self.readable
-            else f"{tried:,} {units}"
+            else counted(tried, self.unit)
         )
         without = ""
         if found.without:

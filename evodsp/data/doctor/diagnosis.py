@@ -193,7 +193,7 @@ def diagnose(
     listed = presence.keys if data.training is None else data.training
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     usable = [key for key in listed if key not in missing]
-    selected = select(usable, data.selection)
+    selected = select(usable, data.selection, store.name_of)
     drawn = selected.keys
     if sample and sample < len(drawn):
         drawn = random.Random(seed).sample(drawn, sample)
@@ -271,8 +271,7 @@ def _known(data: DataSet, store: Store, usable: list[str], examined: list[Examin
         table, source = store.index.table, str(store.index.path)
     else:
         return read_table(examined), f"the {data.kind} {data.units} that were read"
-    row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
-    rows = np.array([row for key in usable if (row := row_of.get(key)) is not None], np.int64)
+    rows = np.array([row for row in table.rows_of(usable, store.name_of) if row is not None], np.int64)
     return selected_rows(table, rows), f"all {data.kind} {data.units} that {source} lists"
 
 

@@ -7,7 +7,7 @@ of a machine share one copy.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import overload
 
@@ -101,6 +101,15 @@ class ChainTable:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def rows_of(self, keys: Iterable[str], name_of: Callable[[str], str]) -> list[int | None]:
+        """The row of each of `keys`; None for one without. `name_of`: gives the name that the store has a key by (`Store`). Its
+        row is that of a key without a row of its own."""
+        row_of = dict(zip(self.keys[:], range(len(self)), strict=True))
+        # `name_of` reads the structure, so it is asked only where the entry has a row that the key may have.
+        return [
+            row_of.get(name_of(key) if key not in row_of and key.rpartition("_")[0] in row_of else key) for key in keys
+        ]
 
     def frequencies(self) -> Float64[np.ndarray, " n"]:
         """The frequency with which AlphaFold2 takes each chain: clamp(length, 256, 512) / 512, divided by the size of its

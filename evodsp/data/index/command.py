@@ -10,7 +10,7 @@ from evodsp.data.index.config import IndexConfig, check_index_config
 from evodsp.data.index.scan import make_index
 from evodsp.data.index.scan_complexes import make_complex_index
 from evodsp.lock import lock
-from evodsp.printing import tell
+from evodsp.printing import counted, tell
 
 
 def run(settings: IndexConfig, words: list[str]) -> int:
@@ -40,7 +40,7 @@ def summary_of_complexes(index: ComplexIndex) -> str:
     problem = next((text for text in index.problems if text), None)
     more = "" if problem is None else f", such as {problem}"
     chains, residues = len(index.content.chain_names), int(index.table.lengths.sum())
-    return f"{line}{more}; {chains:,} chains, {residues:,} residues"
+    return f"{line}{more}; {counted(chains, 'chain')}, {residues:,} residues"
 
 
 def _line(index: ChainIndex | ComplexIndex, more: dict[str, int], unreadable: str) -> str:

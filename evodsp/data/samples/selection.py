@@ -25,6 +25,7 @@ from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import UserError
+from evodsp.printing import counted
 from evodsp.reading.text_files import lines_of
 
 
@@ -137,26 +138,26 @@ class Selected:
         """A line that says how many chains are left, and why others are left out; '' if none is."""
         total = len(self.keys) + sum(self.left_out.values())
         said = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
-        return f"{len(self.keys)} of {total} {kind} chains; left out: {said}" if said else ""
+        return f"{len(self.keys)} of {counted(total, f'{kind} chain')}; left out: {said}" if said else ""
 
 
-def select(keys: list[str], selection: Selection) -> Selected:
-    """Filter and weight the chains `keys`. A chain that several filters leave out is counted with the first."""
+def select(keys: list[str], selection: Selection, name_of: Callable[[str], str]) -> Selected:
+    """Filter and weight the chains `keys`. A chain that several filters leave out is counted with the first. `name_of`: that of
+    their store."""
     if (known := selection.known) is None:
         return Selected(keys, None, {})
     table, source = known.table, known.source
-    row_of = dict(zip(table.keys[:], range(len(table)), strict=True))
     reasons = left_out_by_filters(table, selection.filters, f"{selection.where}.filters")
-    kept, counts = [], dict.fromkeys([f"not in {source}", *reasons], 0)
-    for key in keys:
-        row = row_of.get(key)
+    kept, kept_rows, counts = [], [], dict.fromkeys([f"not in {source}", *reasons], 0)
+    for key, row in zip(keys, table.rows_of(keys, name_of), strict=True):
         if row is None:
             counts[f"not in {source}"] += 1
         elif (why := next((reason for reason, rows in reasons.items() if rows[row]), None)) is not None:
             counts[why] += 1
         else:
             kept.append(key)
-    weights = None if selection.sampling == "uniform" else known.frequencies()[[row_of[key] for key in kept]]
+            kept_rows.append(row)
+    weights = None if selection.sampling == "uniform" else known.frequencies()[kept_rows]
     return Selected(kept, weights, {reason: count for reason, count in counts.items() if count})
 
 

@@ -58,7 +58,12 @@ class StoredRecords:
         try:
             system, folder = url_to_fs(address)
             description = json.loads(system.cat_file(f"{folder}/{DESCRIPTION}"))
-        except (OSError, ImportError) as error:
+        except ImportError as error:
+            # fsspec's words name a package, but no command; its cause is the import that failed.
+            package = getattr(error.__cause__, "name", None) or error.name
+            fix = f"; run: pip install {package}" if package else ""
+            raise UserError(f"{address}: {' '.join(str(error).split())}{fix}") from error
+        except OSError as error:
             raise UserError(
                 f"{address}: no feature store there ({DESCRIPTION}: {getattr(error, 'strerror', None) or error}); check the "
                 "address, or make the store with 'evodsp data build'"

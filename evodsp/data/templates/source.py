@@ -24,7 +24,7 @@ from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection
 from evodsp.data.templates.template_chains import TemplateChains
 from evodsp.errors import UserError
-from evodsp.printing import logger
+from evodsp.printing import counted, logger
 from evodsp.reading.quoting import quoted
 
 _MOST_NAMED = 10
@@ -48,11 +48,11 @@ class FoundTemplates:
     @property
     def log_line(self) -> str:
         """A line for the log, such as 'query73_A: 7 templates of 10 hits; 1 hit: no structure (1hf9_B)'."""
-        parts = [f"{self.name}: {_count(len(self.features), 'template')} of {_count(self.hits, 'hit')}"]
+        parts = [f"{self.name}: {counted(len(self.features), 'template')} of {counted(self.hits, 'hit')}"]
         for reason, keys in self.rejected.items():
             named = ", ".join(keys[:_MOST_NAMED])
             more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-            parts.append(f"{_count(len(keys), 'hit')}: {reason.value} ({named}{more})")
+            parts.append(f"{counted(len(keys), 'hit')}: {reason.value} ({named}{more})")
         return "; ".join([*parts, self.note] if self.note else parts)
 
 
@@ -178,7 +178,3 @@ class _ReleaseDates:
 
     def get(self, pdb_id: str, /) -> date | None:
         return self.structures.release_date(pdb_id) if pdb_id in self else None
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -13,6 +13,7 @@ from evodsp.files import whole_file
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.pages.residue_charts import strip
 from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
+from evodsp.printing import counted
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
 
@@ -58,7 +59,7 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
         means.append(result.mean_plddt[result.best])
         scores = {name: ranking["ranking"][0].get(key) for name, key in _SCORES.items()}
         rows.append(_row(folder, result.name, plddt, means[-1], scores, len(result.mean_plddt)))
-    page = Page("Predictions", f"{len(rows):,} {'target' if len(rows) == 1 else 'targets'}, best prediction of each")
+    page = Page("Predictions", f"{counted(len(rows), 'target')}, best prediction of each")
     page.style(_STYLE)
     page.figures(
         {

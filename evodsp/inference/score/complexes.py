@@ -295,7 +295,7 @@ def write_complex_report(
             interfaces += of_it
             remarks += said
     if not scores:
-        raise UserError("no complexes to compare; name at least one")
+        raise UserError("no complexes to compare; name at least one (--held_out or --train)")
     columns = _COLUMNS if training is None else (*_COLUMNS, *_OF_THE_COPY)
     report(table([column for column in columns if any(getattr(one, column[0]) is not None for one in scores)], scores))
     report("")

@@ -21,9 +21,10 @@ class ScoreConfig:
     """Folder for scores.csv, calibration.png and a picture of each chain, distances_<chain>.png; for complexes for scores.csv
     and interfaces.csv."""
     train: str | None = None
-    """Chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,… (complexes: <pdbid>,…)"""
+    """Predictions to score: those of chains that the model was trained on, a file with one per line, or <pdbid>_<chain>,…
+    (complexes: <pdbid>,…). Training chains that are only copied are those of train_chains."""
     held_out: str | None = None
-    """Chains that the model was not trained on, given likewise."""
+    """Predictions to score: those of chains that the model was not trained on, given likewise."""
     complexes: bool = False
     """Whether the names are those of complexes: each prediction has the chains of a structure, which are scored together."""
     assembly: str | None = "1"
@@ -36,8 +37,8 @@ class ScoreConfig:
     """For the baseline: config.yaml of the run's folder, or another file of `evodsp fit`. Its `data` block names the training
     chains and the folders or the store that they are in."""
     train_chains: str | None = None
-    """For the baseline: text file of the training chains or complexes, one name per line; null takes those of config, or
-    train."""
+    """For the baseline: text file of the training chains or complexes that are copied, one name per line; none of them is
+    scored (train names those). null takes those of config, or train."""
     structure_dir: str | None = None
     """For the baseline: folder of the training chains' structures; null takes that of config, or structures."""
 
@@ -60,6 +61,7 @@ class ScoreConfig:
             return
         for name in ("config", "train_chains", "structure_dir"):
             if (value := getattr(self, name)) is not None:
+                fix = " (--train scores predictions of training chains)" if name == "train_chains" else ""
                 raise UserError(
-                    f"--{name} is {value}, but names what is copied; give --baseline nearest, or leave it out"
+                    f"--{name} is {value}, but names what is copied; give --baseline nearest, or leave it out{fix}"
                 )

@@ -26,7 +26,7 @@ from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.figures import calibration_figure, distance_figure
 from evodsp.inference.score.splits import predicted
-from evodsp.printing import show
+from evodsp.printing import counted, show
 from evodsp.score_tables import ChainScores, table, write_rows
 
 _PREDICTED_CHAIN = "A"
@@ -151,7 +151,7 @@ def write_report(
     )
     scores: Sequence[ChainScores] = compare_all(predictions, structures, splits)
     if not scores:
-        raise UserError("no chains to compare; name at least one as <pdbid>_<chain>")
+        raise UserError("no chains to compare; name at least one as <pdbid>_<chain> (--held_out or --train)")
     lines: list[str] = []
     if training is not None:
         bars = training.bars(structures, splits)
@@ -207,14 +207,14 @@ def _copy_lines(split: str, bar: Bar, scores: Sequence[ScoresBesideCopy]) -> Ite
         mean, better = np.mean(pairs, axis=0), sum(ours > copied for ours, copied in pairs)
         yield (
             f"{split}: predictions {mean[0]:.3f}, copies {mean[1]:.3f}, with {bar.identity:.0%} identity on average; the "
-            f"prediction is better than the copy on {better} of {len(pairs)} chains"
+            f"prediction is better than the copy on {better} of {counted(len(pairs), 'chain')}"
         )
     if bar.without:
         key, reason = next(iter(bar.without.items()))
-        yield f"{split}: no copy for {len(bar.without)} of {len(beside)} chains, such as {key}: {reason}"
+        yield f"{split}: no copy for {len(bar.without)} of {counted(len(beside), 'chain')}, such as {key}: {reason}"
     if bar.trained_on and split != "train":
-        some = f"{len(bar.trained_on)} of {len(beside)} chains are training chains, too, such as {bar.trained_on[0]}"
-        yield f"{split}: {some}; they are not copied from themselves"
+        some = f"{len(bar.trained_on)} of {counted(len(beside), 'chain')}, too, such as {bar.trained_on[0]}"
+        yield f"{split}: training has {some}; no chain is copied from itself"
 
 
 def calibrations(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, Calibration]:

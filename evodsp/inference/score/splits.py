@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from evodsp.errors import UserError
+from evodsp.printing import counted
 
 
 def predicted(
@@ -29,9 +30,9 @@ def predicted(
     lines = []
     for split, names in splits.items():
         if lacking := [name for name in names if name not in found[split]]:
-            plural = f"{what}es" if what.endswith("x") else f"{what}s"
             lines.append(
-                f"{split}: {len(lacking)} of {len(names)} {plural} have no finished prediction in {predictions} and are left "
-                f"out, such as {lacking[0]} (looked for {looked_for(lacking[0])}); predict them, or take them from the list"
+                f"{split}: {len(lacking)} of {counted(len(names), what)} left out for want of a finished prediction in "
+                f"{predictions}, such as {lacking[0]} (looked for {looked_for(lacking[0])}); predict them, or take them from "
+                "the list"
             )
     return found, lines

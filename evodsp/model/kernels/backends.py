@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 
 from evodsp.config import KernelsConfig
 from evodsp.errors import SettingError, nearest
@@ -16,14 +18,29 @@ class Backend:
     module: str
     devices: tuple[str, ...] = ()
     """Device types on which `auto` tries the backend. On other devices it is used only if a setting names it."""
+    package: str = ""
+    """The package that it needs beside torch; '' if none."""
+    extra: str = ""
+    """The extra of evodsp that installs the package."""
+
+    def load(self) -> ModuleType:
+        """The module. Raises ImportError, with the command that installs the package if that is absent."""
+        if self.package:
+            try:
+                import_module(self.package)
+            except ModuleNotFoundError as error:
+                if error.name != self.package:
+                    raise
+                raise ImportError(f"not installed (pip install 'evodsp[{self.extra}]')") from error
+        return import_module(self.module)
 
 
 BACKENDS: dict[str, Backend] = {
-    "triton": Backend("evodsp.model.kernels.triton", ("cuda",)),
+    "triton": Backend("evodsp.model.kernels.triton", ("cuda",), "triton", "triton"),
     "chunked": Backend("evodsp.model.kernels.chunked", ("cpu", "cuda", "mps", "xpu")),
     "sdpa": Backend("evodsp.model.kernels.sdpa"),
-    "flash_attn": Backend("evodsp.model.kernels.flash_attn"),
-    "cuequivariance": Backend("evodsp.model.kernels.cuequivariance"),
+    "flash_attn": Backend("evodsp.model.kernels.flash_attn", (), "flash_attn", "gpu"),
+    "cuequivariance": Backend("evodsp.model.kernels.cuequivariance", (), "cuequivariance_torch", "cuequivariance"),
     "reference": Backend("evodsp.model.kernels.reference"),
 }
 """The backends by name, in the order in which `auto` tries them."""

@@ -8,7 +8,6 @@ and one line of the table in `backends`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -87,7 +86,7 @@ def choose(
 def _problem(operator: str, backend: Backend, device: torch.device, dtype: torch.dtype, gradients: bool) -> str | None:
     """The reason why this rank cannot use a backend's operator: empty if it can, None if the backend lacks the operator."""
     try:
-        function = getattr(importlib.import_module(backend.module), operator, None)
+        function = getattr(backend.load(), operator, None)
     except Exception as error:  # the package of an extra may be absent, or broken in any way
         reason = (str(error).splitlines() or [""])[0]
         return reason if isinstance(error, ImportError) else f"{type(error).__name__}: {reason}"
@@ -106,7 +105,7 @@ def _chosen(
         found = problem(BACKENDS[name])
         if found == "":
             reason = "asked for" if name == wanted else f"the first that works on {device.type}"
-            function = getattr(importlib.import_module(BACKENDS[name].module), operator)
+            function = getattr(BACKENDS[name].load(), operator)
             return function, Choice(operator, name, reason, tuple(problems))
         if found or own:
             problems.append(f"{name}: {found or f'it has no {operator}'}")

@@ -169,7 +169,7 @@ def test_a_package_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> Any:
         raise OSError("libcudart.so.12: cannot open shared object file")
 
-    monkeypatch.setattr(registry.importlib, "import_module", broken)
+    monkeypatch.setattr(backends, "import_module", broken)
     choices = choose(KernelsConfig(attention="flash_attn", backend="sdpa"), CPU, torch.float32)[1]
     assert {choice.backend for choice in choices} == {"chunked"}
     assert choices[0].problems == ("flash_attn: OSError: libcudart.so.12: cannot open shared object file",)
