@@ -76,7 +76,7 @@ def read_inputs(inputs: Sequence[Path], one_complex: bool = False) -> tuple[list
             if reason is None and name in places:
                 reason = f"{place}: the name '{name}' is that of the record at {places[name]}; rename one of the two"
             if reason is not None:
-                failures.append(RecordFailure(name, reason))
+                failures.append(RecordFailure(name or place, reason))
             elif isinstance(record, InputRecord):
                 places[name] = place
                 records.append(record)
