@@ -16,8 +16,10 @@ from evodsp.data.records import Chain
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.similarity.nearest import Bar, Copy
 from evodsp.data.sources.layout import chain_id_in
+from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import RANKING, plddt_of, read_result
 from evodsp.inference.score.baseline import TrainingChains, training_chains, training_complexes
@@ -296,6 +298,8 @@ def _read_key(predictions: Path, structures: Path, key: str) -> _Pair:
 
 def _read_pair(prediction: Path, truth: Path, chain_id: str) -> _Pair:
     predicted, true = read_chain(prediction, _PREDICTED_CHAIN), read_chain(truth, chain_id)
+    if predicted.sequence != true.sequence:
+        true = with_missing_residues(true, encode(predicted.sequence)) or true
     if predicted.sequence != true.sequence:
         raise UserError(
             f"{prediction}: its sequence differs from chain {chain_id} in {truth} "
