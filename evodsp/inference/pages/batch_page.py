@@ -11,7 +11,7 @@ import numpy as np
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.failures import RecordFailure
-from evodsp.inference.pages.residue_charts import strip
+from evodsp.inference.pages.residue_charts import named_bands, strip
 from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
@@ -69,9 +69,9 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     )
     # Of models without a PAE head no target has a pTM, and no single chain has an ipTM.
     columns = {name: kind for name, kind in _HEADINGS.items() if name not in _SCORES or any(row[name] for row in rows)}
-    page.template("inference/pages/targets.html.j2", columns=columns, rows=rows)
-    if len(means) > 4:
-        counts, _ = np.histogram(means, bins=20, range=(0, 100))
+    page.template("inference/pages/targets.html.j2", columns=columns, rows=rows, bands=named_bands())
+    counts, _ = np.histogram(means, bins=20, range=(0, 100))
+    if len(means) > 4 and np.count_nonzero(counts) > 1:  # a chart of one bar says what the mean says
         page.charts({"Mean pLDDT": histogram([5.0 * n for n in range(21)], counts.tolist(), "mean pLDDT", "targets")})
     if failures:
         page.heading("Records that failed")
