@@ -12,7 +12,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.pages.residue_charts import named_bands, strip
-from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
+from evodsp.inference.results import REPORT, read_plddt, read_with_ranking, result_folders
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
 
@@ -20,7 +20,7 @@ INDEX, BESIDE = "index.html", "index_evodsp.html"
 _STYLE = """
 .strip { width: 190px; height: 14px; border-radius: 3px; display: block; }
 .targets td { vertical-align: middle; } .targets th { position: sticky; top: 0; background: var(--back); }
-a { color: var(--bar); }
+a { color: var(--bar); } .bands { margin-bottom: 20px; }
 """
 _STRIP = 60
 """Most pieces of the coloured strip of a target."""
@@ -49,7 +49,7 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     """The page. Folders without a complete result are left out."""
     rows: list[dict[str, str]] = []
     means = []
-    for folder in sorted(path.parent for path in output.glob(f"*/{RANKING}")):
+    for folder in result_folders(output):
         try:
             result, ranking = read_with_ranking(folder)
             plddt = read_plddt(folder, result.best)
