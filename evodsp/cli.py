@@ -183,9 +183,9 @@ COMMANDS: dict[str, Command] = {
             runner="evodsp.inference.search:run",
             required="INPUT... (--msa_server URL | --program NAME --database PATH) --output DIR",
             description="Find alignments for the records of FASTA or CSV files: on a server with ColabFold's protocol, to "
-            "which the sequences are sent, or with jackhmmer, hhblits or mmseqs and a database of this machine. The output is what "
-            "`evodsp predict --alignments` takes. A search that was stopped is continued by the same command. The exit code is "
-            "1 if a record has no alignment.",
+            "which the sequences are sent, or with jackhmmer, hhblits or mmseqs and a database of this machine. The output is "
+            "what `evodsp predict --alignments` takes. A search that was stopped is continued by the same command. The exit "
+            "code is 1 if a record has no alignment.",
             positional="inputs",
         ),
         SettingsCommand(
