@@ -163,7 +163,7 @@ def _left_out(name: str, found: FoundChain) -> str:
 
 def _broken(name: str, found: FoundChain) -> str:
     what = f"the file lists no sequence of chain '{name}', which breaks behind {_some([found.sites[i] for i in found.breaks])}"
-    return f"{what}; residues that are missing there are taken from its alignment, or else nothing stands for them"
+    return f"{what}; its alignment says which residues are missing, and without one nothing stands for them"
 
 
 def _some(sites: list[Site]) -> str:
