@@ -50,17 +50,24 @@ def test_missing_residues_are_those_of_the_alignment(tmp_path: Path) -> None:
 
 def test_a_listed_sequence_stays(tmp_path: Path) -> None:
     """Catches residues that are added to a chain whose file lists its sequence."""
-    store = write(tmp_path, header=f"SEQRES   1 A    7  {' '.join(NAMES[place] for place in SEEN)}\n")
+    piece = (1, 2, 3, 4)
+    store = write(tmp_path, piece, header=f"SEQRES   1 A    4  {' '.join(NAMES[place] for place in piece)}\n")
     with pytest.raises(
-        QueryMismatch, match=r"has 12 residues, the query 'x' has 7; search again with this query, or rem"
+        QueryMismatch, match=r"has 12 residues, the query 'x' has 4; search again with this query, or rem"
     ):
         store.parsed("x", with_hits=False)
 
 
 @pytest.mark.parametrize(
     ("seen", "row"),
-    [(SEEN, "GSMKWADEFHIR"[::-1]), (SEEN, WHOLE.replace("M", "A")), ((0, 1, 5), "GSGSA"), ((0, 1), "GSGS")],
-    ids=["other", "mutated", "two_places", "two_places_of_one_piece"],
+    [
+        (SEEN, "GSMKWADEFHIR"[::-1]),
+        (SEEN, WHOLE.replace("M", "A")),
+        ((0, 1, 5), "GSGSA"),
+        ((0, 1), "GSGS"),
+        ((7, 8, 9, 1, 2, 3), WHOLE),
+    ],
+    ids=["other", "mutated", "two_places", "two_places_of_one_piece", "other_order"],
 )
 def test_pieces_that_do_not_fit_in_one_way(tmp_path: Path, seen: tuple[int, ...], row: str) -> None:
     """Catches pieces that are put where they do not belong, and the first of two places taken for the only one."""
