@@ -1,7 +1,4 @@
-"""Residues that a structure file without SEQRES does not have: `data/sources/missing_residues.py`.
-
-One chain of twelve residues lies along x, 3.8 Å a residue; some of its residues are left out.
-"""
+"""Residues that a structure file without SEQRES does not have: `data/sources/missing_residues.py`."""
 
 from __future__ import annotations
 
@@ -13,26 +10,12 @@ import numpy as np
 import pytest
 
 from evodsp.data.formats.mmcif import read_chain
-from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.query_check import QueryMismatch
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
-from tests.data.test_unlisted_chains import chain, pdb_text
-
-WHOLE = "GSMKWADEFHIK"
-NAMES = ("GLY", "SER", "MET", "LYS", "TRP", "ALA", "ASP", "GLU", "PHE", "HIS", "ILE", "LYS")
-SEEN = (1, 2, 3, 4, 7, 8, 9)
-"""The loop WA and both ends are missing."""
-
-
-def write(folder: Path, seen: tuple[int, ...] = SEEN, row: str = WHOLE, header: str = "") -> ChainFiles:
-    """A store of one chain, x, with the residues `seen` and an alignment whose first row is `row`."""
-    (folder / "a").mkdir(parents=True)
-    (folder / "x.pdb").write_text(pdb_text([chain(NAMES)[place] for place in seen], header))
-    (folder / "a" / "x.a3m").write_text(f">101\n{row}\n>hit\n{row[:-1]}-\n")
-    return ChainFiles(folder / "a", folder)
+from tests.builders.missing_residues import NAMES, SEEN, WHOLE, write
 
 
 def test_missing_residues_are_those_of_the_alignment(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ from evodsp.inference.score.scores import (
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.score_tables import ChainScores
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
+from tests.builders.missing_residues import SEEN, WHOLE, write
 from tests.builders.training_chains import write_chain
-from tests.data.test_missing_residues import SEEN, WHOLE, write
 
 LENGTH = 40
 KEYS = {"train": ["9aaa_B"], "held-out": ["9bbb_B"]}
