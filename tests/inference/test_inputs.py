@@ -305,6 +305,8 @@ def test_separators_and_line_ends_of_a_table(tmp_path: Path) -> None:
         (record,), failures = read_inputs([tmp_path / "x.csv"])
         assert not failures
         assert (record.query.name, record.query.letters) == ("a", "ACD")
+    (tmp_path / "x.tsv").write_text("id\tsequence\na\tACD\n")
+    assert [record.query.letters for record in read_inputs([tmp_path / "x.tsv"])[0]] == ["ACD"]
 
 
 def test_colabfolds_alignments_of_complexes(tmp_path: Path) -> None:
