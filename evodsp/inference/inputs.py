@@ -1,9 +1,9 @@
 """The inputs of a prediction: FASTA, A3M and CSV files, folders of the first two, standard input. Their records are read here.
 
 A file is A3M if its name says so (.a3m, .a3m.gz): its first sequence is the query, its name the record's, and the file is the
-record's alignment. It is a table of sequences if its name says so (.csv, .tsv). Everything else is FASTA. Of a folder, files are
-read whose names say that they are FASTA or A3M. Standard input is A3M if its rows are aligned (`name_if_a3m`); then the record
-has the name of its first sequence.
+record's alignment. It is a table of sequences if its name says so (.csv, .tsv). Everything else is FASTA. Of a folder, files
+are read whose names say that they are FASTA or A3M. Standard input is A3M if its rows are aligned (`name_if_a3m`); then the
+record has the name of its first sequence.
 
 A record is a complex if there is ':' between its chains, if its A3M file is ColabFold's alignment of a complex, or if all
 records of a file are to be one complex, which has the file's name.
