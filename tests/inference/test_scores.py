@@ -121,6 +121,18 @@ def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
     assert float(found_high[1]) == pytest.approx(float(predicted.plddt[resolved].mean() - true), abs=0.11)
 
 
+def test_the_scores_are_written_before_they_are_printed(cases):
+    """Catches `evodsp score | head` that leaves no scores.csv."""
+    root, _ = cases
+
+    def closed(line: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        write_report(root / "predictions", root / "structures", KEYS, root / "shown", closed)
+    assert (root / "shown" / "scores.csv").is_file()
+
+
 def test_table_explains_each_column():
     """Catches abbreviations without an explanation, and long names that break the columns."""
     scores = [

@@ -160,6 +160,9 @@ def write_report(
         copy_of = {(split, copy.chain): copy for split, one in bars.items() for copy in one.copies}
         beside = [ScoresBesideCopy.of(one, copy_of.get((one.split, one.chain))) for one in scores]
         scores, lines = beside, [line for split, one in bars.items() for line in _copy_lines(split, one, beside)]
+    # First, because `evodsp score | head` ends with the tenth line.
+    output.mkdir(parents=True, exist_ok=True)
+    write_scores(scores, output / "scores.csv")
     report(comparison_table(scores))
     for line in left_out:
         report(line)
@@ -171,8 +174,6 @@ def write_report(
     report("\nConfidence (both 0 to 100)")
     for split, calibration in found.items():
         report(calibration.line(split))
-    output.mkdir(parents=True, exist_ok=True)
-    write_scores(scores, output / "scores.csv")
     pictures = draw(predictions, structures, splits, output)
     calibration_figure(found, output / "calibration.png")
     report(
