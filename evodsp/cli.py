@@ -428,7 +428,7 @@ def overview(group: str) -> str:
     shown = {name: command.summary for name, command in COMMANDS.items() if name.startswith(group)}
     width = max(map(len, shown))
     lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
-    usage = f"usage: evodsp {group} COMMAND [options]".replace("  ", " ")
+    usage = " ".join(["usage: evodsp", *group.split(), "COMMAND [options]"])
     head = [usage] if group else [usage, "", "Train AlphaFold2-style models and predict protein structures."]
     tail = ["'evodsp COMMAND --help' lists a command's options; 'evodsp --version' prints the version."]
     return "\n".join([*head, "", "commands:", *lines, "", *tail])

@@ -299,7 +299,7 @@ def test_separators_and_line_ends_of_a_table(tmp_path: Path) -> None:
         "id;sequence;note\na;ACD;1,5\n",
         '"ID"\t"Sequence"\r\na\tACD\r\n',
         "\ufeffSequence;ID\r\nACD;a\r\n",
-        "id,sequence\ra,ACD\r",
+        "id;sequence\ra;ACD\r",
     ):
         (tmp_path / "x.csv").write_bytes(text.encode())
         (record,), failures = read_inputs([tmp_path / "x.csv"])

@@ -58,9 +58,9 @@ def read_sequence_table(path: str | Path) -> list[FastaRecord]:
 
 def _separator(text: str) -> str:
     """What separates the cells: the first that makes both columns of the first line, or else a comma."""
-    first = text.partition("\n")[0]
+    first = text.splitlines()[0]
     for separator in _SEPARATORS:
-        if {cell.strip(' "\r').lower() for cell in first.split(separator)} >= set(_COLUMNS):
+        if {cell.strip(' "').lower() for cell in first.split(separator)} >= set(_COLUMNS):
             return separator
     return _SEPARATORS[0]
 

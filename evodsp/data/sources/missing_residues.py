@@ -4,11 +4,12 @@ A refinement program writes the residues that were seen, and no sequence. The se
 made with all residues of the protein. The pieces between the breaks of the chain are found in that sequence, in their order;
 what lies before, between and behind them is missing.
 
-Shapes: L residues of the chain, M of the whole sequence, P of a piece.
+Shapes: L residues of the chain, M of the whole sequence, P of a piece, n places.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,11 +28,9 @@ def with_missing_residues(chain: Chain, whole: Int8[np.ndarray, " M"]) -> Chain 
     if chain.breaks is None or (whole > UNKNOWN).any():
         return None
     pieces = np.split(encode(chain.sequence), [after + 1 for after in chain.breaks])
-    starts = [_starts(piece, whole) for piece in pieces]
-    first = _placed(starts, [len(piece) for piece in pieces])
+    first = _placed(pieces, whole)
     # From the end, everything mirrored: the last way. If it is the first way too, there is no other.
-    mirrored = [(len(whole) - len(piece) - at)[::-1] for piece, at in zip(pieces, starts, strict=True)]
-    last = _placed(mirrored[::-1], [len(piece) for piece in pieces[::-1]])
+    last = _placed([piece[::-1] for piece in pieces[::-1]], whole[::-1])
     if first is None or last is None:
         return None
     ends = [len(whole) - start for start in last[::-1]]
@@ -41,24 +40,26 @@ def with_missing_residues(chain: Chain, whole: Int8[np.ndarray, " M"]) -> Chain 
     return _spread(chain, place, decode(whole))
 
 
-def _starts(piece: Int8[np.ndarray, " P"], whole: Int8[np.ndarray, " M"]) -> Int64[np.ndarray, " n"]:
-    """Where the piece lies in the whole sequence, in ascending order."""
-    if len(piece) > len(whole):
-        return np.zeros(0, np.int64)
-    windows = np.lib.stride_tricks.sliding_window_view(whole, len(piece))
-    return np.flatnonzero(((windows == piece) | (windows == UNKNOWN) | (piece == UNKNOWN)).all(axis=1))
-
-
-def _placed(starts: list[Int64[np.ndarray, " n"]], lengths: list[int]) -> list[int] | None:
+def _placed(pieces: Sequence[Int8[np.ndarray, " _"]], whole: Int8[np.ndarray, " M"]) -> list[int] | None:
     """A start for each piece, behind the piece before it and as early as possible; None if one finds no place."""
     found, end = [], 0
-    for at, length in zip(starts, lengths, strict=True):
-        later = at[at >= end]
-        if not len(later):
+    for piece in pieces:
+        starts = _starts(piece, whole[end:])
+        if not len(starts):
             return None
-        found.append(int(later[0]))
-        end = found[-1] + length
+        found.append(end + int(starts[0]))
+        end = found[-1] + len(piece)
     return found
+
+
+def _starts(piece: Int8[np.ndarray, " P"], whole: Int8[np.ndarray, " M"]) -> Int64[np.ndarray, " n"]:
+    """Where the piece lies in the whole sequence, in ascending order."""
+    at = np.arange(max(0, len(whole) - len(piece) + 1))
+    for place, code in enumerate(piece):  # all windows at once would be as large as the product of the lengths
+        if code != UNKNOWN:
+            letters = whole[at + place]
+            at = at[(letters == code) | (letters == UNKNOWN)]
+    return at
 
 
 def _spread(chain: Chain, place: Int64[np.ndarray, " L"], letters: str) -> Chain:
