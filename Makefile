@@ -52,11 +52,13 @@ help:
 
 venv: $(READY)
 
-# Exact pins: a looser one would pull several gigabytes of CUDA packages on a machine without a GPU.
+# Exact pins: a looser one would pull several gigabytes of CUDA packages on a machine without a GPU. A warning that setuptools gives
+# with every editable installation is left out.
 $(READY): pyproject.toml constraints.txt
+	@echo "Making the environment in $(VENV): PyTorch and others, 1.4 GB, a minute or more"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
 demo: $(READY)

@@ -89,6 +89,7 @@ class SettingsCommand(Command):
                 nargs="+",
                 type=self.positional_type,
                 metavar=self.required.partition("...")[0].lstrip("("),
+                help=_description(settings_class, self.positional),
             )
             # A default is an attribute of the class. nargs="*" would replace what a file says by an empty list.
             unnamed.required = not hasattr(settings_class, self.positional)
@@ -154,12 +155,11 @@ COMMANDS: dict[str, Command] = {
         ReplayCommand("replay", "compute one bad training sample again, alone"),
         SettingsCommand(
             "predict",
-            "predict structures from FASTA, alignments and a checkpoint",
+            "predict structures of sequences, with a checkpoint or published parameters",
             settings="evodsp.inference.config:PredictConfig",
             runner="evodsp.inference.command:run",
             required="INPUT... [--alignments DIR] (--checkpoint FILE | --weights NAME) --output DIR",
-            description="Predict the structures of sequences: FASTA files, A3M files (the first sequence is predicted, the "
-            "file is its alignment), folders of either, or - for standard input.",
+            description="Predict the structures of the sequences in FASTA, A3M or CSV files.",
             positional="inputs",
             several=frozenset({"checkpoint", "weights"}),
             from_files=True,
@@ -180,10 +180,10 @@ COMMANDS: dict[str, Command] = {
             settings="evodsp.search.config:SearchConfig",
             runner="evodsp.inference.search:run",
             required="INPUT... (--msa_server URL | --program NAME --database PATH) --output DIR",
-            description="Find alignments for the records of FASTA files: on a server with ColabFold's protocol, to which the "
-            "sequences are sent, or with jackhmmer, hhblits or mmseqs and a database of this machine. The output is what "
-            "`evodsp predict --alignments` takes. A search that was stopped is continued by the same command. The exit code is "
-            "1 if a record has no alignment.",
+            description="Find alignments for the records of FASTA or CSV files: on a server with ColabFold's protocol, to "
+            "which the sequences are sent, or with jackhmmer, hhblits or mmseqs and a database of this machine. The output is "
+            "what `evodsp predict --alignments` takes. A search that was stopped is continued by the same command. The exit "
+            "code is 1 if a record has no alignment.",
             positional="inputs",
         ),
         SettingsCommand(
@@ -424,9 +424,18 @@ def overview(group: str) -> str:
     shown = {name: command.summary for name, command in COMMANDS.items() if name.startswith(group)}
     width = max(map(len, shown))
     lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
-    head = ["usage: evodsp COMMAND [options]", "", "Train AlphaFold2-style models and predict protein structures."]
+    usage = " ".join(["usage: evodsp", *group.split(), "COMMAND [options]"])
+    head = [usage] if group else [usage, "", "Train AlphaFold2-style models and predict protein structures."]
     tail = ["'evodsp COMMAND --help' lists a command's options; 'evodsp --version' prints the version."]
-    return "\n".join([*([] if group else head), "", "commands:", *lines, "", *tail])
+    return "\n".join([*head, "", "commands:", *lines, "", *tail])
+
+
+def _description(settings_class: type, name: str) -> str:
+    """The docstring of a field, as jsonargparse reads those of the other options."""
+    from docstring_parser import parse_from_object
+
+    found = {one.arg_name: one.description or "" for one in parse_from_object(settings_class).params}
+    return " ".join(found.get(name, "").split())
 
 
 def _imported(name: str) -> Any:

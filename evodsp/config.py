@@ -503,7 +503,7 @@ class FeatureConfig:
     RESUME: ClassVar[str] = "applied"
 
     crop_size: int | None = 256
-    """Residues of a training crop; null keeps the whole chain."""
+    """Residues of a crop; null keeps the whole chain."""
     msa_clusters: int = 128
     """Rows of the clustered MSA, including one row per template."""
     extra_msa: int = 1024

@@ -128,6 +128,32 @@ def test_help_shows_descriptions_and_defaults(capsys: pytest.CaptureFixture[str]
         assert shown in text
 
 
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (
+            ["predict"],
+            "INPUT FASTA files, A3M files (the first sequence is predicted, the file is its alignment), folders",
+        ),
+        (
+            ["data", "fetch"],
+            "WHAT Kinds of data, one or more: alignments (OpenProteinSet), structures (the PDB), lists",
+        ),
+        (["report"], "RUN Output folders of `evodsp fit`."),
+    ],
+)
+def test_help_describes_what_has_no_option(words: list[str], shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches an INPUT or WHAT of which the help says a type alone."""
+    assert main([*words, "--help"]) == 0
+    assert shown in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_help_of_a_group_says_how_it_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a list of commands without a usage, or with that of all commands."""
+    assert main(["data", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: evodsp data COMMAND [options]\n\ncommands:\n  data fetch")
+
+
 def test_help_of_predict_shows_which_sizes_are_as_in_training(capsys: pytest.CaptureFixture[str]) -> None:
     """A default of 128 rows where the checkpoint decides."""
     assert main(["predict", "--help"]) == 0

@@ -97,6 +97,7 @@ SMALL = [
     "--data.validation_chains=[s005_A]",
 ]
 BUNDLED = ["--data.train_chains=[s001_A]"]
+ONE_REAL = ["--data.train_chains=[2q2k_A]"]
 
 
 # ---- One rule for every kind of command: it runs or checks the command, and raises if the page is wrong. ----
@@ -157,10 +158,10 @@ class Reader:
         if "DIR" in words:
             for name, folder, chains in (
                 ("bundled", Path("data"), BUNDLED),
-                ("real", SHARED / "data", ["--data.validation_chains=null"]),
+                ("real", SHARED / "data", ["--data.validation_chains=null", *(ONE_REAL if "null" in words else [])]),
             ):
                 if folder.is_dir():
-                    run([*with_folders(words, folder), *small, *chains, f"--output=runs/{name}"])
+                    run([*with_folders(words, folder), *small, *chains, f"--output=runs/{name}", "--overwrite=true"])
             return
         if output not in self.trained and "--ckpt_path" not in words:
             small.append("--overwrite=true")
@@ -208,7 +209,7 @@ class Reader:
         run([*words, "--workers=0", "--overwrite=true"])
 
     def doctor(self, words: list[str]) -> None:
-        run([*words, "--workers=0", "--sample=2"])
+        run([*(with_folders(words, Path("data")) if "DIR" in words else words), "--workers=0", "--sample=2"])
 
     def build(self, words: list[str]) -> None:
         run(words)
@@ -293,10 +294,14 @@ def check_options(words: list[str]) -> None:
     assert {word for word in words if word.startswith("--")} <= set(re.findall(r"--\w+", text))
 
 
+_FOLDERS = {"alignment_dir": "alignments", "structure_dir": "mmcif_files"}
+
+
 def with_folders(words: list[str], folder: Path) -> list[str]:
     replaced = list(words)
-    for name, sub in (("--data.alignment_dir", "alignments"), ("--data.structure_dir", "mmcif_files")):
-        replaced[words.index(name) + 1] = str(folder / sub)
+    for at, name in enumerate(words[:-1]):
+        if (sub := _FOLDERS.get(name.rpartition(".")[2].removeprefix("--"))) is not None:
+            replaced[at + 1] = str(folder / sub)
     assert "DIR" not in replaced
     return replaced
 

@@ -18,8 +18,8 @@ class DataFetchConfig:
     """The public data to fetch, and the folder that keeps them."""
 
     what: Sequence[str]
-    """Kinds of data: alignments (OpenProteinSet), structures (the PDB), lists (identical chains, clusters, obsolete
-    entries)."""
+    """Kinds of data, one or more: alignments (OpenProteinSet), structures (the PDB), lists (identical chains, clusters,
+    obsolete entries)."""
     output: Path
     """Folder to fill: alignments/, mmcif_files/, and the lists. missing.txt lists the files that could not be fetched."""
     chains: str | None = None

@@ -80,7 +80,8 @@ class Chain:
     `positions` are in Å. `residue_number` and `insertion_code` are the author's (pdbx_PDB_ins_code, '' if there is none);
     they are 0 and '' for residues without coordinates. `alternatives`: index and letters of each residue for which SEQRES
     lists several monomers (microheterogeneity), in its order; `sequence` has one of them. `notes`: remarks for the user on
-    how the file was read, such as residues that were left out; feature stores do not keep them.
+    how the file was read, such as residues that were left out. `breaks`: where the file lists no sequence, the indices of the
+    residues behind which the chain breaks, so that residues may be missing; None if it lists one. Feature stores keep neither.
     """
 
     pdb_id: str
@@ -96,6 +97,7 @@ class Chain:
     release_date: date | None = None
     alternatives: tuple[tuple[int, str], ...] = ()
     notes: tuple[str, ...] = ()
+    breaks: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         sizes = {

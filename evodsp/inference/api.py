@@ -20,6 +20,7 @@ from evodsp.weights.checkpoint import save_model
 
 _PATHS = ("templates", "obsolete", "template_chains", "weights_folder")
 _OWN = ("inputs", "fasta", "alignments", "checkpoint", "output")
+_SEQUENCE = "a sequence is in upper-case letters, such as 'MKTAYIAK'"
 ALONE = "sequence"
 """The name of a sequence that is given without one; several of them are sequence_1, sequence_2, …"""
 
@@ -171,7 +172,7 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
                     f"evodsp.predict: the name {name!r} is empty or has blanks; use letters, digits, '_', '-'"
                 )
             if not is_sequence(letters):
-                raise UserError(f"evodsp.predict: '{name}' is {_short(letters)}, but must be a sequence in upper case")
+                raise UserError(f"evodsp.predict: '{name}' is {_short(letters)}, but {_SEQUENCE}")
         return (_fasta(folder, inputs.items()),)
     given = (
         [inputs]
@@ -190,10 +191,7 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
             paths.append(_fasta(folder, [(name, one)], f"{name}.fasta"))
         elif isinstance(one, str | Path):
             if not exists(str(one)) and str(one) != "-":
-                raise UserError(
-                    f"evodsp.predict: {_short(one)} is no file or folder, and no sequence; "
-                    "a sequence is in upper-case letters, such as 'MKTAYIAK'"
-                )
+                raise UserError(f"evodsp.predict: {_short(one)} is no file or folder, and no sequence; {_SEQUENCE}")
             paths.append(Path(one))
         else:
             raise UserError(f"evodsp.predict: {_short(one)} is no sequence and no path; give a string or a Path")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.inference.results import RANKING, read_plddt, read_with_ranking
+from evodsp.inference.results import read_plddt, read_with_ranking, result_folders
 
 TABLE, BESIDE_TABLE = "predictions.csv", "predictions_evodsp.csv"
 _COLUMNS = ("target", "rank", "model", "seed", "residues", "mean_plddt", "ptm", "iptm", "structure")
@@ -38,7 +38,7 @@ def write_batch_table(output: Path) -> Path:
 
 def _rows(output: Path) -> Iterator[dict[str, object]]:
     """The lines. Folders without a complete result are left out."""
-    for folder in sorted(path.parent for path in output.glob(f"*/{RANKING}")):
+    for folder in result_folders(output):
         try:
             result, ranking = read_with_ranking(folder)
             residues = len(read_plddt(folder, result.best))

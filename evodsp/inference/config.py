@@ -114,7 +114,7 @@ class PredictConfig:
     header, or by its A3M file. A sequence with ':' between chains is a complex, and so is ColabFold's A3M file of several
     chains; both need a multimer model."""
     complex: bool = False
-    """The records of each FASTA or CSV file are the chains of one complex, which is named as the file."""
+    """The records of each FASTA or CSV file are the chains of one complex, which has the file's name."""
     fasta: Path | None = None
     """A single input, for command lines of earlier versions."""
     alignments: Path | None = None
@@ -171,8 +171,8 @@ class PredictConfig:
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,998 atoms."""
     pae_in_cif: bool = False
-    """Write predicted aligned errors into ModelCIF files too, where ModelArchive looks for them: residues squared lines, 14 MB
-    for 600 residues. They are in `seed_<k>_pae.json` in any case."""
+    """Write predicted aligned errors into ModelCIF files too, where ModelArchive looks for them: a line for each pair of
+    residues, 14 MB for 600 residues. They are in `seed_<k>_pae.json` in any case."""
     relax: Literal["none", "best", "all"] = "none"
     """Relax predicted structures with OpenMM (pip install 'evodsp[relax]') as AlphaFold2 does, so that bonds and contacts are
     those of a real protein. best: only the one of each record that ranks first. The relaxed structure is written beside it."""
@@ -322,8 +322,8 @@ class EstimateConfig:
     inputs: Sequence[Path] = ()
     """What `evodsp predict` would be given: FASTA, A3M or CSV files, folders of the first two, or - for standard input."""
     alignments: Path | None = None
-    """Folder of the records' alignments, as in `evodsp predict`: each record is estimated with the rows of its own. null: all
-    but those of A3M files are estimated with an alignment as deep as the model takes."""
+    """Folder of the records' alignments, as in `evodsp predict`: each record is estimated with the rows of its own. null:
+    records of A3M files are estimated with their own rows, all others with an alignment as deep as the model takes."""
     fasta: Path | None = None
     """A FASTA file, as in earlier versions. The same as giving it without an option."""
     residues: int | None = None

@@ -1,9 +1,9 @@
 """The inputs of a prediction: FASTA, A3M and CSV files, folders of the first two, standard input. Their records are read here.
 
 A file is A3M if its name says so (.a3m, .a3m.gz): its first sequence is the query, its name the record's, and the file is the
-record's alignment. It is a table of sequences if its name says so (.csv). Everything else is FASTA. Of a folder, files are read
-whose names say that they are FASTA or A3M. Standard input is A3M if its rows are aligned (`name_if_a3m`); then the record has
-the name of its first sequence.
+record's alignment. It is a table of sequences if its name says so (.csv, .tsv). Everything else is FASTA. Of a folder, files
+are read whose names say that they are FASTA or A3M. Standard input is A3M if its rows are aligned (`name_if_a3m`); then the
+record has the name of its first sequence.
 
 A record is a complex if there is ':' between its chains, if its A3M file is ColabFold's alignment of a complex, or if all
 records of a file are to be one complex, which has the file's name.
@@ -32,7 +32,7 @@ from evodsp.packaged import where_packaged
 STANDARD_INPUT = Path("-")
 _FASTA = (".fasta", ".fa", ".faa", ".fas")
 _A3M = (".a3m",)
-_TABLE = (".csv",)
+_TABLE = (".csv", ".tsv")
 _UNIPROT = ("sp", "tr")
 _PDB = re.compile(r"[0-9][A-Za-z0-9]{3}_[0-9]+")
 _SHORTEST_OF_BASES = 16
@@ -76,7 +76,7 @@ def read_inputs(inputs: Sequence[Path], one_complex: bool = False) -> tuple[list
             if reason is None and name in places:
                 reason = f"{place}: the name '{name}' is that of the record at {places[name]}; rename one of the two"
             if reason is not None:
-                failures.append(RecordFailure(name, reason))
+                failures.append(RecordFailure(name or place, reason))
             elif isinstance(record, InputRecord):
                 places[name] = place
                 records.append(record)

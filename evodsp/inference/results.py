@@ -87,6 +87,17 @@ class PredictionResult:
         return self.folder / f"{stem(self.best if key is None else key)}.{self.format}"
 
 
+def result_folders(output: Path) -> list[Path]:
+    """The folders of `output` that hold a ranking, by name; numbers in names count by value, so x_2 is before x_10."""
+    found = [path.parent for path in output.glob(f"*/{RANKING}")]
+
+    def by_value(folder: Path) -> tuple[list[str | int], str]:
+        parts = re.split("([0-9]+)", folder.name)  # texts and numbers in turns
+        return [int(part) if place % 2 else part for place, part in enumerate(parts)], folder.name
+
+    return sorted(found, key=by_value)
+
+
 def read_result(folder: Path) -> PredictionResult:
     """The finished result in `folder`. Raises UserError if there is none, or it is incomplete."""
     return read_with_ranking(folder)[0]

@@ -95,7 +95,7 @@ def check_text(source: str | Path, data: bytes) -> bytes:
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             raise FileFormatError(
-                source, "not a text file (bytes that are not UTF-8); save it as plain text", line
+                source, "not a text file (bytes that are not UTF-8); save it as plain text in UTF-8", line
             ) from error
         if b"\0" in data:
             line = data.count(b"\n", 0, data.index(b"\0")) + 1

@@ -26,7 +26,7 @@ _FIRST: _Columns = {
     "lDDT-CA": ("train/lddt_ca", "val/lddt_ca"),
     "RMSD (Å)": (None, "val/rmsd"),
     "TM-score": (None, "val/tm_score"),
-    "pLDDT less lDDT-CA (points)": (None, "val/plddt_too_high"),
+    "pLDDT minus 100 x lDDT-CA": (None, "val/plddt_too_high"),
     "Gradient norm": ("train/gradient_norm", None),
     "Learning rate": ("train/lr", None),
     "Samples a second": ("train/samples_per_second", None),
@@ -69,8 +69,8 @@ def page(runs: Sequence[Run]) -> Page:
         made.legend(names)
     resumed = " Thin lines down: the run was resumed." if any(one.resumes for one in runs) else ""
     made.note(
-        "Solid lines: training. Dashed lines: validation. Bands reach from the lowest to the highest value in between."
-        + resumed
+        "Solid lines: training. Dashed lines: validation. A band shows the lowest and the highest value where a point stands "
+        f"for several.{resumed}"
     )
     pace = [Series(one.name, *one.pace(), colour) for colour, one in enumerate(runs)]
     first, constant = _charts(runs, _series(runs, _FIRST) | {"Seconds a step": ("", pace)})

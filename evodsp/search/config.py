@@ -18,7 +18,7 @@ class SearchConfig:
     """Which sequences to search, with what, and where to keep the alignments."""
 
     inputs: Sequence[Path]
-    """FASTA files, folders of them, or - for standard input."""
+    """FASTA or CSV files, folders of FASTA files, or - for standard input."""
     output: Path
     """Folder for the alignments, one sub-folder per record: what `evodsp predict --alignments` takes. Records that it holds
     already are not searched again."""

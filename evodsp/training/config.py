@@ -148,7 +148,7 @@ class DataConfig:
     """Folder with a sub-folder of .a3m and .sto files, or one file, per chain: `<pdbid>_<chain>`, or ColabFold's `<name>.a3m`.
     OpenFold3's .npz files and OpenFold's databases are read, too."""
     structure_dir: str = "data/mmcif_files"
-    """Folder of structures, `<pdbid>.cif` or `<pdbid>.cif.gz`."""
+    """Folder of structures, `<pdbid>.cif` or `<pdbid>.pdb`, gzipped or not."""
     store: str | None = None
     """Feature store that `evodsp data build` made, for complexes with --complexes true: a folder, or an address such as
     s3://bucket/store. Chains and templates are then read from it; alignment_dir and structure_dir are not used. null reads the
@@ -174,9 +174,8 @@ class DataConfig:
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """Predicted structures that are trained on too."""
     assumed_resolution: float | None = None
-    """Resolution, in Å, that chains of structure_dir or store are taken to have whose structure states none: NMR, predictions,
-    often a file of your own. Within the bounds of model.loss (0.1 to 3 Å) the pLDDT, PAE and resolved losses then count them.
-    null (AF2): these losses are 0 for them."""
+    """Resolution in Å for chains whose structure states none: NMR, predictions, often a file of your own. With one within the
+    bounds of model.loss (0.1 to 3 Å) the pLDDT, PAE and resolved losses count these chains. null (AF2): they do not."""
     assembly: str | None = "1"
     """Complexes (model.arrangement multimer): the biological assembly that is read from a structure file; null reads the
     asymmetric unit."""
@@ -184,10 +183,11 @@ class DataConfig:
     """Complexes: which rows of different chains' alignments stand beside each other. `species`: rows of uniprot_hits of one
     species, as in AlphaFold-Multimer. `entry`: rows of all alignments whose names are chains of one entry (1ao7_A, 1ao7_B)."""
     template_structure_dir: str | None = None
-    """Folder of template structures, `<pdbid>.cif` or `<pdbid>.cif.gz`. Template hits are read from the .hhr files and
+    """Folder of template structures, as structure_dir. Template hits are read from the .hhr files and
     from hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null reads no templates."""
     max_template_date: str | None = None
-    """Latest release date of a template, such as 2018-04-30. In any case, templates are 60 days older than their chain."""
+    """Latest release date of a template, such as 2018-04-30. In any case, templates are at least 60 days older
+    than their chain."""
     obsolete: str | None = None
     """The PDB's obsolete.dat, which names the entries that replace withdrawn templates; null takes those of the index."""
     template_chains: str | list[str] | None = None
@@ -310,7 +310,7 @@ class RunConfig:
     output: str = field(default="runs/evodsp", metadata={"resume": "free"})
     """Folder of the run's files: checkpoints/, curve.csv, tensorboard/ and config.yaml."""
     overwrite: bool = field(default=False, metadata={"resume": "free"})
-    """Replace an earlier run in the output folder; without this, its checkpoints are an error."""
+    """Replace an earlier run in the output folder. false: a folder that holds checkpoints of one is refused."""
     ckpt_path: str | None = field(default=None, metadata={"resume": "free"})
     """Checkpoint to resume from or to score; `last` and `best` are the ones in the output folder. fit: `auto` resumes from
     `last` if it exists and otherwise starts a new run, so that one command line does both."""

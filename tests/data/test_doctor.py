@@ -211,6 +211,7 @@ def test_a_feature_store_is_examined(folder: Path) -> None:
     config = written(folder, "a.yaml", **given, train_chains=[KEY, OTHER, "3abc_A"])
     code, report = doctor(folder, "--config", config)
     assert (code, report["counts"]["read"], report["counts"]["without a record"]) == (0, 2, 1)
+    assert not [name for name in report["counts"] if "pairing" in name or "one chain" in name]  # of complexes alone
     assert report["chains"] == [{"chain": "3abc_A", "state": "missing", "reason": "no record"}]
     (shard,) = (folder / "store" / "chains").glob("*.tar")
     data = bytearray(shard.read_bytes())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+from pathlib import Path
 
 from evodsp.inference.batch_table import write_batch_table
 from evodsp.inference.predict import predict
+from evodsp.inference.results import RANKING, result_folders
 from tests.builders.prediction import silent
 
 from .conftest import Workplace
@@ -34,3 +36,12 @@ def test_a_users_own_table_stays(workplace: Workplace) -> None:
     (output / "predictions.csv").write_text("id,sequence\n")
     assert write_batch_table(output) == output / "predictions_evodsp.csv"
     assert (output / "predictions.csv").read_text() == "id,sequence\n"
+
+
+def test_targets_are_ordered_as_people_count(tmp_path: Path) -> None:
+    """Catches variant_10 before variant_2."""
+    for name in ("v_10", "v_2", "v", "10", "v_2_b", "v_02"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / RANKING).write_text("{}")
+    (tmp_path / "other").mkdir()
+    assert [folder.name for folder in result_folders(tmp_path)] == ["10", "v", "v_02", "v_2", "v_2_b", "v_10"]

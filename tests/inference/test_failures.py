@@ -66,7 +66,7 @@ def _all_unknown(workplace):
 
 def _letters_that_are_none(workplace):
     workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\nGST1!\n")
-    return workplace.config, r"targets\.fasta:4: illegal letter '1' in sequence 'beta_A'"
+    return workplace.config, r"targets\.fasta:4: illegal letter '1' at position \d+ of sequence 'beta_A'"
 
 
 def _far_too_long(workplace):

@@ -246,7 +246,7 @@ def test_the_records_of_a_file_are_one_complex(tmp_path: Path) -> None:
     assert _chains(record) == [("1abc_D", "ACD"), ("1abc_E_A", "EFG"), ("1abc_E_B", "EFG")]
     assert (one.query.name, one.chains) == ("one", ())
     assert failure.name == "bad"
-    assert "bad.fasta:4: illegal letter '1' in sequence 'b'" in failure.reason
+    assert "bad.fasta:4: illegal letter '1' at position 2 of sequence 'b'" in failure.reason
 
 
 def test_tables_of_sequences(tmp_path: Path) -> None:
@@ -258,14 +258,55 @@ def test_tables_of_sequences(tmp_path: Path) -> None:
     reasons = [failure.reason.partition("x.csv:")[2] for failure in failures]
     assert [reason[:20] for reason in reasons] == ["6: illegal letter '1", "7: the name 'two' wa"]
     for text, reason in (
-        ("name,sequence\na,ACD\n", "x.csv:1: a table without a column 'id'"),
+        ("Name,sequence\na,ACD\n", "x.csv:1: a table without a column 'id': its first line is 'Name,sequence'"),
         ("id,sequence\n", "x.csv: a table without a record"),
-        ("id,sequence\na\n", "x.csv:2: 1 cells, but the first line has 2 columns"),
         (f"id,sequence\na,{'A' * 200_000}\n", "x.csv:2: not a CSV table"),
+        (
+            'id,sequence\nb,ACD\na,"ACD\nc,ACD\n',
+            "x.csv:3: not a CSV table (unexpected end of data); look for a quotation",
+        ),
     ):
         (tmp_path / "x.csv").write_text(text)
         (failure,) = read_inputs([tmp_path / "x.csv"])[1]
         assert reason in failure.reason
+
+
+def test_one_bad_line_of_a_table(tmp_path: Path) -> None:
+    """Catches a line that costs the others, words of FASTA files in its message, and a cell that is read as a sequence because
+    a name has a comma."""
+    lines = ["a,ACD", "b,", ",ACD", "c", "my,d,ACD", "e,ACD,", 'f,"AC\nD"', "g,A1C"]
+    (tmp_path / "x.csv").write_text("\n".join(["id,sequence", *lines]))
+    records, failures = read_inputs([tmp_path / "x.csv"])
+    assert [(record.query.name, record.query.letters) for record in records] == [(name, "ACD") for name in "aef"]
+    for failure, reason in zip(
+        failures,
+        (
+            "3: 'b' has no sequence; write it into the column 'sequence', or remove the line",
+            "4: a line without a name; write one into the column 'id', or remove the line",
+            "5: 'c' has no sequence",
+            "6: 3 cells, but the first line has 2 columns",
+            "10: illegal letter '1' at position 2 of sequence 'g'; a sequence has letters only",
+        ),
+        strict=True,
+    ):
+        assert f"x.csv:{reason}" in failure.reason
+        assert failure.name
+
+
+def test_separators_and_line_ends_of_a_table(tmp_path: Path) -> None:
+    """Catches tables as spreadsheets write them: with semicolons or tabs, carriage returns, a byte-order mark and capitals."""
+    for text in (
+        "id;sequence;note\na;ACD;1,5\n",
+        '"ID"\t"Sequence"\r\na\tACD\r\n',
+        "\ufeffSequence;ID\r\nACD;a\r\n",
+        "id;sequence\ra;ACD\r",
+    ):
+        (tmp_path / "x.csv").write_bytes(text.encode())
+        (record,), failures = read_inputs([tmp_path / "x.csv"])
+        assert not failures
+        assert (record.query.name, record.query.letters) == ("a", "ACD")
+    (tmp_path / "x.tsv").write_text("id\tsequence\na\tACD\n")
+    assert [record.query.letters for record in read_inputs([tmp_path / "x.tsv"])[0]] == ["ACD"]
 
 
 def test_colabfolds_alignments_of_complexes(tmp_path: Path) -> None:
@@ -419,3 +460,10 @@ def test_a_part_of_a_name_is_checked(tmp_path: Path) -> None:
     assert [record.query.name for record in records] == ["P1"]
     assert ["begins with '.'" in failures[0].reason, "the name 'P1' is that of" in failures[1].reason] == [True, True]
     assert read_inputs([tmp_path / "a.fasta"], one_complex=True)[0] == []
+
+
+def test_the_position_of_an_illegal_letter(tmp_path: Path) -> None:
+    """Catches positions along a line in place of the sequence, and blanks that are counted as residues."""
+    (tmp_path / "x.fasta").write_text(">a\nACD EFG\nAC-D\n")
+    (failure,) = read_inputs([tmp_path / "x.fasta"])[1]
+    assert "x.fasta:3: illegal letter '-' at position 9 of sequence 'a'" in failure.reason

@@ -16,6 +16,7 @@ from evodsp.cli import main
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
+from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.score import scores as module
@@ -29,6 +30,7 @@ from evodsp.inference.score.scores import (
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.score_tables import ChainScores
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
+from tests.builders.missing_residues import SEEN, WHOLE, write
 from tests.builders.training_chains import write_chain
 
 LENGTH = 40
@@ -117,6 +119,18 @@ def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
     found_high = re.search(r": ([\d.]+) too high", line)
     assert found_high is not None
     assert float(found_high[1]) == pytest.approx(float(predicted.plddt[resolved].mean() - true), abs=0.11)
+
+
+def test_the_scores_are_written_before_they_are_printed(cases):
+    """Catches `evodsp score | head` that leaves no scores.csv."""
+    root, _ = cases
+
+    def closed(line: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        write_report(root / "predictions", root / "structures", KEYS, root / "shown", closed)
+    assert (root / "shown" / "scores.csv").is_file()
 
 
 def test_table_explains_each_column():
@@ -243,6 +257,21 @@ def test_another_protein_is_not_compared(cases):
     write_mmcif(path, [Chain(**{**vars(other), "sequence": sequence, "mask": other.mask * 0 + (np.arange(37) < 3)})])
     with pytest.raises(UserError, match="residue 1 is A against W"):
         compare(root / "predictions" / "9aaa_B" / "seed_1.cif", path, "B")
+
+
+def test_residues_that_the_structure_does_not_have(tmp_path):
+    """Catches a structure without SEQRES and with missing residues that is refused, or compared with the wrong residues."""
+    chain = write(tmp_path).parsed("x", with_hits=False).chain
+    aatype = encode(chain.sequence).astype(np.int32)
+    mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
+    plddt = np.full(len(aatype), 80, np.float32)
+    with whole_folder(tmp_path / "predictions" / "x") as work:
+        write_results(work, {0: PredictedStructure("x", aatype, chain.positions, mask, plddt)}, "cif", {}, "x")
+        write_json(work / TIMINGS, {})
+    (scores,) = module.compare_all(tmp_path / "predictions", tmp_path, {"test": ["x"]})
+    assert (scores.residues, scores.resolved) == (len(WHOLE), len(SEEN))
+    assert scores.lddt_ca == pytest.approx(1)
+    assert scores.rmsd == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,19 @@ def test_index_has_a_column_of_ptm_only_where_there_is_one(output: Path, tmp_pat
     assert ">pTM<" not in batch_page(tmp_path, []).html()
 
 
+def test_index_explains_its_colours_and_draws_no_single_bar(output: Path, tmp_path: Path) -> None:
+    """Catches coloured strips without a legend, and a histogram of which all targets are one bar."""
+    for name in "abcde":
+        shutil.copytree(output / "x", tmp_path / name)
+    page = batch_page(tmp_path, []).html()
+    assert "confident (&gt; 70)" in page
+    assert "<h3>Mean pLDDT</h3>" not in page
+    (tmp_path / "f").mkdir()
+    write_results(tmp_path / "f", {0: helix(3)}, "cif", {}, "f")
+    write_json(tmp_path / "f" / TIMINGS, {"name": "f"})
+    assert "<h3>Mean pLDDT</h3>" in batch_page(tmp_path, []).html()
+
+
 def test_a_target_leads_back_to_our_index_not_to_the_users(output: Path, tmp_path: Path) -> None:
     """Catches a way back to a page of somebody else's, beside which evodsp writes its own."""
     shutil.copytree(output / "x", tmp_path / "x")

@@ -31,11 +31,11 @@ def test_text_in_the_place_of_markup_is_escaped() -> None:
     button = {"number": 0, "name": BAD, "mean_plddt": BAD}
     page.template("inference/pages/seeds.html.j2", buttons=[button])
     row = {"target": BAD, "page": BAD}
-    page.template("inference/pages/targets.html.j2", columns={"target": True}, rows=[row])
+    page.template("inference/pages/targets.html.j2", columns={"target": True}, rows=[row], bands=[(BAD, BAD, BAD)])
     html = page.html()
     assert "<script" not in html
     assert not re.search(r'" onclick="', html)
-    assert html.count("&lt;script&gt;") == 7
+    assert html.count("&lt;script&gt;") == 10
 
 
 def test_a_picture_is_well_formed_whatever_it_names() -> None:

@@ -87,7 +87,7 @@ def test_missing_training_chains_are_left_out(folder: Path, indexed: bool) -> No
         find_chains(config(folder, indexed, train_chains=["3abc_C", "9abc_Z"]))
     with pytest.raises(UserError, match=r"validation_chains: no alignments of chain '1abd_A'.*Did you mean '1abc_A'"):
         find_chains(config(folder, indexed, validation_chains=[KEY, "1abd_A"]))
-    with pytest.raises(UserError, match=r"test_chains: no structure of chain '3abc_C'"):
+    with pytest.raises(UserError, match=r"test_chains: no structure of chain '3abc_C'.*Did you mean '2abc'"):
         find_chains(config(folder, indexed, test_chains=["3abc_C"]))
 
 

@@ -83,7 +83,7 @@ def test_the_terms_that_ask_for_a_resolution() -> None:
             [0.0, 3.1, 0.05],
             "1 of 3 training chains have no resolution and 2 have one outside of 0.1 to 3 Å: the loss",
         ),
-        (None, [0.0, np.nan, 2.0], "1 of 2 training chains whose resolution is known have no resolution: the loss"),
+        (None, [0.0, np.nan, 2.0], "1 of 2 training chains that were looked up have no resolution: the loss"),
         (2.0, [0.0, 0.0, 2.0], None),
         (2.0, [0.0, 4.0, 2.0], "1 of 3 training chains have one outside of 0.1 to 3 Å: the loss"),
         (9.0, [0.0, 2.0, 2.0], "1 of 3 training chains have no resolution: the loss"),

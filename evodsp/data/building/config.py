@@ -19,7 +19,7 @@ class BuildConfig:
     """Folder with a sub-folder of .a3m and .sto files, or one file, per chain: <pdbid>_<chain>, or ColabFold's <name>.a3m; or
     OpenFold's alignment databases."""
     structure_dir: Path
-    """Folder of structures, <pdbid>.cif or <pdbid>.cif.gz."""
+    """Folder of structures, <pdbid>.cif or <pdbid>.pdb, gzipped or not."""
     output: Path
     """Folder of the store. A build that was stopped is continued."""
     chains: Path | None = None

@@ -146,17 +146,22 @@ class Diagnosis:
         """Numbers of chains by fault; faults that only reading shows are counted among the chains that were read."""
         states = Counter(chain.state for chain in self.examined)
         lacking = Counter(self.missing.values())
+        examiner = self.data.examiner
+        of_stores = {"without a record": lacking["record"]} if examiner.store.unknown == "record" else {}
+        of_complexes = {
+            "read, whose rows for pairing need a look": sum(bool(chain.pairing_notes) for chain in self.examined),
+            "read, of one chain only": len(self.of_one_chain),
+        }
         return {
             "without alignments": lacking["alignments"],
             "without a structure": lacking["structure"],
-            "without a record": lacking["record"],
+            **of_stores,
             **{f"left out: {reason}": count for reason, count in self.selected.left_out.items()},
             "read": len(self.examined),
             "read, alignments of another sequence": states["mismatching"],
             "read, unreadable": states["unreadable"],
             "read, whose structure needs a look": sum(bool(chain.notes) for chain in self.examined),
-            "read, whose rows for pairing need a look": sum(bool(chain.pairing_notes) for chain in self.examined),
-            "read, of one chain only": len(self.of_one_chain),
+            **(of_complexes if examiner.unit == "complex" else {}),
             "unreadable header or first alignment (index)": len(self.unreadable_headers),
         }
 

@@ -25,6 +25,9 @@ _BETWEEN_CHAINS = ":"
 _FASTA, _FASTA_OF_CHAINS = byte_table(_LETTERS), byte_table(_LETTERS | {_BETWEEN_CHAINS: 0})
 SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] for letter in "BJOUZ"}
 """The replacements of letters that are no amino acid in a query: the same as in alignments, so that both agree."""
+_REPLACE = "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)"
+_REPLACED = "a sequence has letters only, one for each residue; write X for an unknown one"
+"""What to do about an illegal letter; the second where letters that are no amino acid are replaced, so it is none of them."""
 _STOP = b"*"
 _COPIES = re.compile(rb"#((?:\d{1,9},)*\d{1,9})[ \t]+((?:\d{1,9},)*\d{1,9})\s*$")
 """ColabFold's first line of an alignment: the lengths of the chains, and the number of copies of each."""
@@ -91,7 +94,7 @@ def read_record(
     sequence: ProteinSequence | FileFormatError
     chains: tuple[str, ...] = ()
     try:
-        sequence, chains = _sequence(record, name, line, line_of_name, several)
+        sequence, chains = _sequence(record, name, line, line_of_name, substitute, several)
     except FileFormatError as error:
         sequence = error
     return FastaRecord(name, line, sequence, record.bodies != given.bodies, chains)
@@ -112,7 +115,7 @@ def _both_cases(substitutes: Mapping[str, str]) -> tuple[list[str], list[str]]:
 
 
 def _sequence(
-    record: Records, name: str, line: int, line_of_name: dict[str, int], several: bool
+    record: Records, name: str, line: int, line_of_name: dict[str, int], substitute: bool, several: bool
 ) -> tuple[ProteinSequence, tuple[str, ...]]:
     """The sequence of a single record, and the letters of its chains if it has several."""
     path, row = record.path, record.rows[0]
@@ -122,7 +125,7 @@ def _sequence(
         raise FileFormatError(path, f"the name '{name}' was used on line {first} already; rename one of the two", line)
     line_of_name[name] = line
     table = _FASTA_OF_CHAINS if several else _FASTA
-    translate(record, table, "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)")
+    translate(record, table, _REPLACED if substitute else _REPLACE)
     letters = row.translate(None, BLANKS).decode().upper()
     if not letters:
         raise FileFormatError(path, f"sequence '{name}' is empty; add its residues or remove its header", line)
@@ -218,6 +221,7 @@ def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n
     joined = b"".join(records.rows).translate(table)
     if (at := joined.find(ILLEGAL)) >= 0:
         row, offset = _locate(records.rows, at)
+        position = len(records.rows[row][:offset].translate(None, BLANKS)) + 1
         index, offset = _locate(records.bodies[row], offset)
         letter = records.bodies[row][index][offset:].decode(errors="replace")[0]
         line = records.header_lines[row] + 1 + index
@@ -229,7 +233,9 @@ def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n
                 line,
             )
         raise FileFormatError(
-            records.path, f"illegal letter {letter!r} in sequence '{records.names()[row]}'; {fix}", line
+            records.path,
+            f"illegal letter {letter!r} at position {position} of sequence '{records.names()[row]}'; {fix}",
+            line,
         )
     return np.frombuffer(joined, np.uint8)
 

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -162,6 +162,9 @@ class _Entry:
     asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
     rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
     notes: dict[str, tuple[str, ...]]  # author chain id -> remarks for the user on its residues
+    breaks: Mapping[
+        str, tuple[int, ...]
+    ]  # author chain id -> residues behind which it breaks, if no sequence is listed
 
     @classmethod
     def read(cls, path: str | Path) -> _Entry:
@@ -182,6 +185,7 @@ class _Entry:
             asym_of_chain=asym_of_chain,
             rows_of_asym=rows_of_asym,
             notes=_notes(path, completed.notes, asym_of_chain),
+            breaks=completed.breaks,
         )
 
     def name_of(self, chain_id: str) -> str:
@@ -280,6 +284,7 @@ class _Entry:
                 if len(monomers[number]) > 1
             ),
             notes=self.notes[chain_id],
+            breaks=self.breaks.get(chain_id),
         )
 
     def _atom37(

@@ -7,7 +7,8 @@ gemmi completes PDB files, and mmCIF files without polymer sequences, to full mm
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import gemmi
@@ -40,10 +41,12 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Completed:
-    """The mmCIF block with the atoms of a file. `notes`: (author chain id, remark for the user)."""
+    """The mmCIF block with the atoms of a file. `notes`: (author chain id, remark for the user). `breaks`: by author chain id,
+    for the chains of which the file lists no sequence, the residues behind which they break (see `Chain.breaks`)."""
 
     block: cif.Block
     notes: tuple[tuple[str, str], ...] = ()
+    breaks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def read_block(path: str | Path) -> Completed:
@@ -114,16 +117,17 @@ def _completed(structure: gemmi.Structure) -> Completed:
         for subchain in entity.subchains
     }
     structure.assign_label_seq_id(force=True)
-    notes = []
+    notes, breaks = [], {}
     for number, (name, chain, found) in enumerate(chains):
         if found.left_out:
             notes.append((name, _left_out(name, found)))
         if not listed.isdisjoint(residue.subchain for residue in chain) or not found.sites:
             continue
         _number(structure, chain, found, f"{number}?")
+        breaks[name] = found.breaks
         if found.breaks:
             notes.append((name, _broken(name, found)))
-    return Completed(structure.make_mmcif_document().sole_block(), tuple(notes))
+    return Completed(structure.make_mmcif_document().sole_block(), tuple(notes), breaks)
 
 
 def _declare(chain: gemmi.Chain, found: FoundChain) -> None:
@@ -158,8 +162,8 @@ def _left_out(name: str, found: FoundChain) -> str:
 
 
 def _broken(name: str, found: FoundChain) -> str:
-    what = f"the file lists no sequence of chain '{name}', which breaks behind {_some(found.breaks)}"
-    return f"{what}; residues that are missing there are not in its sequence"
+    what = f"the file lists no sequence of chain '{name}', which breaks behind {_some([found.sites[i] for i in found.breaks])}"
+    return f"{what}; its alignment says which residues are missing, and without one nothing stands for them"
 
 
 def _some(sites: list[Site]) -> str:

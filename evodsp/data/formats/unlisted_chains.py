@@ -54,9 +54,10 @@ class FoundChain:
     left_out: list[Site]
 
     @property
-    def breaks(self) -> list[Site]:
-        """The sites behind which the chain breaks."""
-        return [a for a, b in pairwise(self.sites) if len(a.carbon) and len(b.nitrogen) and not _bonded(a, b)]
+    def breaks(self) -> tuple[int, ...]:
+        """The indices of the sites behind which the chain breaks."""
+        pairs = enumerate(pairwise(self.sites))
+        return tuple(i for i, (a, b) in pairs if len(a.carbon) and len(b.nitrogen) and not _bonded(a, b))
 
 
 def is_amino_acid(name: str) -> bool:

@@ -186,12 +186,12 @@ class CountedStructures:
         without, others = int((is_outside & (known == 0)).sum()), int((is_outside & (known != 0)).sum())
         if not terms or not without + others:
             return None
-        among = f"{chains:,} {kind}" if len(known) == chains else f"{len(known):,} {kind} whose resolution is known"
+        among = f"{chains:,} {kind}" if len(known) == chains else f"{len(known):,} {kind} that were looked up"
         have = f"{without:,} of {among} have no resolution" if without else ""
         which = f"{others:,}" if without else f"{others:,} of {among}"
         outside = f"{which} have one outside of {low:g} to {high:g} Å" if others else ""
         names = " and ".join([", ".join(terms[:-1]), terms[-1]] if terms[1:] else terms)
-        fix = f"; {self.setting} gives a resolution to chains without one" if without else ""
+        fix = f"; {self.setting} gives a resolution to those without one, such as 2.0" if without else ""
         return (
             f"{' and '.join(filter(None, (have, outside)))}: the loss {names} does not count them, as in AlphaFold2, so "
             f"train/{terms[0]} is 0 in steps of such chains alone{fix}"

@@ -39,7 +39,7 @@ from evodsp.data.sources.chain_folder import (
     read_template_hits,
     say_query_only,
 )
-from evodsp.data.sources.layout import StructureListing, chain_id_in
+from evodsp.data.sources.layout import StructureListing, chain_id_in, entry_of
 from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.sources.query_check import matched_alignments
 from evodsp.data.sources.store import Lacking, listed_chain
@@ -114,7 +114,8 @@ class ChainFiles:
     def absence(self, key: str, lacking: Lacking) -> str:
         """See `Store`."""
         if lacking == "structure":
-            return f"no structure of chain '{key}' in {self.structure_dir}; add it or leave the chain out"
+            there = [] if self.structure_dir is None else map(entry_of, self.structure_dir.iterdir())
+            return f"no structure of chain '{key}' in {self.structure_dir}; add it or leave the chain out.{nearest(key, there)}"
         return (
             f"no alignments of chain '{key}' in {self.alignment_dir}; add its folder or {key}.a3m, or leave the chain out."
             f"{nearest(key, self.keys())}"

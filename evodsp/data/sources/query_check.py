@@ -16,7 +16,11 @@ from evodsp.geometry.alphabet import UNKNOWN, decode, encode
 
 
 class QueryMismatch(UserError):
-    """Alignments or template hits that were made with another sequence."""
+    """Alignments or template hits that were made with another sequence, `found` (codes)."""
+
+    def __init__(self, message: str, found: Int8[np.ndarray, " L"] | None = None) -> None:
+        super().__init__(message)
+        self.found = found
 
 
 def check_query(
@@ -32,7 +36,7 @@ def check_query(
     `positions`: index of each residue in the whole query, for the message, if only a part of it is compared.
     """
     if len(found) != len(query):
-        raise QueryMismatch(f"{where} has {len(found)} residues, {query_name} has {len(query)}; {fix}")
+        raise QueryMismatch(f"{where} has {len(found)} residues, {query_name} has {len(query)}; {fix}", found)
     differs = np.flatnonzero((found != query) & (found != UNKNOWN) & (query != UNKNOWN))
     if differs.size:
         at = int(differs[0])
@@ -40,7 +44,8 @@ def check_query(
         position = 1 + (at if positions is None else int(positions[at]))
         raise QueryMismatch(
             f"{where} has '{letter}' at position {position}, {query_name} has '{expected}' "
-            f"({differs.size} {'position differs' if differs.size == 1 else 'positions differ'}); {fix}"
+            f"({differs.size} {'position differs' if differs.size == 1 else 'positions differ'}); {fix}",
+            found,
         )
 
 

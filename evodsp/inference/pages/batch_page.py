@@ -11,8 +11,8 @@ import numpy as np
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.inference.failures import RecordFailure
-from evodsp.inference.pages.residue_charts import strip
-from evodsp.inference.results import RANKING, REPORT, read_plddt, read_with_ranking
+from evodsp.inference.pages.residue_charts import named_bands, strip
+from evodsp.inference.results import REPORT, read_plddt, read_with_ranking, result_folders
 from evodsp.printing import counted
 from evodsp.report.charts import histogram
 from evodsp.report.page import OURS, Page
@@ -21,7 +21,7 @@ INDEX, BESIDE = "index.html", "index_evodsp.html"
 _STYLE = """
 .strip { width: 190px; height: 14px; border-radius: 3px; display: block; }
 .targets td { vertical-align: middle; } .targets th { position: sticky; top: 0; background: var(--back); }
-a { color: var(--bar); }
+a { color: var(--bar); } .bands { margin-bottom: 20px; }
 """
 _STRIP = 60
 """Most pieces of the coloured strip of a target."""
@@ -50,7 +50,7 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     """The page. Folders without a complete result are left out."""
     rows: list[dict[str, str]] = []
     means = []
-    for folder in sorted(path.parent for path in output.glob(f"*/{RANKING}")):
+    for folder in result_folders(output):
         try:
             result, ranking = read_with_ranking(folder)
             plddt = read_plddt(folder, result.best)
@@ -70,9 +70,9 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     )
     # Of models without a PAE head no target has a pTM, and no single chain has an ipTM.
     columns = {name: kind for name, kind in _HEADINGS.items() if name not in _SCORES or any(row[name] for row in rows)}
-    page.template("inference/pages/targets.html.j2", columns=columns, rows=rows)
-    if len(means) > 4:
-        counts, _ = np.histogram(means, bins=20, range=(0, 100))
+    page.template("inference/pages/targets.html.j2", columns=columns, rows=rows, bands=named_bands())
+    counts, _ = np.histogram(means, bins=20, range=(0, 100))
+    if len(means) > 4 and np.count_nonzero(counts) > 1:  # a chart of one bar says what the mean says
         page.charts({"Mean pLDDT": histogram([5.0 * n for n in range(21)], counts.tolist(), "mean pLDDT", "targets")})
     if failures:
         page.heading("Records that failed")

@@ -39,6 +39,12 @@ def band_colour(plddt: float) -> str:
     return next(colour for lower, colour, _ in BANDS if plddt >= lower)
 
 
+def named_bands() -> list[tuple[str, str, str]]:
+    """Colour, name and edge of each band, for a legend."""
+    edges = [f"> {lower}" if lower else f"< {BANDS[-2][0]}" for lower, _, _ in BANDS]
+    return [(colour, name, edge) for (_, colour, name), edge in zip(BANDS, edges, strict=True)]
+
+
 def plddt_chart(plddt: Mapping[int, Float[np.ndarray, " R"]], shown: int, chains: Sequence[ChainSpan] = ()) -> Markup:
     """pLDDT along the sequence, a line for each seed; only the line of the seed `shown` is visible. `chains`: of a complex."""
     marks, top = [], 100.0

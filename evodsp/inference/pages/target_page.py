@@ -34,6 +34,7 @@ from evodsp.inference.pages.residue_charts import (
     FRAME,
     PAE_COLOURS,
     coverage_chart,
+    named_bands,
     pae_uri,
     palette,
     plddt_chart,
@@ -237,10 +238,8 @@ def _link(entry: Mapping[str, Any]) -> Markup:
 
 def _views(best: _Seed) -> dict[str, Any]:
     """The structure and the matrix side by side: values of the template."""
-    edges = [f"> {lower}" if lower else f"< {BANDS[-2][0]}" for lower, _, _ in BANDS]
     values: dict[str, Any] = {
-        "bands": [(colour, name, edge) for (_, colour, name), edge in zip(BANDS, edges, strict=True)],
-        "residues": f"{len(best.plddt):,}", "highest": f"{best.highest:g}",
+        "bands": named_bands(), "residues": f"{len(best.plddt):,}", "highest": f"{best.highest:g}",
         "chains": [], "colours": [],
     }  # fmt: skip
     if best.structure.lengths:
@@ -294,7 +293,14 @@ def _relaxation_rows(relaxed: Mapping[str, Mapping[str, Any]]) -> Iterator[list[
 
 def _plain_rows(values: Mapping[str, Any]) -> list[list[str]]:
     """Names and values for a table, without those that are None or empty."""
-    words = {"peak_memory_mib": "peak memory, MiB", "peak_memory_of": "peak memory is of"}
+    words = {
+        "peak_memory_mib": "peak memory, MiB",
+        "peak_memory_of": "peak memory is of",
+        "numerics": "version of the numbers",
+        "alignments": "fingerprint of the alignments",
+        "checkpoint": "fingerprint of the checkpoint",
+        "raw": "raw weights, not averaged",
+    }
     named = {words.get(name, name.replace("_", " ")): value for name, value in values.items()}
     return [[name, _plain(value)] for name, value in named.items() if value not in (None, "")]
 

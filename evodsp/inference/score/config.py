@@ -31,7 +31,7 @@ class ScoreConfig:
     """For complexes: the biological assembly that is the truth; null: the asymmetric unit. A structure file that lists no
     assemblies is one."""
     baseline: Literal["nearest"] | None = None
-    """nearest: say for each chain its nearest training chain (by alignment score) and what a copy of it scores. The training
+    """nearest: name the nearest training chain of each chain (by alignment score), and the score of a copy of it. The training
     chains are those of config, train_chains or train."""
     config: Path | None = None
     """For the baseline: config.yaml of the run's folder, or another file of `evodsp fit`. Its `data` block names the training

@@ -16,8 +16,10 @@ from evodsp.data.records import Chain
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.similarity.nearest import Bar, Copy
 from evodsp.data.sources.layout import chain_id_in
+from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
 from evodsp.inference.results import RANKING, plddt_of, read_result
 from evodsp.inference.score.baseline import TrainingChains, training_chains, training_complexes
@@ -158,6 +160,9 @@ def write_report(
         copy_of = {(split, copy.chain): copy for split, one in bars.items() for copy in one.copies}
         beside = [ScoresBesideCopy.of(one, copy_of.get((one.split, one.chain))) for one in scores]
         scores, lines = beside, [line for split, one in bars.items() for line in _copy_lines(split, one, beside)]
+    # First, because `evodsp score | head` ends with the tenth line.
+    output.mkdir(parents=True, exist_ok=True)
+    write_scores(scores, output / "scores.csv")
     report(comparison_table(scores))
     for line in left_out:
         report(line)
@@ -169,8 +174,6 @@ def write_report(
     report("\nConfidence (both 0 to 100)")
     for split, calibration in found.items():
         report(calibration.line(split))
-    output.mkdir(parents=True, exist_ok=True)
-    write_scores(scores, output / "scores.csv")
     pictures = draw(predictions, structures, splits, output)
     calibration_figure(found, output / "calibration.png")
     report(
@@ -296,6 +299,8 @@ def _read_key(predictions: Path, structures: Path, key: str) -> _Pair:
 
 def _read_pair(prediction: Path, truth: Path, chain_id: str) -> _Pair:
     predicted, true = read_chain(prediction, _PREDICTED_CHAIN), read_chain(truth, chain_id)
+    if predicted.sequence != true.sequence:
+        true = with_missing_residues(true, encode(predicted.sequence)) or true
     if predicted.sequence != true.sequence:
         raise UserError(
             f"{prediction}: its sequence differs from chain {chain_id} in {truth} "
