@@ -15,6 +15,7 @@ from random import Random
 
 import torch
 
+from evodsp.data.complexes.store import decode_complex
 from evodsp.data.formats.mmcif import read_chain, read_confidence, read_header, read_structure
 from evodsp.data.formats.obsolete import parse_obsolete
 from evodsp.data.index.chain_index import ChainIndex
@@ -193,7 +194,7 @@ def _initialised(folder: Path) -> None:
 def _records(store: Path) -> list[Files]:
     import zstandard
 
-    records = [FeatureStore(str(store))._chains.read(key) for key in ("s001_A", "s007_A")]
+    records = [FeatureStore(str(store))._records.read(key) for key in ("s001_A", "s007_A")]
     return [{"r.zst/record": zstandard.ZstdDecompressor().decompress(record)} for record in records if record]
 
 
@@ -203,7 +204,7 @@ def each(read: Callable[[Path], object]) -> Read:
 
 
 def _record(path: Path) -> None:
-    for decode in (lambda data: decode_parsed(data, True), decode_chain):
+    for decode in (lambda data: decode_parsed(data, True), decode_chain, lambda data: decode_complex(data, True)):
         with suppress(ValueError):  # as documented: the store's message names the record
             decode(path.read_bytes())
 
