@@ -37,9 +37,13 @@ def main() -> None:
     features: dict[str, list[np.ndarray]] = {"query": [], "frequencies": [], "covariation": []}
     maps: list[np.ndarray] = []
     kinds: list[int] = []
+    trained: list[bool] = []
     for entry in lists[0] + lists[1]:
         parsed = files.parsed(entry)
         first, second = parsed.assembly.chains
+        if first.sequence == second.sequence:
+            continue  # the rows of a homodimer are not paired
+        trained.append(entry in lists[0])
         distance = np.linalg.norm(_ca(first)[:, None] - _ca(second), axis=-1)
         kinds.append(next((n for n, known in enumerate(maps) if _alike(distance, known)), len(maps)))
         if kinds[-1] == len(maps):
@@ -50,13 +54,14 @@ def main() -> None:
         features["query"].append(letters[0].ravel())
         features["frequencies"].append(letters.mean(0).ravel())
         features["covariation"].append(_covariation(rows[1:], size).ravel())
-    kind, trained = np.array(kinds), np.arange(len(kinds)) < len(lists[0])
-    chance = np.bincount(kind[~trained]).max() / (~trained).sum()
+    kind, is_trained = np.array(kinds), np.array(trained)
+    held_out = kind[~is_trained]
+    chance = np.bincount(held_out).max() / len(held_out)
     print(
-        f"{len(maps)} interfaces, {trained.sum()} training and {(~trained).sum()} held-out complexes, chance {chance:.2f}"
+        f"{len(maps)} interfaces, {sum(trained)} training and {len(held_out)} held-out complexes, chance {chance:.2f}"
     )
     for name, values in features.items():
-        right = _held_out_share(np.stack(values), kind, trained)
+        right = _held_out_share(np.stack(values), kind, is_trained)
         print(f"{name:12s} tells {right:.2f} of the held-out interfaces")
 
 

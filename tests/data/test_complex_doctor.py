@@ -210,5 +210,7 @@ def test_a_store_is_examined_in_place_of_folders(tmp_path: Path) -> None:
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     config["data"]["store"] = str(store)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    assert doctor(tmp_path) == of_files
-    assert of_files[0] == 0
+    code, found = doctor(tmp_path)
+    assert code == of_files[0] == 0
+    assert found["counts"].pop("without a record") == 0
+    assert found == of_files[1]

@@ -39,6 +39,8 @@ TEMPERATURE = 2.0
 """Of the sequences of chains in complexes; that of single chains is 1. Interfaces are surfaces, which vary more than cores."""
 _SWEEPS = 6
 """Of Gibbs sampling for paired rows. Rows nearer to the query would all have the query's interface, paired rightly or not."""
+_OF_PAIRED_ROWS = 3.0
+"""How much higher the temperature of a heterodimer's paired rows is. Columns that hardly vary cannot co-vary."""
 _POOL = 8
 """Relatives of each chain that find a partner, for each row that is written: the more there are, the better partners fit."""
 _DESCENT = (4, 0.5)
@@ -187,9 +189,10 @@ def _paired_rows(
     """The rows of each chain, the query first. Those of a heterodimer are drawn without the partner and paired afterwards: no
     row of one chain tells where the other binds, and not even all of them do."""
     count = config.sequences if family.is_homodimer else 1 + _POOL * (config.sequences - 1)
+    models = family.models if family.is_homodimer else [model.heated(_OF_PAIRED_ROWS) for model in family.models]
     rows = [
         draw_relatives(model, query, count, draws.at(place), _SWEEPS)
-        for place, (model, query) in enumerate(zip(family.models, queries, strict=False))
+        for place, (model, query) in enumerate(zip(models, queries, strict=False))
     ]
     if not family.is_homodimer:
         first, second = rows
