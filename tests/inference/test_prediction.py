@@ -128,7 +128,7 @@ def test_what_a_notebook_shows(with_pae: AlphaFold, tmp_path: Path) -> None:
         ([], None, "nothing to predict"),
         ({}, None, "nothing to predict"),
         ({"a b": "MK"}, None, "the name 'a b' is empty or has blanks"),
-        ({"a": "x.fasta"}, None, "'a' is 'x.fasta', but must be a sequence"),
+        ({"a": "x.fasta"}, None, "'a' is 'x.fasta', but a sequence is in upper-case letters"),
         ({"a": "MK", "b": "MK"}, ">a\nMK\n", "one alignment for 2 sequences"),
         ({"alpha": "MK"}, {"alpa": ">a\nMK\n"}, "no record. Did you mean 'alpha'?"),
         ({"a": "MK"}, {"a": "nope.a3m"}, "'nope.a3m' is no file or folder, and no A3M text"),

@@ -145,11 +145,21 @@ def test_further_sigterms_do_not_lose_a_checkpoint() -> None:
     takes the run for one that failed."""
     process = begin([sys.executable, "-c", LAUNCH.replace("import time; time.sleep(100)", SAVES)])
     assert process.stdout is not None
-    process.stdout.readline()
+    ranks = [int(pid) for pid in process.stdout.readline().split()]
+    deadline = time.monotonic() + 60
+    while not all(catches(pid, signal.SIGTERM) for pid in ranks):  # on a busy machine Python takes seconds to start
+        assert time.monotonic() < deadline, "ranks did not begin"
+        time.sleep(0.05)
     for _ in range(3):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
     assert process.wait(timeout=60) == 75
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for the signal."""
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 SAVES = (
