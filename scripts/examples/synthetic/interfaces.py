@@ -1,10 +1,11 @@
 """Sequences of complexes: residues that touch across an interface co-vary.
 
 What fits is the chemistry of touching residues: opposite charges, hydrophobic beside hydrophobic. In a heterodimer the rows of
-one chain are given partners among those of the other. Nothing but the pairing tells where the chains bind: couplings in the
-model of the sequences, even if each leaves two positions their frequencies, change those of their neighbours, and 48 rows of
-each chain alone told two interfaces apart (96 % of held-out complexes). In a homodimer, whose copies have one sequence,
-residues that touch are coupled in the model.
+one chain are given partners among those of the other. So the rows of one chain alone do not tell where the other binds; only
+the query tells some of it, because its residues without room beside the partner are replaced. Couplings in the model of the
+sequences would tell it: even if each leaves two positions their frequencies, those of their neighbours change, and a linear
+classifier knew the interface of 96 % of held-out complexes by 48 rows of each chain alone. In a homodimer, whose copies have
+one sequence, residues that touch are coupled in the model.
 
 Shapes: R and Q residues of the two chains, S sequences, 20 amino acids in AF2's order.
 """

@@ -112,8 +112,8 @@ Members of a family share the fold and at least half of their residues. Each has
 """
 _ABOUT_COMPLEXES = """\
 Members of a family share the folds of their two chains and the interface between them, up to small differences. Families with
-the same folds have other interfaces. Which one a heterodimer has is written in the pairing of its rows alone: columns that
-touch across the interface co-vary in rows of one species, and the rows of each chain were drawn without the other chain.
+the same folds have other interfaces. Which one a heterodimer has is written in the pairing of its rows: columns that touch
+across the interface co-vary in rows of one species. The rows of each chain were drawn without the other chain.
 
 - `mmcif_files/<id>.cif.gz`: structures, all heavy atoms; assembly 1 is the chains A and B
 - `alignments/<id>_A/`, `<id>_B/`: a homodimer has the first alone, because its chains have one sequence
