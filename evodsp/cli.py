@@ -233,9 +233,10 @@ COMMANDS: dict[str, Command] = {
             settings="evodsp.data.building.config:BuildConfig",
             runner="evodsp.data.building.command:run",
             required="--alignment_dir DIR --structure_dir DIR --output DIR",
-            description="Parse the alignments, structures and template hits of chains once, into a feature store: compressed "
-            "records with checksums, from which training makes the same samples (data.store). A build that was stopped is "
-            "continued by the same command. Chains that cannot be read are left out and listed in failed.jsonl.",
+            description="Parse the alignments, structures and template hits of chains once, or with --complexes true those of "
+            "complexes, into a feature store: compressed records with checksums, from which training makes the same samples "
+            "(data.store). A build that was stopped is continued by the same command. What cannot be read is left out and "
+            "listed in failed.jsonl.",
             alone={"scheduler": "local"},
         ),
         SettingsCommand(

@@ -67,7 +67,7 @@ def test_a_kernel_that_needs_a_package_is_replaced_with_a_warning(wanted: str, m
     """Catches an import that ends the run, and words that do not say how the backend is had."""
     package, backend = KERNELS[wanted]
     take_away(package, monkeypatch)
-    choices = choose(KernelsConfig(backend=backend), torch.device("cpu"), torch.float32)[1]  # type: ignore[arg-type]
+    choices = choose(KernelsConfig(backend=backend), torch.device("cpu"), torch.float32)[1]
     lines = summary(choices, torch.device("cpu"))
     assert len(lines) == 2
     assert lines[1].startswith(

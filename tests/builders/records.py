@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
 
-def same(first: object, second: object) -> None:
+def same(first: Any, second: Any) -> None:
     """Every field of two records is equal, arrays in type, shape and bits."""
-    for item in dataclasses.fields(first):  # type: ignore[arg-type]
+    for item in dataclasses.fields(first):
         one, other = getattr(first, item.name), getattr(second, item.name)
         if isinstance(one, np.ndarray):
             assert (one.dtype, one.shape) == (other.dtype, other.shape), item.name

@@ -7,6 +7,7 @@ import pickle
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,8 +193,9 @@ def test_a_damaged_record_is_one_line(files: ComplexFiles) -> None:
         ({"min_plddt": 50.0}, ("--min_plddt is 50", "self-distillation")),
     ],
 )
-def test_settings_that_would_be_ignored_are_refused(changes: dict[str, object], words: tuple[str, ...]) -> None:
+def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     """Catches a builder that takes an option and does nothing with it."""
+    given: dict[str, Any] = {"complexes": True, **changes}
     with pytest.raises(UserError) as error:
-        BuildConfig(Path("a"), Path("b"), Path("c"), **{"complexes": True, **changes})  # type: ignore[arg-type]
+        BuildConfig(Path("a"), Path("b"), Path("c"), **given)
     assert all(word in str(error.value) for word in words)

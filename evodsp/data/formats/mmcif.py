@@ -162,9 +162,7 @@ class _Entry:
     asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
     rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
     notes: dict[str, tuple[str, ...]]  # author chain id -> remarks for the user on its residues
-    breaks: Mapping[
-        str, tuple[int, ...]
-    ]  # author chain id -> residues behind which it breaks, if no sequence is listed
+    breaks: Mapping[str, tuple[int, ...]]  # author chain id -> see `Chain.breaks`
 
     @classmethod
     def read(cls, path: str | Path) -> _Entry:
