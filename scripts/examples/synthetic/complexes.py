@@ -54,6 +54,10 @@ class ComplexFamily:
 
     chains: tuple[Family, Family]
     pose: Pose
+    poses: tuple[Pose, ...]
+    """Those in which a sequence must fit: its own, or with `--twins true` those of all families with these chains."""
+    origin: int
+    """Of which family's random stream the members are made: its own, or that of the first family with these chains."""
     touching: Int64[np.ndarray, "K 2"]
     models: tuple[PottsModel, ...]
 
@@ -65,8 +69,8 @@ class ComplexFamily:
 def make_complexes(config: SynthesisConfig) -> Iterator[tuple[Member, ...]]:
     """The chains of each complex, family after family; held-out members come last."""
     serial = 0
-    for number, family in enumerate(_families(config)):
-        draws = Draws.root(config.seed).at("complexes", number)
+    for family in _families(config):
+        draws = Draws.root(config.seed).at("complexes", family.origin)
         for place in range(config.members + config.held_out):
             serial += 1
             yield _member(config, family, serial, place >= config.members, draws.at("member", place))
@@ -82,18 +86,21 @@ def _families(config: SynthesisConfig) -> Iterator[ComplexFamily]:
     wanted += [(n % config.families,) * 2 for n in range(config.homodimers)]
 
     @cache
-    def poses(first: int, second: int) -> Iterator[Pose]:
+    def poses(first: int, second: int) -> list[Pose]:
         one, other = (centred(chains(number).backbone) for number in (first, second))
-        return iter(dock(one, other, wanted.count((first, second)), first == second, draws.at("dock", first, second)))
+        return dock(one, other, wanted.count((first, second)), first == second, draws.at("dock", first, second))
 
     for number, (first, second) in enumerate(wanted):
         families = chains(first), chains(second)
-        pose, here = next(poses(first, second)), draws.at("couple", number)
+        docked, here = poses(first, second), draws.at("couple", number)
+        pose = docked[wanted[:number].count((first, second))]
         one, other = (centred(family.backbone) for family in families)
         touch = touching(one[:, CB], pose.place(one, other)[:, CB])
         own, partner = (family.model.heated(TEMPERATURE) for family in families)
         models = (couple_copies(own, touch, here),) if first == second else (own, partner)
-        yield ComplexFamily(families, pose, touch, models)
+        twins = config.twins and first != second
+        origin = wanted.index((first, second)) if twins else number
+        yield ComplexFamily(families, pose, tuple(docked) if twins else (pose,), origin, touch, models)
 
 
 def _member(
@@ -118,7 +125,7 @@ def _member(
 
 
 def _backbones(family: ComplexFamily, draws: Draws) -> list[Float64[np.ndarray, "r 6 3"]]:
-    """Relatives of the chains' backbones in a pose that differs a little; the copies of a homodimer differ less."""
+    """Relatives of the chains' backbones, each centred; the copies of a homodimer differ less."""
     first, second = family.chains
     torsions = [vary(first.blueprint, first.torsions, draws.at("shape", 0), *_VARIATION)]
     if family.is_homodimer:
@@ -129,16 +136,14 @@ def _backbones(family: ComplexFamily, draws: Draws) -> list[Float64[np.ndarray, 
     for chain, own in zip(family.chains, torsions, strict=True):
         atoms = build_backbone(own)
         placed.append(superpose(atoms[:, CA], centred(chain.backbone)[:, CA], atoms))
-    return [placed[0], family.pose.shaken(draws.at("pose")).place(placed[0], placed[1], _OVERLAP)]
+    return placed
 
 
 def _side_chains(
     family: ComplexFamily, backbones: list[np.ndarray], draws: Draws
 ) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
-    """The sequences of both chains, and all their heavy atoms. A residue without room in one copy of a homodimer is replaced in
-    both."""
-    bonded = np.arange(1, sum(map(len, backbones))) != len(backbones[0])
-    backbone = np.concatenate(backbones)
+    """The sequences of both chains, and all their heavy atoms in the family's pose, which differs a little from member to
+    member. A residue without room in any of the poses is replaced."""
     sequence = draws.at("sequence")
     types = np.concatenate(
         [
@@ -146,10 +151,26 @@ def _side_chains(
             for place, (model, chain) in enumerate(zip(family.models, family.chains, strict=False))
         ]
     )
+    while len(family.poses) > 1:
+        before = types
+        for pose in family.poses:
+            types, _ = _side_chains_in(family, pose, types, backbones, draws)
+        if np.array_equal(before, types):
+            break
+    return _side_chains_in(family, family.pose, types, backbones, draws)
+
+
+def _side_chains_in(
+    family: ComplexFamily, pose: Pose, types: Int64[np.ndarray, "..."], backbones: list[np.ndarray], draws: Draws
+) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
+    """As `_side_chains`, in one pose. A residue without room in one copy of a homodimer is replaced in both. `types`: of both
+    chains, or of the one that a homodimer has."""
+    size = len(backbones[0])
+    backbone = np.concatenate([backbones[0], pose.shaken(draws.at("pose")).place(*backbones, _OVERLAP)])
+    bonded = np.arange(1, len(backbone)) != size
     while True:
-        wanted = np.resize(types, len(backbone))
-        placed, atoms = place_side_chains(wanted, backbone, draws.at("side chains"), bonded)
-        first, second = placed[: len(backbones[0])], placed[len(backbones[0]) :]
+        placed, atoms = place_side_chains(np.resize(types, len(backbone)), backbone, draws.at("side chains"), bonded)
+        first, second = placed[:size], placed[size:]
         if not family.is_homodimer or np.array_equal(first, second):
             return placed, atoms
         types = np.where(first == types, second, first)

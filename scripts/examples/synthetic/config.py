@@ -42,6 +42,9 @@ class SynthesisConfig:
     homodimers: int = 0
     """How many of the families of complexes are homodimers. They have two copies of a chain of each family in turn, and come
     last."""
+    twins: bool = False
+    """Write each heterodimer once with each of the interfaces that its two chains have: the sequences and the rows that could
+    be paired are the same, and only the pairing tells which interface it is."""
     shuffled: bool = False
     """Give the rows of one chain of each heterodimer the species of other rows, so that what is paired does not belong
     together. A control: nothing else changes."""
@@ -72,6 +75,15 @@ class SynthesisConfig:
             raise UserError(
                 f"--families 1 has no two families for the {self.complexes - self.homodimers} heterodimers of --complexes "
                 f"{self.complexes}; ask for two families, or for --homodimers {self.complexes}"
+            )
+
+        heterodimers, pairs = self.complexes - self.homodimers, self.families * (self.families - 1) // 2
+        if self.shuffled and not heterodimers:
+            raise UserError("--shuffled true has no heterodimers, whose rows are paired; ask for --complexes 1 or more")
+        if self.twins and heterodimers <= pairs:
+            raise UserError(
+                f"--twins true needs two heterodimers with the same chains, but each of the {heterodimers} has its own pair of "
+                f"the --families {self.families}; ask for --complexes {pairs + 1 + self.homodimers} or more"
             )
 
     def length(self, family: int) -> int:

@@ -1,11 +1,11 @@
 """Sequences of complexes: residues that touch across an interface co-vary.
 
 What fits is the chemistry of touching residues: opposite charges, hydrophobic beside hydrophobic. In a heterodimer the rows of
-one chain are given partners among those of the other. So the rows of one chain alone do not tell where the other binds; only
-the query tells some of it, because its residues without room beside the partner are replaced. Couplings in the model of the
-sequences would tell it: even if each leaves two positions their frequencies, those of their neighbours change, and a linear
-classifier knew the interface of 96 % of held-out complexes by 48 rows of each chain alone. In a homodimer, whose copies have
-one sequence, residues that touch are coupled in the model.
+one chain are given partners among those of the other. So the rows of one chain alone do not tell where the other binds. The
+query tells some of it, because its residues without room beside the partner are replaced, unless it must fit in all interfaces
+(`twins` in `config`). Couplings in the model of the sequences would tell it: even if each leaves two positions their
+frequencies, those of their neighbours change, and a linear classifier knew the interface of 96 % of held-out complexes by 48
+rows of each chain alone. In a homodimer, whose copies have one sequence, residues that touch are coupled in the model.
 
 Shapes: R and Q residues of the two chains, S sequences, 20 amino acids in AF2's order.
 """

@@ -71,7 +71,7 @@ def _folds(entry: Entry) -> str:
 def _readme(config: SynthesisConfig, entries: list[Entry]) -> str:
     """The README of the output folder: its contents, and the command that makes it."""
     options = "".join(
-        f" --{field.name} {value}"
+        f" --{field.name} {str(value).lower()}"
         for field in dataclasses.fields(config)
         if field.name != "output" and (value := getattr(config, field.name)) != field.default
     )
@@ -85,7 +85,7 @@ def _readme(config: SynthesisConfig, entries: list[Entry]) -> str:
         rows.append(f"| {number} | {_folds(family[0])} | {residues} | {listed} |")
     table = "\n".join(["| family | fold | residues | train.txt | validation.txt |", "|---|---|---|---|---|", *rows])
     at = "data/dimers" if config.complexes else "data"
-    what = _ABOUT_COMPLEXES if config.complexes else _ABOUT_CHAINS
+    what = (_ABOUT_TWINS if config.twins else "") + (_ABOUT_COMPLEXES if config.complexes else _ABOUT_CHAINS)
     return f"""# Synthetic {"complexes" if config.complexes else "protein families"}
 
 Made by
@@ -109,6 +109,10 @@ Members of a family share the fold and at least half of their residues. Each has
 - `fasta/<id>_A.fasta`: the sequence, for prediction
 - `train.txt`, `validation.txt`: chain names; the validation chains are held out
 - `chain_data_cache.json`, `mmcif_cache.json`: OpenFold's caches; a family is a cluster
+"""
+_ABOUT_TWINS = """\
+Heterodimers at the same place of two families are twins: their sequences are the same, and all rows that could be paired, too.
+
 """
 _ABOUT_COMPLEXES = """\
 Members of a family share the folds of their two chains and the interface between them, up to small differences. Families with

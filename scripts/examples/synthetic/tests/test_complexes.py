@@ -84,6 +84,14 @@ def _toy_family(name: str, length: int) -> Family:
     return Family(blueprint, torsions, build_backbone(torsions), model, ancestor)
 
 
+@pytest.fixture
+def small_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folds and poses that are found quickly."""
+    monkeypatch.setattr(families, "VARIANTS", 1)
+    for name, value in (("STARTS", 8), ("REFINED", 2), ("STEPS", 2)):
+        monkeypatch.setattr(assemblies, name, value)
+
+
 def test_chains_are_packed_without_clashes() -> None:
     """Catches chains that lie apart, that run through each other, and side chains that were placed without the partner."""
     for family in bundled():
@@ -242,7 +250,8 @@ def test_ca_atoms_keep_their_distance() -> None:
 
 def _toy_rows(shuffled: bool = False, touching: tuple[int, int] = (3, 5)) -> list[dict[str, complexes.Homologs]]:
     one, other = _toy_family("one", 30), _toy_family("other", 28)
-    family = ComplexFamily((one, other), Pose(np.eye(3), np.eye(3)[0]), np.array([touching]), (one.model, other.model))
+    pose = Pose(np.eye(3), np.eye(3)[0])
+    family = ComplexFamily((one, other), pose, (pose,), 0, np.array([touching]), (one.model, other.model))
     config = SynthesisConfig(Path("new"), 2, sequences=20, complexes=1, shuffled=shuffled)
     query = np.concatenate([one.ancestor, other.ancestor], 1)[0]
     return complexes._alignments(config, family, "c001", query, Draws.root(4))
@@ -278,6 +287,23 @@ def test_rows_of_one_chain_do_not_tell_the_interface(monkeypatch: pytest.MonkeyP
     assert rows[0] == rows[1]
 
 
+def test_only_the_pairing_of_rows_tells_twins_apart(small_search: None) -> None:
+    """Catches twins whose sequences, chains or rows differ, so that something else than the pairing tells their interface."""
+    config = SynthesisConfig(Path("new"), 2, 1, 0, 28, 28, sequences=8, complexes=2, twins=True, seed=3)
+    twins = list(complexes.make_complexes(config))
+    for first, second in zip(*twins, strict=True):
+        assert first.chain.sequence == second.chain.sequence
+        inside = [np.linalg.norm(_ca(m.chain)[:, None] - _ca(m.chain), axis=-1) for m in (first, second)]
+        np.testing.assert_allclose(*inside, atol=1e-3)
+        unpaired = [member.alignments[complexes.UNPAIRED].residues for member in (first, second)]
+        np.testing.assert_array_equal(*unpaired)
+    across = [np.linalg.norm(_ca(a.chain)[:, None] - _ca(b.chain), axis=-1) for a, b in twins]
+    assert _interface_lddt(*across) < 0.45
+    (one, partner), (other, other_partner) = ([m.alignments[complexes.PAIRED].residues for m in twin] for twin in twins)
+    np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(partner, other_partner)
+
+
 def test_atoms_of_neighbours_that_are_not_bonded_count() -> None:
     """Catches the end of one chain and the start of the next taken for neighbours, whose atoms may be near."""
     types = np.array([0, 0, 0])
@@ -299,11 +325,8 @@ def test_short_chains_have_fewer_elements() -> None:
             assert len(blueprint.structure) == length
 
 
-def test_the_same_seed_gives_the_same_complexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_seed_gives_the_same_complexes(tmp_path: Path, small_search: None) -> None:
     """Catches randomness that is not a function of the seed alone, such as the time in the header of a gzip file."""
-    monkeypatch.setattr(families, "VARIANTS", 1)
-    for name, value in (("STARTS", 8), ("REFINED", 2), ("STEPS", 2)):
-        monkeypatch.setattr(assemblies, name, value)
     for name in ("first", "again"):
         synthesize(SynthesisConfig(tmp_path / name, 1, 1, 0, 28, 28, sequences=4, complexes=1, homodimers=1, seed=1))
     files = sorted(p.relative_to(tmp_path / "first") for p in (tmp_path / "first").rglob("*") if p.is_file())
@@ -320,6 +343,8 @@ def test_the_same_seed_gives_the_same_complexes(tmp_path: Path, monkeypatch: pyt
         ({"complexes": 300}, ("--complexes 300", "999")),
         ({"complexes": 1, "min_length": 27}, ("27..64", "28..128")),
         ({"complexes": -1}, ("complexes is -1", "at least 0")),
+        ({"complexes": 2, "homodimers": 2, "shuffled": True}, ("--shuffled true", "no heterodimers")),
+        ({"complexes": 4, "homodimers": 1, "twins": True}, ("--twins true", "each of the 3", "--complexes 5")),
     ],
 )
 def test_complexes_that_cannot_be_made_are_refused(settings: dict[str, int], words: tuple[str, ...]) -> None:
