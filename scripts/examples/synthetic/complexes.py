@@ -165,8 +165,9 @@ def _side_chains_in(
 ) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
     """As `_side_chains`, in one pose. A residue without room in one copy of a homodimer is replaced in both. `types`: of both
     chains, or of the one that a homodimer has."""
-    size = len(backbones[0])
-    backbone = np.concatenate([backbones[0], pose.shaken(draws.at("pose")).place(*backbones, _OVERLAP)])
+    one, other = backbones
+    size = len(one)
+    backbone = np.concatenate([one, pose.shaken(draws.at("pose")).place(one, other, _OVERLAP)])
     bonded = np.arange(1, len(backbone)) != size
     while True:
         placed, atoms = place_side_chains(np.resize(types, len(backbone)), backbone, draws.at("side chains"), bonded)
