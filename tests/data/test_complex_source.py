@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evodsp.data.complexes.merging import merge
-from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles, PairingRule
+from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles, PairingRule, say_query_paired
 from evodsp.data.sources.chain_folder import parse_alignment_file
 from evodsp.errors import UserError
 from tests.builders.alignments import database, preparsed
@@ -41,7 +41,24 @@ def test_rows_are_paired_by_the_rule(folders: tuple[Path, Path], rule: PairingRu
         assert differs.tolist() == [changed % columns.sum()]
 
 
-def test_a_chain_without_rows_for_pairing_is_said(folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def nothing_said() -> None:
+    """Warnings as in a new process."""
+    say_query_paired.cache_clear()
+
+
+def test_warnings_of_a_large_set_end(caplog: pytest.LogCaptureFixture, nothing_said: None) -> None:
+    """Catches a log flooded by thousands of chains without rows for pairing, and one that ends without a word."""
+    for number in [*range(30), 3]:
+        say_query_paired(f"alignments/{number}", "names")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in said] == [f"alignments/{number}" for number in range(11)]
+    assert ["doctor" in line for line in said] == [False] * 10 + [True]
+
+
+def test_a_chain_without_rows_for_pairing_is_said(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, nothing_said: None
+) -> None:
     """Catches a complex whose rows are not paired without a word, because a search was forgotten."""
     (folders[0] / "1abc_C" / "uniprot_hits.a3m").unlink()
     parsed = source(folders).parsed("1abc")
@@ -52,7 +69,7 @@ def test_a_chain_without_rows_for_pairing_is_said(folders: tuple[Path, Path], ca
 
 
 def test_rows_without_names_that_can_be_paired_are_said(
-    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, nothing_said: None
 ) -> None:
     """Catches a complex whose rows are not paired without a word, because their names are not UniProt's."""
     hits = folders[0] / "1abc_C" / "uniprot_hits.a3m"

@@ -35,6 +35,9 @@ from evodsp.geometry.alphabet import encode
 from evodsp.printing import logger
 from evodsp.reading.quoting import quoted
 
+_NAMED = 10
+"""Chains without rows for pairing that a process names in warnings."""
+
 
 @dataclass(frozen=True)
 class PairingRule:
@@ -260,8 +263,15 @@ def _pairing_of(
 
 @cache
 def say_query_paired(folder: str, names: str) -> None:
-    """Warn, once in a process, that a chain has no rows for pairing."""
-    logger(__name__).warning(f"{folder}: no rows to pair with other chains ({names}); its query alone is paired")
+    """Warn, once in a process, that a chain has no rows for pairing. After some chains further ones are not named."""
+    said = say_query_paired.cache_info().currsize
+    if said < _NAMED:
+        logger(__name__).warning(f"{folder}: no rows to pair with other chains ({names}); its query alone is paired")
+    elif said == _NAMED:
+        logger(__name__).warning(
+            f"{folder}: no rows to pair with other chains either; further chains like it are not named here ('evodsp data "
+            "doctor' names all)"
+        )
 
 
 def joined(alignments: Sequence[Alignment]) -> Alignment:
