@@ -143,12 +143,14 @@ def _open(config: DataConfig) -> ChainSamples:
 
 def _open_complexes(config: DataConfig) -> ComplexSamples:
     """The sources of complexes and of their templates. Raises UserError that names the setting."""
+    index = None if config.index is None else ComplexIndex(config.index)
     if config.store is not None:
         store, templates = _opened(ComplexStore, config, config.store)
         check_complex_store(store, config.assembly, config.pairing)
+        if index is not None:
+            index.check_assembly(config.assembly)
         return ComplexSamples(store, templates)
     _check_folders(config)
-    index = None if config.index is None else ComplexIndex(config.index)
     files = ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, RULES[config.pairing], index)
     # Chains that share a sequence have alignments once, so their structures tell the sequences of those that are listed.
     return ComplexSamples(files, _template_source(config, StructureFolder(config.structure_dir)))

@@ -11,6 +11,8 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FilterConfig
+from evodsp.data.building.command import build
+from evodsp.data.building.config import BuildConfig
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.complex_index import ComplexIndex
@@ -115,6 +117,11 @@ def test_an_index_of_something_else(folders: Folders) -> None:
     assert index.command.startswith("evodsp data index --complexes true --assembly null --alignment_dir")
     with pytest.raises(UserError, match=r"an index of the asymmetric unit \(null\), but data.assembly is assembly 1"):
         ComplexFiles(*folders, index=index)
+    store = folders[0].parent / "store"
+    build(BuildConfig(*folders, store, complexes=True, workers=1))
+    config = DataConfig(store=str(store), index=str(index.path), train_chains=["1abc"])
+    with pytest.raises(UserError, match=r"an index of the asymmetric unit \(null\), but data.assembly is assembly 1"):
+        find_chains(config, arrangement="multimer")
     with pytest.raises(UserError, match="an index of chains, but of complexes; make it again"):
         ChainIndex(index.path)
     chains = folders[0].parent / "chains"

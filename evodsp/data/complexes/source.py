@@ -20,7 +20,7 @@ from evodsp.data.complexes.keys import RowKey, entry_of_row, uniprot_species
 from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.formats.mmcif import read_assembly
-from evodsp.data.index.complex_index import ComplexIndex
+from evodsp.data.index.complex_index import ComplexIndex, in_words
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
@@ -99,18 +99,13 @@ class ComplexFiles:
         self._chains = ChainFiles(alignment_dir, structure_dir)
         self._warn = say_query_paired if warn is None else warn
         self._structures = StructureFolder(structure_dir)
-        if index is not None and index.assembly != assembly:
-            listed, wanted = (_unit(one) for one in (index.assembly, assembly))
-            raise UserError(
-                f"{index.path}: an index of {listed}, but data.assembly is {wanted}; make the index of that with "
-                f"'evodsp data index --complexes true --assembly {'null' if assembly is None else assembly}', or change "
-                "data.assembly"
-            )
+        if index is not None:
+            index.check_assembly(assembly)
 
     @property
     def assembly_name(self) -> str:
         """The assembly that is read, for messages."""
-        return _unit(self.assembly)
+        return in_words(self.assembly)
 
     @property
     def structure_dir(self) -> Path:
@@ -217,11 +212,6 @@ class ComplexFiles:
         alignments = self._chains.alignments(owner, query)
         paired = self._chains.alignments_for_pairing(owner, query, self.rule.reads)
         return msa_of(alignments, query), _pairing_of(paired, self.rule, str(self.alignment_dir / owner), self._warn)
-
-
-def _unit(assembly: str | None) -> str:
-    """An assembly in words that settings have, too."""
-    return "the asymmetric unit (null)" if assembly is None else f"assembly {assembly}"
 
 
 def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatures:

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from evodsp.data.index.chain_table import ChainTable, PackedTexts
 from evodsp.data.index.column_folder import Format, Index, Source, fitting_parts, within, write_columns
+from evodsp.errors import UserError
 
 FORMAT = Format(
     "complexes",
@@ -73,6 +74,11 @@ class ComplexColumns:
     """The chains of row i are those from first_chains[i] to first_chains[i + 1]."""
 
 
+def in_words(assembly: str | None) -> str:
+    """An assembly in words that settings have, too."""
+    return "the asymmetric unit (null)" if assembly is None else f"assembly {assembly}"
+
+
 class ComplexIndex(Index):
     """An open index of complexes."""
 
@@ -85,6 +91,15 @@ class ComplexIndex(Index):
             raise TypeError("an assembly that is no text")
         columns: dict[str, Any] = {**{name: text for name, text in texts.items() if name != "keys"}, **arrays}
         self.content = ComplexColumns(**columns)
+
+    def check_assembly(self, wanted: str | None) -> None:
+        """Raise UserError if the index is of another assembly than the run's."""
+        if self.assembly != wanted:
+            raise UserError(
+                f"{self.path}: an index of {in_words(self.assembly)}, but data.assembly is {in_words(wanted)}; make the index "
+                f"of that with 'evodsp data index --complexes true --assembly {'null' if wanted is None else wanted}', or change "
+                "data.assembly"
+            )
 
     @property
     def problems(self) -> PackedTexts:
