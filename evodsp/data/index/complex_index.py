@@ -95,10 +95,10 @@ class ComplexIndex(Index):
     def check_assembly(self, wanted: str | None) -> None:
         """Raise UserError if the index is of another assembly than the run's."""
         if self.assembly != wanted:
+            option = "null" if wanted is None else wanted
             raise UserError(
                 f"{self.path}: an index of {in_words(self.assembly)}, but data.assembly is {in_words(wanted)}; make the index "
-                f"of that with 'evodsp data index --complexes true --assembly {'null' if wanted is None else wanted}', or change "
-                "data.assembly"
+                f"of that with 'evodsp data index --complexes true --assembly {option}', or change data.assembly"
             )
 
     @property
