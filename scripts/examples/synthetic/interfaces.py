@@ -47,14 +47,17 @@ def partners(
     for scale, sign in ((HYDROPHOBICITY, 1), (CHARGE, -1)):
         one, other = (scale[rows[:, column]] for rows, column in zip((first, second), pairs.T, strict=True))
         fit += sign * (one - one.mean(0)) @ (other - other.mean(0)).T
-    partner = np.arange(len(first))
+    partner, now = np.arange(len(first)), fit  # of each row with each partner
+    gain = now + now.T - np.add.outer(now.diagonal(), now.diagonal())
     while True:
-        now = fit[:, partner]
-        gain = now + now.T - np.add.outer(now.diagonal(), now.diagonal())
         i, j = np.unravel_index(gain.argmax(), gain.shape)
         if gain[i, j] < 1e-9:
             return partner
-        partner[[i, j]] = partner[[j, i]]
+        both = [i, j]
+        partner[both] = partner[[j, i]]
+        now[:, both] = now[:, [j, i]]
+        gain[both] = now[both] + now[:, both].T - np.add.outer(now.diagonal()[both], now.diagonal())
+        gain[:, both] = gain[both].T
 
 
 def couple_copies(model: PottsModel, pairs: Int64[np.ndarray, "K 2"], draws: Draws) -> PottsModel:
