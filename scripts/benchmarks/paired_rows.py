@@ -35,7 +35,7 @@ def main() -> None:
     files = ComplexFiles(folder / "alignments", folder / "mmcif_files")
     lists = [(folder / name).read_text().split() for name in ("train.txt", "validation.txt")]
     features: dict[str, list[np.ndarray]] = {"query": [], "frequencies": [], "covariation": []}
-    maps: list[np.ndarray] = []
+    maps: list[np.ndarray] = []  # of all complexes: a member may be far from the first of its family, but not from all
     kinds: list[int] = []
     trained: list[bool] = []
     for entry in lists[0] + lists[1]:
@@ -45,9 +45,9 @@ def main() -> None:
             continue  # the rows of a homodimer are not paired
         trained.append(entry in lists[0])
         distance = np.linalg.norm(_ca(first)[:, None] - _ca(second), axis=-1)
-        kinds.append(next((n for n, known in enumerate(maps) if _alike(distance, known)), len(maps)))
-        if kinds[-1] == len(maps):
-            maps.append(distance)
+        alike = (kind for kind, known in zip(kinds, maps, strict=True) if _alike(distance, known))
+        kinds.append(next(alike, len(set(kinds))))
+        maps.append(distance)
         merged = merge(parsed.chains)
         rows, size = merged.msa[merged.block == 0], len(first)
         letters = np.eye(22)[rows]
@@ -58,7 +58,7 @@ def main() -> None:
     held_out = kind[~is_trained]
     chance = np.bincount(held_out).max() / len(held_out)
     print(
-        f"{len(maps)} interfaces, {sum(trained)} training and {len(held_out)} held-out complexes, chance {chance:.2f}"
+        f"{len(set(kinds))} interfaces, {sum(trained)} training and {len(held_out)} held-out complexes, chance {chance:.2f}"
     )
     for name, values in features.items():
         right = _held_out_share(np.stack(values), kind, is_trained)

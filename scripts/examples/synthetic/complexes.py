@@ -46,6 +46,10 @@ _POOL = 8
 _DESCENT = (4, 0.5)
 """Sweeps of Gibbs sampling, and the part of the residues redrawn in each, from the ancestors of two families to a complex."""
 
+_DESCENT_OF_TWINS = (1, 0.1)
+"""As `_DESCENT`, of twins. All rows of an outer product mean have the query in them: where queries differ much, the product of
+their letters varies more from complex to complex than what co-varies."""
+
 
 @dataclass(frozen=True)
 class ComplexFamily:
@@ -144,14 +148,15 @@ def _side_chains(
 ) -> tuple[Int64[np.ndarray, " R"], Float64[np.ndarray, "R 14 3"]]:
     """The sequences of both chains, and all their heavy atoms in the family's pose, which differs a little from member to
     member. A residue without room in any of the poses is replaced."""
-    sequence = draws.at("sequence")
+    sequence, twins = draws.at("sequence"), len(family.poses) > 1
+    sweeps, part = _DESCENT_OF_TWINS if twins else _DESCENT
     types = np.concatenate(
         [
-            model.sample(chain.ancestor, _DESCENT[0], sequence.at(place), _DESCENT[1])[0]
+            model.sample(chain.ancestor, sweeps, sequence.at(place), part)[0]
             for place, (model, chain) in enumerate(zip(family.models, family.chains, strict=False))
         ]
     )
-    while len(family.poses) > 1:
+    while twins:
         before = types
         for pose in family.poses:
             types, _ = _side_chains_in(family, pose, types, backbones, draws)
