@@ -30,8 +30,7 @@ RIDGES = (1.0, 30.0, 1000.0)
 """Penalties of the classifier; the best result of them is printed, so that none is too strong or too weak for one kind."""
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     files = ComplexFiles(folder / "alignments", folder / "mmcif_files")
     lists = [(folder / name).read_text().split() for name in ("train.txt", "validation.txt")]
     features: dict[str, list[np.ndarray]] = {"query": [], "frequencies": [], "covariation": []}
@@ -98,4 +97,4 @@ def _held_out_share(values: Float64[np.ndarray, "N F"], kind: np.ndarray, traine
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
-from scripts.benchmarks import communication, memory
+from scripts.benchmarks import communication, memory, paired_rows
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
@@ -147,3 +148,13 @@ def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     assert memory_of_program.peak == pytest.approx(max(itertools.accumulate(sizes)), rel=1e-3)
     assert memory_of_program.peak > 4 * 4 * 300 * 400
+
+
+def test_covariation_tells_the_interfaces_of_the_bundled_dimers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a classifier that sees the rows in wrong columns, trains on what it is asked, or counts interfaces wrongly."""
+    paired_rows.main(Path(__file__).parents[3] / "data" / "dimers")
+    sizes, *told = capsys.readouterr().out.splitlines()
+    assert sizes == "6 interfaces, 24 training and 6 held-out complexes, chance 0.17"
+    shares = {line.split()[0]: float(line.split()[2]) for line in told}
+    assert shares["covariation"] == 1.0
+    assert max(shares["query"], shares["frequencies"]) < 0.5
