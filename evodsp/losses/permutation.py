@@ -2,7 +2,8 @@
 
 Copies of a chain have the same sequence, so a model cannot know which of them is called the first. Before the losses compare
 anything, the true copies are therefore exchanged so that they fit the prediction. Positions are in Å. Shapes: R residues of
-the crop (all chains, and padding), C chains of the complex, L residues of its longest chain, K alignments that are tried.
+the crop (all chains, and padding), C chains of the complex, S of which the crop shows, L residues of its longest chain,
+K alignments that are tried.
 """
 
 from __future__ import annotations
@@ -119,25 +120,29 @@ def align_chains(
     predicted, chain, residue = predicted[real], asym_id[real].long() - 1, residue_index[real].long()
     # Near the origin the sums of squares keep their digits.
     predicted, positions = predicted - predicted.mean(0), positions - _mean(positions, mask)
-    products = torch.zeros(chains, chains, 7, 7, dtype=torch.float64)  # of [predicted chain, true chain]
-    for number in range(chains):
+    shown = chain.unique()
+    products = torch.zeros(len(shown), chains, 7, 7, dtype=torch.float64)  # of [predicted chain, true chain]
+    for place, number in enumerate(shown):
         here = (chain == number).nonzero()[:, 0]
         copies = (entity == entity[number]).nonzero()[:, 0]
         there = copies[:, None], residue[here]
-        products[number, copies] = _products(predicted[here], positions[there], mask[there])
+        products[place, copies] = _products(predicted[here], positions[there], mask[there])
     common = products[..., 3, 3]  # resolved residues
 
-    anchor = choose_anchor(truth.entity_id, common.diagonal().long().tolist(), draws)
+    resolved = torch.zeros(chains, dtype=torch.int64)
+    resolved[shown] = common[torch.arange(len(shown)), shown].long()
+    anchor = choose_anchor(truth.entity_id, resolved.tolist(), draws)
     if anchor is None:
         return own
-    tried = ((entity == entity[anchor]) & (common[anchor] >= FEWEST_ATOMS)).nonzero()[:, 0]
-    motion = _superposition(products[anchor, tried])
-    cost = _rmsd(motion[:, None, None], products) + _OTHER_CHAIN * (own[:, None] != own)
-    assigned = _assign(cost.masked_fill(entity[:, None] != entity, torch.inf), anchor, tried)
+    place = int((shown == anchor).nonzero())
+    tried = ((entity == entity[anchor]) & (common[place] >= FEWEST_ATOMS)).nonzero()[:, 0]
+    motion = _superposition(products[place, tried])
+    cost = _rmsd(motion[:, None, None], products) + _OTHER_CHAIN * (shown[:, None] != own)
+    assigned = _assign(cost.masked_fill(entity[shown, None] != entity, torch.inf), place, tried)
 
-    together = products[own, assigned].sum(1)  # [K, 7, 7]
+    together = products[torch.arange(len(shown)), assigned].sum(1)  # [K, 7, 7]
     total = _rmsd(_superposition(together), together) + _OTHER_CHAIN * (tried != anchor)
-    return assigned[total.argmin()]
+    return _with_hidden_chains(shown, assigned[total.argmin()], entity)
 
 
 def choose_anchor(entity_id: Sequence[int], resolved: Sequence[int], draws: Draws) -> int | None:
@@ -216,20 +221,37 @@ def _rmsd(motion: Float64[Tensor, "*#b 3 7"], products: Float64[Tensor, "*#b 7 7
     return distance.nan_to_num(nan=_NOTHING_IN_COMMON, posinf=_NOTHING_IN_COMMON).round(decimals=_DECIMALS)
 
 
-def _assign(cost: Float64[Tensor, "K C C"], anchor: int, true_anchors: Int64[Tensor, " K"]) -> Int64[Tensor, "K C"]:
+def _assign(cost: Float64[Tensor, "K S C"], anchor: int, true_anchors: Int64[Tensor, " K"]) -> Int64[Tensor, "K S"]:
     """The true chain of each predicted chain: always the cheapest pair of two chains that are free, after the anchor's pair.
 
     `cost` is infinite for pairs [predicted, true] of different sequences. As those never mix, the order is the same as
-    sequence by sequence. Chains that the crop does not show get the true chains that are left.
+    sequence by sequence.
     """
-    tries, chains = cost.shape[:2]
+    tries, shown, chains = cost.shape
     attempt = torch.arange(tries)
-    assigned = torch.empty(tries, chains, dtype=torch.int64)
+    assigned = torch.empty(tries, shown, dtype=torch.int64)
     predicted, true = torch.full_like(true_anchors, anchor), true_anchors
-    for _ in range(chains):
+    for _ in range(shown):
         assigned[attempt, predicted] = true
         cost[attempt, predicted] = torch.inf
         cost[attempt, :, true] = torch.inf
         cheapest = cost.flatten(1).argmin(1)
         predicted, true = cheapest // chains, cheapest % chains
     return assigned
+
+
+def _with_hidden_chains(
+    shown: Int64[Tensor, " S"], assigned: Int64[Tensor, " S"], entity: Int64[Tensor, " C"]
+) -> Int64[Tensor, " C"]:
+    """The permutation of all chains. Those that the crop does not show keep their own truth where it is free; the others get
+    what is left of their sequence."""
+    free = set(range(len(entity))) - set(assigned.tolist())
+    hidden = set(range(len(entity))) - set(shown.tolist())
+    permutation = torch.arange(len(entity))
+    permutation[shown] = assigned
+    without = sorted(hidden - free)
+    free -= hidden
+    for number in without:
+        permutation[number] = min(true for true in free if entity[true] == entity[number])
+        free.remove(int(permutation[number]))
+    return permutation

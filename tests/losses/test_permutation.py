@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses.fape import frame_aligned_point_error
-from evodsp.losses.permutation import TrueChains, align_chains, choose_anchor, labels_of_crop
+from evodsp.losses.permutation import TrueChains, _with_hidden_chains, align_chains, choose_anchor, labels_of_crop
 from evodsp.metrics import rmsd
 from evodsp.rng import Draws
 from tests.builders.host_waits import HostWaits
@@ -187,6 +187,17 @@ def test_a_crop_without_one_of_the_copies() -> None:
     only = x.keep(x.asym_id == 3)
     assert sorted(only.align()[:3]) == [0, 1, 2]
     assert only.align()[3:] == [3, 4]
+
+
+def test_hidden_chains_get_what_is_left() -> None:
+    """Catches a hidden chain with the truth of another sequence, and shown chains that are taken for the first ones."""
+    shown, assigned, entity = (torch.tensor(values) for values in ([2, 3], [1, 0], [1, 2, 2, 1]))
+    assert _with_hidden_chains(shown, assigned, entity).tolist() == [3, 2, 1, 0]
+    x = problem((3,), [0, 1, 2])
+    positions = x.truth.positions.clone()
+    positions[1] = positions[2]  # so the third chain fits both equally well, and keeps its own
+    same = replace(x, truth=replace(x.truth, positions=positions))
+    assert {tuple(same.keep(x.asym_id != 2).align(seed)) for seed in range(8)} == {(0, 1, 2)}
 
 
 def test_padding_is_nothing() -> None:
