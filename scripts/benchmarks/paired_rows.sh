@@ -31,8 +31,8 @@ fit() {
 }
 no_pose=()
 for loss in backbone_fape sidechain_fape interface_fape chain_centre torsion plddt pae; do no_pose+=("--model.loss.$loss" 0); done
-fit --output "$run/rows" --trainer.max_steps 6000 --model.optimizer.total_samples 20000 "${no_pose[@]}" --model.loss.distogram 1 --model.loss.masked_msa 0.1 \
-  --model.evoformer.msa_dropout 0 --model.evoformer.pair_dropout 0
+fit --output "$run/rows" --trainer.max_steps 6000 --model.optimizer.total_samples 20000 "${no_pose[@]}" \
+  --model.loss.distogram 1 --model.loss.masked_msa 0.1 --model.evoformer.msa_dropout 0 --model.evoformer.pair_dropout 0
 fit --output "$run/whole" --trainer.max_steps 2000 --init_from "$run/rows/checkpoints/last.ckpt"
 
 mkdir -p "$run/fasta"
