@@ -7,7 +7,7 @@
 # two interfaces. Nothing but the pairing of their rows tells which (`python -m scripts.benchmarks.paired_rows FOLDER/paired`
 # checks that). 24 pairs are held out. A model is trained with the seed, predicts the held-out complexes from both folders, and
 # is scored. Training has two parts: at first only the distogram and masked letters count, because the errors of a pose that is
-# guessed drown what rows tell. On two CPU cores a folder takes 10 minutes and a model 45; what was stopped continues. Run it
+# guessed drown what rows tell. On two CPU cores a folder takes 10 minutes and a model an hour; what was stopped continues. Run it
 # from the root of the source, in evodsp's environment.
 set -euo pipefail
 folder=${1:?FOLDER} seed=${2:?SEED}
@@ -31,9 +31,9 @@ fit() {
 }
 no_pose=()
 for loss in backbone_fape sidechain_fape interface_fape chain_centre torsion plddt pae; do no_pose+=("--model.loss.$loss" 0); done
-fit --output "$run/rows" --trainer.max_steps 6000 --model.optimizer.total_samples 20000 "${no_pose[@]}" \
+fit --output "$run/rows" --trainer.max_steps 12000 --model.optimizer.total_samples 20000 "${no_pose[@]}" \
   --model.loss.distogram 1 --model.loss.masked_msa 0.1 --model.evoformer.msa_dropout 0 --model.evoformer.pair_dropout 0
-fit --output "$run/whole" --trainer.max_steps 2000 --init_from "$run/rows/checkpoints/last.ckpt"
+fit --output "$run/whole" --trainer.max_steps 3000 --init_from "$run/rows/checkpoints/last.ckpt"
 
 mkdir -p "$run/fasta"
 while read -r entry; do cp "$folder/paired/fasta/$entry.fasta" "$run/fasta"; done < "$folder/paired/validation.txt"
