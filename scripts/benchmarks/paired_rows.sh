@@ -7,8 +7,8 @@
 # two interfaces. Nothing but the pairing of their rows tells which (`python -m scripts.benchmarks.paired_rows FOLDER/paired`
 # checks that). 24 pairs are held out. A model is trained with the seed, predicts the held-out complexes from both folders, and
 # is scored. Training has two parts: at first only the distogram and masked letters count, because the errors of a pose that is
-# guessed drown what rows tell. On two CPU cores a folder takes 10 minutes and a model an hour; what was stopped continues. Run it
-# from the root of the source, in evodsp's environment.
+# guessed drown what rows tell. On two CPU cores a folder takes 10 minutes and a model an hour; what was stopped continues.
+# Run it from the root of the source, in evodsp's environment.
 set -euo pipefail
 folder=${1:?FOLDER} seed=${2:?SEED}
 run=$folder/seed_$seed
