@@ -41,5 +41,5 @@ for name in paired shuffled; do
   evodsp predict "$run/fasta" --alignments "$folder/$name/alignments" --checkpoint "$run/whole/checkpoints/last.ckpt" \
     --output "$run/$name" --overwrite
   evodsp score --complexes true --predictions "$run/$name" --structures "$folder/paired/mmcif_files" \
-    --held_out "$folder/paired/validation.txt" --output "$run/scores_$name" | tail -n 4
+    --held_out "$folder/paired/validation.txt" --output "$run/scores_$name" | sed -n "s/^held-out:/$name rows, &/p"
 done

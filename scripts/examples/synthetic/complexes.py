@@ -47,8 +47,8 @@ _DESCENT = (4, 0.5)
 """Sweeps of Gibbs sampling, and the part of the residues redrawn in each, from the ancestors of two families to a complex."""
 
 _DESCENT_OF_TWINS = (1, 0.1)
-"""As `_DESCENT`, of twins. All rows of an outer product mean have the query in them: where queries differ much, the product of
-their letters varies more from complex to complex than what co-varies."""
+"""The same of twins, whose queries differ less. A model adds the query to each row before outer products: where queries differ
+much, the product of their letters varies more between complexes than what co-varies."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class ComplexFamily:
     chains: tuple[Family, Family]
     pose: Pose
     poses: tuple[Pose, ...]
-    """Those in which a sequence must fit: its own, or with `--twins true` those of all families with these chains."""
+    """A sequence must fit in all of these: its own pose, or of twins the poses of all families with these chains."""
     origin: int
-    """Of which family's random stream the members are made: its own, or that of the first family with these chains."""
+    """The family whose random stream makes the members: this one, or of twins the first one with these chains."""
     touching: Int64[np.ndarray, "K 2"]
     models: tuple[PottsModel, ...]
 
