@@ -67,19 +67,14 @@ class ChainIndex(Index):
     """An open index of chains."""
 
     FORMAT = FORMAT
+    content: IndexContent
 
-    def _take(self, header: Mapping[str, Any], texts: dict[str, PackedTexts], arrays: dict[str, np.ndarray]) -> None:
+    def _take(self, header: Mapping[str, Any], columns: dict[str, Any]) -> None:
         self.obsolete: Mapping[str, str | None] = dict(header["obsolete"])
         """Withdrawn entry -> the entry that replaces it, or None; in lower case."""
         if not all(isinstance(entry, str | None) for entry in self.obsolete.values()):
             raise TypeError("an obsolete entry that is no text")
-        columns: dict[str, Any] = {**{name: text for name, text in texts.items() if name != "keys"}, **arrays}
         self.content = IndexContent(self.table, **columns)
-
-    @property
-    def problems(self) -> PackedTexts:
-        """The reason why a chain's header or first alignment could not be read; '' if it could, or was not needed."""
-        return self.content.problems
 
     def sequence(self, row: int) -> str:
         """The chain's one-letter codes; '' if unknown."""
@@ -88,10 +83,6 @@ class ChainIndex(Index):
     def sequences_of(self, row: int) -> tuple[str, ...]:
         """See `Index`."""
         return tuple(filter(None, [self.sequence(row)]))
-
-    def structure(self, row: int) -> str | None:
-        """See `Index`."""
-        return self.content.structures[row] or None
 
     def alignment_files(self, row: int) -> tuple[str, str | None, list[StoredFile]]:
         """The place of a chain's alignments and template searches: (key of the chain that owns them, database or None, files
@@ -123,16 +114,9 @@ class ChainIndex(Index):
         """Whether the chain's folder of alignments is empty."""
         return int(self.content.chain_databases[row]) == EMPTY_FOLDER
 
-    def has_structure(self) -> Bool[np.ndarray, " n"]:
-        """Whether the chain's entry has a structure file."""
-        return self.content.structures.lengths() > 0
-
     def _fitting(self) -> Iterator[tuple[str, bool]]:
         content, files = self.content, len(self.content.file_name_rows)
-        for name in ("sequences", "structures", "problems"):
-            yield name, len(getattr(content, name)) == len(self)
-        for name in FORMAT.texts[1:]:
-            yield name, bool((getattr(content, name).lengths() >= 0).all())
+        yield "sequences", len(content.sequences) == len(self)
         yield "chain_databases", len(content.chain_databases) == len(self)
         yield "chain_databases", within(content.chain_databases, EMPTY_FOLDER, len(content.databases))
         yield "first_files", fitting_parts(content.first_files, len(self), files)
@@ -151,6 +135,4 @@ def own_alignments(content: IndexContent) -> Bool[np.ndarray, " n"]:
 
 def write_index(path: Path, content: IndexContent, sources: list[Source], obsolete: Mapping[str, str | None]) -> None:
     """Write an index, replacing an earlier one in one step."""
-    texts = {name: getattr(content, name) for name in FORMAT.texts if name != "keys"}
-    arrays = {name: getattr(content, name) for name in FORMAT.arrays}
-    write_columns(path, FORMAT, content.table, texts, arrays, sources, {"obsolete": dict(sorted(obsolete.items()))})
+    write_columns(path, FORMAT, content.table, content, sources, {"obsolete": dict(sorted(obsolete.items()))})

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64
 
 from evodsp.data.index.chain_table import ChainTable, PackedTexts
 from evodsp.errors import FileFormatError, UserError, nearest
@@ -86,10 +86,23 @@ class Format:
         return (*TABLE_COLUMNS, *self.arrays, *parts)
 
 
+class Columns(Protocol):
+    """The columns of an index. Every kind has these texts."""
+
+    @property
+    def structures(self) -> PackedTexts:
+        """Structure file of each row's entry, relative to the structure folder; '' if there is none."""
+
+    @property
+    def problems(self) -> PackedTexts:
+        """The reason why the files of a row could not be read; '' if they could, or were not needed."""
+
+
 class Index(ABC):
     """An open index. Pickling transfers only its path."""
 
     FORMAT: Format
+    content: Columns
 
     def __init__(self, path: str | Path) -> None:
         """Map the index into memory. Raises UserError if it is missing, damaged, or of another format or version."""
@@ -113,9 +126,9 @@ class Index(ABC):
             texts = {
                 name: PackedTexts(arrays[f"{name}.starts"], arrays[f"{name}.letters"]) for name in self.FORMAT.texts
             }
-            self.keys = texts["keys"]
+            self.keys = texts.pop("keys")
             self.table = ChainTable(self.keys, **{name: arrays[name] for name in TABLE_COLUMNS})
-            self._take(self._header, texts, {name: arrays[name] for name in self.FORMAT.arrays})
+            self._take(self._header, {**texts, **{name: arrays[name] for name in self.FORMAT.arrays}})
         except (KeyError, ValueError, TypeError) as error:
             raise FileFormatError(self.path, f"its parts do not fit together ({quoted(error)}); {FIX}") from error
 
@@ -124,25 +137,29 @@ class Index(ABC):
         return self.table.frequencies()
 
     @abstractmethod
-    def _take(self, header: Mapping[str, Any], texts: dict[str, PackedTexts], arrays: dict[str, np.ndarray]) -> None:
+    def _take(self, header: Mapping[str, Any], columns: dict[str, Any]) -> None:
         """Keep the columns of this kind of index. Raises KeyError, ValueError or TypeError if they do not fit together."""
 
     @abstractmethod
     def _fitting(self) -> Iterator[tuple[str, bool]]:
         """Each part of this kind of index, and whether its rows fit the other parts."""
 
-    @property
-    @abstractmethod
-    def problems(self) -> PackedTexts:
-        """The reason why the files of a row could not be read; '' if they could, or were not needed."""
-
     @abstractmethod
     def sequences_of(self, row: int) -> tuple[str, ...]:
         """The one-letter codes of the row's chains; none if they are unknown."""
 
-    @abstractmethod
+    @property
+    def problems(self) -> PackedTexts:
+        """See `Columns`."""
+        return self.content.problems
+
     def structure(self, row: int) -> str | None:
         """The structure file of the row's entry, relative to the structure folder; None if there is none."""
+        return self.content.structures[row] or None
+
+    def has_structure(self) -> Bool[np.ndarray, " n"]:
+        """Whether the entry of each row has a structure file."""
+        return self.content.structures.lengths() > 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self)._copy, (self.path,)
@@ -193,14 +210,18 @@ class Index(ABC):
             path = self.path / f"{name}.npy"
             if _checksum(path) != self._header["arrays"][name].get("crc32"):
                 raise FileFormatError(path, f"damaged: its checksum is not the one in {HEADER}; {FIX}")
-        for name, fits in (*self._fitting_table(), *self._fitting()):
+        for name, fits in (*self._fitting_always(), *self._fitting()):
             if not fits:
                 raise FileFormatError(self.path, f"its {name} do not fit to its other columns; {FIX}")
 
-    def _fitting_table(self) -> Iterator[tuple[str, bool]]:
+    def _fitting_always(self) -> Iterator[tuple[str, bool]]:
         for name in TABLE_COLUMNS:
             yield name, len(getattr(self.table, name)) == len(self)
-        yield "keys", bool((self.keys.lengths() >= 0).all())
+        for name in self.FORMAT.texts:
+            texts: PackedTexts = self.keys if name == "keys" else getattr(self.content, name)
+            yield name, bool((texts.lengths() >= 0).all())
+        for name in ("structures", "problems"):
+            yield name, len(getattr(self.content, name)) == len(self)
         yield "representatives", within(self.table.representatives, 0, len(self))
 
     def _array(self, name: str) -> np.ndarray:
@@ -229,17 +250,17 @@ def write_columns(
     path: Path,
     kind: Format,
     table: ChainTable,
-    texts: Mapping[str, PackedTexts],
-    arrays: Mapping[str, np.ndarray],
+    content: Columns,
     sources: list[Source],
     more: Mapping[str, Any],
 ) -> None:
-    """Write an index, replacing an earlier one in one step. `texts`: without `keys`. `more`: further entries of the header."""
-    columns = {name: getattr(table, name) for name in TABLE_COLUMNS} | dict(arrays)
+    """Write an index, replacing an earlier one in one step. `more`: further entries of the header."""
+    columns = {name: getattr(table, name) for name in TABLE_COLUMNS}
+    columns |= {name: getattr(content, name) for name in kind.arrays}
     keys = table.keys if isinstance(table.keys, PackedTexts) else PackedTexts.of(table.keys)
-    for name, packed in {**texts, "keys": keys}.items():
+    for name in kind.texts:
+        packed = keys if name == "keys" else getattr(content, name)
         columns |= {f"{name}.starts": packed.starts, f"{name}.letters": packed.letters}
-    assert set(columns) == set(kind.files)
     with whole_folder(path) as folder:
         written = {}
         for name, array in sorted(columns.items()):

@@ -83,13 +83,13 @@ class ComplexIndex(Index):
     """An open index of complexes."""
 
     FORMAT = FORMAT
+    content: ComplexColumns
 
-    def _take(self, header: Mapping[str, Any], texts: dict[str, PackedTexts], arrays: dict[str, np.ndarray]) -> None:
+    def _take(self, header: Mapping[str, Any], columns: dict[str, Any]) -> None:
         self.assembly: str | None = header["assembly"]
         """The biological assembly that was read; None: the asymmetric unit."""
         if not isinstance(self.assembly, str | None):
             raise TypeError("an assembly that is no text")
-        columns: dict[str, Any] = {**{name: text for name, text in texts.items() if name != "keys"}, **arrays}
         self.content = ComplexColumns(**columns)
 
     def check_assembly(self, wanted: str | None) -> None:
@@ -100,11 +100,6 @@ class ComplexIndex(Index):
                 f"{self.path}: an index of {in_words(self.assembly)}, but data.assembly is {in_words(wanted)}; make the index "
                 f"of that with 'evodsp data index --complexes true --assembly {option}', or change data.assembly"
             )
-
-    @property
-    def problems(self) -> PackedTexts:
-        """See `ComplexColumns`."""
-        return self.content.problems
 
     @property
     def _options(self) -> str:
@@ -135,24 +130,14 @@ class ComplexIndex(Index):
         """See `Index`."""
         return self.complex(row).sequences
 
-    def structure(self, row: int) -> str | None:
-        """See `Index`."""
-        return self.content.structures[row] or None
-
     def has_alignments(self) -> Bool[np.ndarray, " n"]:
         """Whether each entry has alignments, as far as the scan could tell."""
         return np.asarray(self.content.are_aligned) > 0
 
-    def has_structure(self) -> Bool[np.ndarray, " n"]:
-        """Whether each entry has a structure file."""
-        return self.content.structures.lengths() > 0
-
     def _fitting(self) -> Iterator[tuple[str, bool]]:
         content, chains = self.content, len(self.content.chain_names)
-        for name in ("structures", "methods", "problems", "are_aligned"):
+        for name in ("methods", "are_aligned"):
             yield name, len(getattr(content, name)) == len(self)
-        for name in FORMAT.texts[1:]:
-            yield name, bool((getattr(content, name).lengths() >= 0).all())
         for name in ("chain_sequences", "chain_alignments", "chain_clusters"):
             yield name, len(getattr(content, name)) == chains
         yield "are_aligned", within(content.are_aligned, 0, 2)
@@ -163,6 +148,4 @@ def write_complexes(
     path: Path, table: ChainTable, content: ComplexColumns, sources: list[Source], assembly: str | None
 ) -> None:
     """Write an index, replacing an earlier one in one step. `assembly`: the one that was read."""
-    texts = {name: getattr(content, name) for name in FORMAT.texts if name != "keys"}
-    arrays = {name: getattr(content, name) for name in FORMAT.arrays}
-    write_columns(path, FORMAT, table, texts, arrays, sources, {"assembly": assembly})
+    write_columns(path, FORMAT, table, content, sources, {"assembly": assembly})
