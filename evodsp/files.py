@@ -39,14 +39,19 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write a whole file of text, in UTF-8 whatever the locale, see `whole_file`."""
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8", newline="")
+
+
 def write_json_lines(path: Path | None, entries: Sequence[Any]) -> None:
     """Write dataclasses to a whole file, one JSON object a line. `path`: None on a rank that keeps no file.
 
     Without entries no file is made, and one that exists becomes empty.
     """
     if path is not None and (entries or path.exists()):
-        with whole_file(path) as partial:
-            partial.write_text("".join(json.dumps(dataclasses.asdict(entry)) + "\n" for entry in entries))
+        write_text(path, "".join(json.dumps(dataclasses.asdict(entry)) + "\n" for entry in entries))
 
 
 @contextmanager

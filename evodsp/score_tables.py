@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.reading.quoting import printable
 
 if TYPE_CHECKING:
@@ -81,8 +81,7 @@ def write_rows(rows: Sequence[DataclassInstance], path: Path, kind: type[Datacla
     if path.suffix not in (".csv", ".json"):
         raise UserError(f"{path}: scores can be written as .csv or .json, not as '{path.suffix}'; rename it")
     text = json.dumps(values, indent=2) + "\n" if path.suffix == ".json" else _csv(values, kind)
-    with whole_file(path) as partial:
-        partial.write_text(text, encoding="utf-8", newline="")
+    write_text(path, text)
 
 
 def _csv(values: Sequence[Mapping[str, object]], kind: type[DataclassInstance]) -> str:

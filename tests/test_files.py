@@ -33,6 +33,14 @@ def test_a_link_stays_a_link_to_the_new_file(tmp_path: Path) -> None:
     assert (tmp_path / "real.txt").read_text() == "new"
 
 
+def test_a_text_is_utf8_in_any_locale(tmp_path: Path) -> None:
+    """Catches a run's config with a path such as Prüfung, which could not be written, or read again, in another locale."""
+    program = f"from evodsp.files import write_text; write_text({str(tmp_path / 'a.txt')!r}, 'Pr\\u00fcfung\\n')"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert (tmp_path / "a.txt").read_bytes() == "Prüfung\n".encode()
+
+
 def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
     """`--output /dev/null` as root would remove the device for the whole machine."""
     os.mkfifo(tmp_path / "pipe")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.inference.devices import LESS_MEMORY
 from evodsp.inference.failures import RecordFailure
 from evodsp.launch.consensus import from_first
@@ -117,8 +117,7 @@ class AttemptNotes:
         path = self._path(name)
         note = {"record": name, "options": dict(self.options), "starts": starts, "reason": reason}
         try:
-            with whole_file(path) as partial_file:
-                partial_file.write_text(json.dumps(note, indent=1), encoding="utf-8")
+            write_text(path, json.dumps(note, indent=1))
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be written ({error.strerror}); make room, or choose another --output"

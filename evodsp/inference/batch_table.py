@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.inference.results import read_plddt, read_with_ranking, result_folders
 
 TABLE, BESIDE_TABLE = "predictions.csv", "predictions_evodsp.csv"
@@ -31,8 +31,7 @@ def write_batch_table(output: Path) -> Path:
             return path
         if there.partition("\n")[0] != text.partition("\n")[0]:
             path = output / BESIDE_TABLE
-    with whole_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    write_text(path, text)
     return path
 
 

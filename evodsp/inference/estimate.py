@@ -15,7 +15,7 @@ import torch
 
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.inference.config import EstimateConfig, PassSettings
 from evodsp.inference.devices import device_of, working_memory
 from evodsp.inference.failures import RecordFailure
@@ -78,8 +78,7 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
         show("\n".join(lines))
     entries = [entry for _, entry in found]
     if settings.output is not None:
-        with whole_file(settings.output) as partial:
-            partial.write_text(json.dumps(entries, indent=1) + "\n")
+        write_text(settings.output, json.dumps(entries, indent=1) + "\n")
     return 0 if all(entry["fits"] for entry in entries) else 1
 
 

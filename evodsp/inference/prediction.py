@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file, whole_folder
+from evodsp.files import whole_folder, write_text
 from evodsp.geometry.residues import CA
 from evodsp.inference.chains import ChainSpan
 from evodsp.inference.pages.residue_charts import pae_uri, strip, trace
@@ -235,8 +235,7 @@ class Prediction(PredictionResult):
         try:
             if path.suffix in (".cif", ".pdb"):
                 text = self.to_cif() if path.suffix == ".cif" else self.to_pdb()
-                with whole_file(path) as partial:
-                    partial.write_text(text, encoding="utf-8")
+                write_text(path, text)
                 return path
             if path.exists():
                 raise UserError(f"{path}: exists already; give a new folder, or a file that ends with .cif or .pdb")

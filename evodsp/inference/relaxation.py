@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Bool, Float
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA
@@ -103,7 +103,7 @@ def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -
     target = result.folder / relaxed_name(key, result.format)
     there = (result.folder / relaxed_name(key, other) for other in get_args(Format))
     if earlier := next((path for path in there if path.is_file()), None):
-        _write(target, structure_text(read_structure(result, key, earlier), result.format, Origin()))
+        write_text(target, structure_text(read_structure(result, key, earlier), result.format, Origin()))
         return f"{stem(key)} relaxed before; {target.name} written from {earlier.name}"
     try:
         relaxed = relax(read_structure(result, key), device)
@@ -111,14 +111,9 @@ def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -
     except UserError as error:
         return f"not relaxed: {error}"
     facts = {name: value for name, value in vars(relaxed).items() if name != "structure"}
-    _write(result.folder / f"{stem(key)}_relaxed.json", json.dumps(facts, indent=2) + "\n")
-    _write(target, text)
+    write_text(result.folder / f"{stem(key)}_relaxed.json", json.dumps(facts, indent=2) + "\n")
+    write_text(target, text)
     return f"{stem(key)} {relaxed.line}"
-
-
-def _write(path: Path, text: str) -> None:
-    with whole_file(path) as partial_file:
-        partial_file.write_text(text, encoding="utf-8")
 
 
 def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:

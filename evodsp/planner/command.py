@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.planner import prediction_report
 from evodsp.planner.choose import compare
 from evodsp.planner.config import PlanConfig
@@ -52,8 +52,6 @@ def _predict(settings: PlanConfig, gpus: int, device: Device, links: Links) -> i
 
 def _write(settings: PlanConfig, printed: list[str], made: Page, numbers: dict[str, Any]) -> None:
     show("\n".join(printed))
-    with whole_file(settings.output) as partial:
-        partial.write_text(made.html(), encoding="utf-8")
-    with whole_file(settings.output.with_suffix(".json")) as partial:
-        partial.write_text(json.dumps(numbers, indent=1) + "\n")
+    write_text(settings.output, made.html())
+    write_text(settings.output.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
     show(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import EvoformerConfig, ModelConfig
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
@@ -375,6 +375,5 @@ def write_measured(output: Path, ranks: int | None) -> list[Path]:
         files[beside] = link
     source = f"# Measured by `evodsp plan --measure` on {date.today()}, torch {torch.__version__}.\n"
     for path, values in files.items():
-        with whole_file(path) as partial:
-            partial.write_text(source + yaml.safe_dump(values, sort_keys=False, default_flow_style=None))
+        write_text(path, source + yaml.safe_dump(values, sort_keys=False, default_flow_style=None))
     return list(files)

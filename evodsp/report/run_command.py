@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from markupsafe import Markup
 
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.printing import show
 from evodsp.progress import duration
 from evodsp.report.charts import Level, Moment, Series, lines
@@ -50,8 +50,7 @@ _CHAIN = "val/lddt_ca/"
 def run(config: ReportConfig, words: list[str]) -> int:
     """Write the page and return the exit code. `words`: the command line (not needed here)."""
     runs = read_runs(config.runs)
-    with whole_file(config.output) as partial:
-        partial.write_text(page(runs).html(), encoding="utf-8")
+    write_text(config.output, page(runs).html())
     for one in runs:
         cells = zip(_headings(runs), _cells(one, runs), strict=True)
         show("   ".join(f"{name} {value}" for name, value in cells))

@@ -18,7 +18,7 @@ from evodsp.data.similarity.comparison import ComparedKeys
 from evodsp.data.similarity.nearest import Bar, Copy, gathered
 from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.printing import tell
 from evodsp.reading.text_files import read_json
 from evodsp.training.chains import Chains
@@ -44,8 +44,7 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
         found = _bar(chains, chains.samples.comparison(cache), time.monotonic() + SECONDS)
         if not found.copies and found.without:
             raise UserError("{}: {}".format(*next(iter(found.without.items()))))
-        with whole_file(path) as partial:
-            partial.write_text(json.dumps(_as_json(found, chains), indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(_as_json(found, chains), indent=1) + "\n")
     except Exception as error:  # whatever it is: the run does not need this file
         reason = " ".join(str(error).split()) or type(error).__name__
         tell(f"evodsp: warning: the report will not say what copying the nearest training chain scores ({reason})")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.errors import UserError
-from evodsp.files import remove_partial, whole_file
+from evodsp.files import remove_partial, write_text
 from evodsp.output import output_errors
 from evodsp.printing import tell
 from evodsp.reading.pickles import PickleRefused
@@ -165,12 +165,12 @@ class RunFolder:
                     path.unlink(missing_ok=True)
                 for name in ("checkpoints", "tensorboard"):
                     shutil.rmtree(self.path / name, ignore_errors=True)
-            with whole_file(self.config) as partial:
-                partial.write_text(config_text)
+            write_text(self.config, config_text)
             self.missing.unlink(missing_ok=True)
             if missing:
-                with whole_file(self.missing) as partial:
-                    partial.write_text("".join(f"{printable(key)}\tno {lacking}\n" for key, lacking in missing.items()))
+                write_text(
+                    self.missing, "".join(f"{printable(key)}\tno {lacking}\n" for key, lacking in missing.items())
+                )
 
     def remove_partial(self) -> None:
         """Delete the partial files of a run that was killed while writing."""

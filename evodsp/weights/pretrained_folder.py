@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from evodsp.errors import UserError, nearest
-from evodsp.files import whole_file
+from evodsp.files import whole_file, write_text
 from evodsp.reading.quoting import quoted, shown
 from evodsp.reading.text_files import check_text, json_of
 from evodsp.version import __version__
@@ -81,16 +81,14 @@ def write_pretrained(folder: str | Path, entries: Mapping[str, Any], weights: Ma
     check_finite(weights, folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).unlink(missing_ok=True)
-    with whole_file(folder / CARD) as partial:
-        partial.write_text(card, encoding="utf-8")
+    write_text(folder / CARD, card)
     with whole_file(folder / WEIGHTS) as partial:
         # The library refuses arrays that share their memory, and writes a file that only its owner can read.
         arrays = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
         save_file(arrays, partial, metadata={"format": "pt"})
         shutil.copymode(folder / CARD, partial)
     config = {_KIND: _TYPE, _WRITER: __version__, **entries, _SUM: _sum(folder / WEIGHTS)}
-    with whole_file(folder / CONFIG) as partial:
-        partial.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_text(folder / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
 def check_new_folder(folder: Path, overwrite: bool) -> None:

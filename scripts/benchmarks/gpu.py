@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import whole_file, write_text
 from evodsp.model.kernels.backends import BACKENDS
 from evodsp.output import check_output_folder, output_errors
 
@@ -200,8 +200,7 @@ def write(output: Path, rows: Sequence[Row], parts: Sequence[Part], words: Seque
         for row in rows:
             value = "" if row.value is None else f"{row.value:.6g}"
             writer.writerow(dataclasses.asdict(row) | {"value": value} | facts)
-    with whole_file(output / "gpu.md") as partial:
-        partial.write_text("\n".join(report(rows, parts, facts)) + "\n", encoding="utf-8")
+    write_text(output / "gpu.md", "\n".join(report(rows, parts, facts)) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:

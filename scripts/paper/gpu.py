@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from evodsp.errors import UserError, nearest
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.launch import process_group
 from evodsp.output import check_output_folder
 
@@ -146,8 +146,7 @@ def write(folder: Path, case: Case, result: dict[str, Any]) -> None:
     """Write a case's result as NAME.json."""
     about = dataclasses.asdict(case) | {"ranks": case.ranks, "torch": torch.__version__}
     about["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    with whole_file(folder / f"{case.name}.json") as partial:
-        partial.write_text(json.dumps(about | result, indent=1) + "\n")
+    write_text(folder / f"{case.name}.json", json.dumps(about | result, indent=1) + "\n")
 
 
 def main(words: Sequence[str] | None = None) -> int:

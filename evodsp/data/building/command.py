@@ -25,7 +25,7 @@ from evodsp.data.sources.feature_store import DESCRIPTION, FORMAT_VERSION, ONE_O
 from evodsp.data.sources.shards import INDEX, digest_of, write_index
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.lock import holder, lock, waited_lock
 from evodsp.output import check_output_folder
 from evodsp.printing import counted, tell
@@ -166,8 +166,7 @@ def _check_begun(plan: BuildPlan, path: Path) -> None:
 
 def _begin(plan: BuildPlan, path: Path) -> None:
     """Write the plan first: without it, a task that starts at the same moment would find a stranger's folders."""
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
+    write_text(path, json.dumps({"format_version": FORMAT_VERSION, "plan": plan.description()}))
     for name in (plan.inputs.kind, TEMPLATES):
         (path.parents[1] / name).mkdir(exist_ok=True)
 
@@ -256,8 +255,7 @@ def _complete(plan: BuildPlan, folder: Path, records: list[Account], templates: 
         for account in accounts
         for name, reason in account.failed
     ]
-    with whole_file(folder / FAILED) as partial:
-        partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in failed))
+    write_text(folder / FAILED, "".join(f"{json.dumps(entry)}\n" for entry in failed))
     bad = [entry for entry in failed if entry["kind"] == ONE_OF[kind]]
     if len(bad) == len(plan.keys):
         for name in (BUILDING, kind, TEMPLATES):  # the next build tries them again
@@ -277,8 +275,7 @@ def _complete(plan: BuildPlan, folder: Path, records: list[Account], templates: 
         "tables": tables,
         "obsolete": obsolete_entries(plan.inputs.obsolete),
     }
-    with whole_file(folder / DESCRIPTION) as partial:
-        partial.write_text(json.dumps(description))
+    write_text(folder / DESCRIPTION, json.dumps(description))
     shutil.rmtree(folder / BUILDING)
     _report(folder, kind, sum(len(account.records) for account in records), failed)
 

@@ -24,7 +24,7 @@ from evodsp.data.sources.shards import LONGEST_KEY, ShardEntry, day_of, shard_na
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 
 BUILDING = "building"
 """Sub-folder of an unfinished store, which holds the plan and the accounts."""
@@ -119,8 +119,7 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
 
     written = write_shard(part.shard, records())
     account = Account(written, list(failed.items()), sorted(entries))
-    with whole_file(part.account) as partial:
-        partial.write_text(json.dumps(asdict(account)))
+    write_text(part.account, json.dumps(asdict(account)))
     part.current.unlink(missing_ok=True)
     return len(part.names)
 

@@ -17,7 +17,7 @@ from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_re
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.doctor.run_data import data_of_run
 from evodsp.data.similarity.nearest_complex import interface_lddt_ca
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.output import check_output_folder
 from evodsp.printing import counted
 from evodsp.reading.quoting import printable
@@ -34,10 +34,8 @@ def run(settings: DoctorConfig, words: list[str]) -> int:
     data = data_of_run(settings)
     predictions = None if data.distillation is None else _examined(data.distillation, {}, settings)
     found = _examined(data.training, data.scored, settings, predictions)
-    with whole_file(settings.output / "doctor.json") as partial:
-        partial.write_text(json.dumps(_as_json(found), indent=1) + "\n", encoding="utf-8")
-    with whole_file(settings.output / "doctor.html") as partial:
-        partial.write_text(_page(found).html(), encoding="utf-8")
+    write_text(settings.output / "doctor.json", json.dumps(_as_json(found), indent=1) + "\n")
+    write_text(settings.output / "doctor.html", _page(found).html())
     _print(found, settings.output / "doctor.html")
     return 1 if found.obstacles else 0
 

@@ -19,7 +19,7 @@ from evodsp.data.index.column_folder import Source
 from evodsp.data.index.config import FILES, FOLDERS, IndexConfig
 from evodsp.data.pool import WorkerEndedError
 from evodsp.errors import UserError
-from evodsp.files import remove_partial, whole_file
+from evodsp.files import remove_partial, write_text
 from evodsp.progress import progress
 
 TASKS_OF_PART = 500
@@ -90,15 +90,13 @@ def keep_parts(folder: Path, fingerprint: str) -> None:
     plan = folder / "plan"
     if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
         shutil.rmtree(folder, ignore_errors=True)
-        with whole_file(plan) as partial:
-            partial.write_bytes(fingerprint.encode())
+        write_text(plan, fingerprint)
 
 
 def scan_part(one: Scan, alignment_dir: Path, structure_dir: Path, path: Path, tasks: Sequence[Any]) -> int:
     """Scan some tasks, write the findings to `path` and return the number of tasks. Runs in a process of its own."""
     found = [one(alignment_dir, structure_dir, task) for task in tasks]
-    with whole_file(path) as partial:
-        partial.write_text(json.dumps(found), encoding="ascii")
+    write_text(path, json.dumps(found))
     return len(tasks)
 
 

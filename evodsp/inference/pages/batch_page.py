@@ -9,7 +9,7 @@ from urllib.parse import quote
 import numpy as np
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.pages.residue_charts import named_bands, strip
 from evodsp.inference.results import REPORT, read_plddt, read_with_ranking, result_folders
@@ -35,8 +35,7 @@ def write_batch_page(output: Path, failures: Sequence[RecordFailure]) -> Path:
     path, html = output / index_name(output), batch_page(output, failures).html()
     if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == html:
         return path  # a run that keeps everything changes nothing
-    with whole_file(path) as partial:
-        partial.write_text(html, encoding="utf-8")
+    write_text(path, html)
     return path
 
 

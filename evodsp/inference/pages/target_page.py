@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
 from evodsp.inference.complex_scores import PairScores, read_pair_scores
@@ -100,8 +100,7 @@ def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     pairs = read_pair_scores(folder / scores_name(key_of(best)), names) if "iptm" in best else []
     relaxed = {name: facts for name, facts in read.items() if facts}
     page = target_page(ranking, timings, seeds, found, relaxed, pairs, index_name(folder.parent))
-    with whole_file(folder / REPORT) as partial:
-        partial.write_text(page.html(), encoding="utf-8")
+    write_text(folder / REPORT, page.html())
 
 
 def target_page(

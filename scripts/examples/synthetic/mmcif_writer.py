@@ -17,7 +17,7 @@ import numpy as np
 
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.geometry.alphabet import residue_name
 from evodsp.geometry.residues import ATOM_TYPES
 
@@ -38,8 +38,7 @@ def write_mmcif(
 ) -> None:
     """Write `mmcif_text(chains, b_factors, items, tables)` to `path`, completely or not at all. Raises UserError as it does."""
     text = mmcif_text(chains, b_factors, items, tables)
-    with whole_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def mmcif_text(
