@@ -10,7 +10,6 @@ interleaved; the median of `--rounds` is compared. It needs an idle machine.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import statistics
 import sys
@@ -25,7 +24,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
-from evodsp.files import whole_file
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
@@ -35,6 +33,8 @@ from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.program import PlannedStep, SampleSizes, program, sample_batch
 from evodsp.planner.simulate import items_of, simulate
 from evodsp.rng import Draws
+
+from .tables import write_csv
 
 
 def cases() -> dict[str, PlannedStep]:
@@ -123,16 +123,15 @@ def main(arguments: list[str] | None = None) -> int:
         results = mp.get_context("spawn").SimpleQueue()
         mp.spawn(measure, (f"{folder}/store", given.rounds, results), 2)
         found = results.get()
-    with whole_file(given.output) as partial, partial.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            ["date", "torch", "case", "ranks", "measured_s", "low_s", "high_s", "planned_s", "planned_to_measured"]
-        )
-        for (name, ranks), times in found.items():
-            planned, median = predicted(cases()[name], ranks, device, links), statistics.median(times)
-            row = [f"{x:.4f}" for x in (median, min(times), max(times), planned, planned / median)]
-            writer.writerow([date.today(), torch.__version__, name, ranks, *row])
-            print(f"{name}, {ranks} ranks: measured {median:.3f} s, planned {planned:.3f} s, {planned / median:.2f}")
+    rows = []
+    for (name, ranks), times in found.items():
+        planned, median = predicted(cases()[name], ranks, device, links), statistics.median(times)
+        numbers = {"measured_s": median, "low_s": min(times), "high_s": max(times), "planned_s": planned}
+        numbers |= {"planned_to_measured": planned / median}
+        row = {"date": date.today(), "torch": torch.__version__, "case": name, "ranks": ranks}
+        rows.append(row | {column: f"{number:.4f}" for column, number in numbers.items()})
+        print(f"{name}, {ranks} ranks: measured {median:.3f} s, planned {planned:.3f} s, {planned / median:.2f}")
+    write_csv(given.output, rows)
     return 0
 
 

@@ -11,8 +11,9 @@ from evodsp.files import whole_file
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows that have the same columns, with a line of headings. The file appears whole or not at all."""
+    """Write rows with a line of headings, a column for each name that any of them has. The file appears whole or not at all."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     with whole_file(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

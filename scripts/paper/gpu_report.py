@@ -9,11 +9,12 @@ from statistics import median
 from typing import Any
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.output import output_errors
+from scripts.benchmarks.tables import write_csv
 
 from .methods import METHODS, method_named
-from .part import Row, write_csv
+from .part import Row
 from .plots import COLOURS, GIB, MODELS, legend, panels
 
 COLUMNS = ("table", "place", "model", "time", "batch", "sequence", "data", "ranks", "method", "status", "reason")
@@ -30,8 +31,7 @@ def report(folder: Path) -> str:
     text = as_text(rows)
     with output_errors(folder):
         write_csv(folder / "results.csv", rows)
-        with whole_file(folder / "results.txt") as partial:
-            partial.write_text(text)
+        write_text(folder / "results.txt", text)
         for table in sorted({row["table"] for row in rows}):
             found = [row for row in rows if row["table"] == table]
             quantity = "milliseconds" if table == "figure8" else "tflops_per_gpu"

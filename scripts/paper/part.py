@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evodsp.files import whole_file
-
 Row = dict[str, Any]
 """A line of a table: numbers and strings by the names of the columns."""
 Tables = Mapping[str, Sequence[Row]]
@@ -36,15 +34,6 @@ class Part:
     """How long it takes on two idle cores, roughly."""
     wrong: Callable[[Tables], list[str]] = lambda tables: []
     """What contradicts the paper's formulas; one line each."""
-
-
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write a table; all rows have the same columns, in the order of the first row."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    with whole_file(path) as partial, partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def read_csv(path: Path) -> list[Row]:

@@ -32,12 +32,13 @@ from typing import Any
 import torch
 
 from evodsp.errors import UserError, nearest
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.output import check_output_folder, output_errors
+from scripts.benchmarks.tables import write_csv
 
 from . import counting, memory, modelled, modelled_tables, page, plots, scaling, timing
 from .experiments import settings
-from .part import Part, Tables, read_csv, write_csv
+from .part import Part, Tables, read_csv
 from .progress import Progress
 
 HERE = Path(__file__).parent
@@ -103,7 +104,9 @@ def run(part: Part, folder: Path, progress: Progress) -> list[str]:
     for name, rows in tables.items():
         write_csv(folder / f"{name}.csv", rows)
     heading = f"{about['date']}, {about['machine']}, torch {about['torch']}, {about['seconds']} s, load {about['load_before']}"
-    _write(folder / f"{part.name}.txt", f"{heading} before and {about['load_after']} after\n\n{part.report(tables)}")
+    write_text(
+        folder / f"{part.name}.txt", f"{heading} before and {about['load_after']} after\n\n{part.report(tables)}"
+    )
     wrong = part.wrong(tables)
     if not wrong:
         made = {
@@ -111,14 +114,9 @@ def run(part: Part, folder: Path, progress: Progress) -> list[str]:
             "fingerprint": fingerprint(part),
             "tables": {n: len(r) for n, r in tables.items()},
         }
-        _write(folder / f"{part.name}.json", json.dumps(about | made, indent=1) + "\n")
+        write_text(folder / f"{part.name}.json", json.dumps(about | made, indent=1) + "\n")
     progress.end()
     return wrong
-
-
-def _write(path: Path, text: str) -> None:
-    with whole_file(path) as partial:
-        partial.write_text(text, encoding="utf-8")
 
 
 def tables_in(folder: Path) -> Tables:
@@ -130,7 +128,7 @@ def tables_in(folder: Path) -> Tables:
 def write_page(folder: Path) -> None:
     """Bring the tables of the docs page up to date. Its pictures are links to the results."""
     text = PAGE.read_text(encoding="utf-8")
-    _write(PAGE, page.updated(text, tables_in(folder)))
+    write_text(PAGE, page.updated(text, tables_in(folder)))
 
 
 def chosen(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:

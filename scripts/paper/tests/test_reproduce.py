@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.benchmarks.tables import write_csv
 from scripts.paper import reproduce
-from scripts.paper.part import Part, Tables, Tick, read_csv, write_csv
+from scripts.paper.part import Part, Tables, Tick, read_csv
 from scripts.paper.progress import Progress
 
 
