@@ -24,7 +24,7 @@ from evodsp.planner.prediction import (
     working_memory_of,
 )
 from evodsp.planner.program import SampleSizes
-from evodsp.planner.report import add_memory
+from evodsp.planner.report import add_memory, aligned
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted
 from evodsp.report.charts import Series, lines
@@ -136,13 +136,7 @@ def plan_prediction(
 
 def text(found: PredictionPlan) -> list[str]:
     """Lines for a terminal."""
-    rows = [_HEADINGS, *_rows(found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    return [
-        _title(found),
-        *("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows),
-        verdict(found),
-    ]
+    return [_title(found), *aligned([_HEADINGS, *_rows(found)]), verdict(found)]
 
 
 def verdict(found: PredictionPlan) -> str:

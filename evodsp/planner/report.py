@@ -25,14 +25,18 @@ LAUNCH_BOUND = 0.9
 
 def text(compared: Comparison, gpus: int) -> list[str]:
     """Lines for a terminal."""
-    rows = [_HEADINGS, *(_row(one, compared) for one in compared.estimates)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    lines_ = [
+    return [
         f"{gpus} x {compared.device.name}, {_what(compared)}. Times are a model's, not measured.",
-        *("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows),
+        *aligned([_HEADINGS, *(_row(one, compared) for one in compared.estimates)]),
         verdict(compared, gpus),
+        *advice(compared),
     ]
-    return lines_ + advice(compared)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row of a table, with its cells to the right of columns as wide as their widest cells."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def verdict(compared: Comparison, gpus: int) -> str:
