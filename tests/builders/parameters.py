@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import nn
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def dense(module: nn.Module) -> nn.Module:
@@ -13,3 +17,11 @@ def dense(module: nn.Module) -> nn.Module:
         for parameter in module.double().parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
     return module
+
+
+def noisy(model: Model) -> Model:
+    """Add noise, of torch's own generator, to every parameter of `model`. Returns the model."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model

@@ -16,6 +16,7 @@ from evodsp.inference.predict import predict
 from evodsp.inference.results import PredictionResult, read_result
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
+from tests.builders.parameters import noisy
 
 QUERY = "MKTAYIAKQRXGSHWLVEDNCF"
 OTHER = "GSTLLKAEEQ"
@@ -49,10 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with random weights. With the initial zeros, all seeds would give the same structure."""
     torch.manual_seed(0)
     config = ModelConfig.preset("test")
-    model = AlphaFold(replace(config, evoformer=replace(config.evoformer, blocks=1)))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = noisy(AlphaFold(replace(config, evoformer=replace(config.evoformer, blocks=1))))
     path = tmp_path_factory.mktemp("checkpoint") / "tiny.ckpt"
     save_model(path, model, features=TRAINED)
     return path

@@ -46,6 +46,7 @@ from evodsp.model.outputs import ModelOutput, StructureOutput
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.weights.checkpoint import load_model, save_model
+from tests.builders.parameters import noisy
 from tests.builders.prediction import read_json, silent
 from tests.builders.training_chains import write_chain
 from tests.ranks import RankPool
@@ -72,10 +73,7 @@ LETTERS = (QUERY, OTHER, QUERY)
 def write_model(path: Path, config: ModelConfig, features: FeatureConfig) -> Path:
     """A checkpoint with random weights."""
     torch.manual_seed(2)
-    model = AlphaFold(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = noisy(AlphaFold(config))
     save_model(path, model, features=features)
     return path
 

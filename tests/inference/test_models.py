@@ -22,6 +22,7 @@ from evodsp.inference.predict import predict, predict_records
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
 from evodsp.weights.checkpoint import save_model
+from tests.builders.parameters import noisy
 from tests.builders.prediction import read_json, silent
 from tests.ranks import RankPool
 
@@ -32,10 +33,7 @@ from .conftest import TRAINED, Finished, Workplace
 def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A second model."""
     torch.manual_seed(5)
-    model = AlphaFold(ModelConfig.preset("test"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = noisy(AlphaFold(ModelConfig.preset("test")))
     path = tmp_path_factory.mktemp("other") / "second.ckpt"
     save_model(path, model, features=TRAINED)
     return path

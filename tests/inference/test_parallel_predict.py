@@ -32,6 +32,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
 from evodsp.weights.checkpoint import save_model
 from tests.builders.forked_command import ForkedCommand, number_of, run_forked
+from tests.builders.parameters import noisy
 from tests.builders.prediction import silent
 from tests.builders.processes import free_port
 from tests.ranks import RankPool
@@ -49,10 +50,7 @@ def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         heads=dataclasses.replace(config.heads, predicted_aligned_error=True, experimentally_resolved=True),
         templates=dataclasses.replace(config.templates, enabled=True),
     )
-    model = AlphaFold(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = noisy(AlphaFold(config))
     path = tmp_path_factory.mktemp("ptm") / "tiny_ptm.ckpt"
     save_model(path, model, features=TRAINED)
     return path

@@ -19,6 +19,7 @@ from evodsp.errors import UserError
 from evodsp.inference.api import is_sequence
 from evodsp.inference.prediction import Prediction
 from evodsp.model.alphafold import AlphaFold
+from tests.builders.parameters import noisy
 
 from .conftest import QUERY, Workplace
 
@@ -35,11 +36,7 @@ def with_pae() -> AlphaFold:
     """A tiny model with random weights and a head for aligned errors."""
     torch.manual_seed(1)
     config = evodsp.ModelConfig.from_dict({**TEST, "heads": {**TEST["heads"], "predicted_aligned_error": True}})
-    model = AlphaFold(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+    return noisy(AlphaFold(config)).eval()
 
 
 def test_a_sequence_without_files(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from evodsp.model.arrangement import FEATURES, TEMPLATE_FEATURES
 from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.outputs import ModelOutput
 from evodsp.weights.checkpoint import load_model, save_model
+from tests.builders.parameters import noisy
 from tests.builders.prediction import read_json, silent
 
 from .conftest import OTHER, QUERY, TRAINED, Finished, Workplace, make_workplace
@@ -49,10 +50,7 @@ SIZES = FeatureConfig(**{**vars(TRAINED), "crop_size": None, "uniform_recycling"
 def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model like model_1_ptm, with random weights."""
     torch.manual_seed(1)
-    model = AlphaFold(PTM)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    model = noisy(AlphaFold(PTM))
     path = tmp_path_factory.mktemp("ptm") / "ptm.ckpt"
     save_model(path, model, features=TRAINED)
     return path

@@ -29,6 +29,7 @@ from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.command_lines import last_options
+from tests.builders.parameters import noisy
 from tests.builders.templates import random_templates
 from tests.builders.training_chains import SEQUENCES, write_chain
 
@@ -51,10 +52,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("without", False, FEATURES),
     ):
         torch.manual_seed(0)
-        model = AlphaFold(replace(PTM, templates=replace(PTM.templates, enabled=templates)))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+        model = noisy(AlphaFold(replace(PTM, templates=replace(PTM.templates, enabled=templates))))
         paths[name] = folder / f"{name}.ckpt"
         save_model(paths[name], model, features=features)
     return paths

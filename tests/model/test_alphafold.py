@@ -17,6 +17,7 @@ from evodsp.model.arrangement import ARRANGEMENTS, FEATURES
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.recycling import Recycled, ca_change
 from evodsp.rng import Draws
+from tests.builders.parameters import noisy
 
 BATCH, CLUSTERS, EXTRA, RESIDUES = 2, 5, 4, 7  # all sizes differ
 
@@ -25,11 +26,7 @@ BATCH, CLUSTERS, EXTRA, RESIDUES = 2, 5, 4, 7  # all sizes differ
 def model() -> AlphaFold:
     """A model with random parameters. With AF2's initial zeros, all feature sets would give the same output."""
     torch.manual_seed(0)
-    model = AlphaFold(ModelConfig.preset("test"))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
+    return noisy(AlphaFold(ModelConfig.preset("test"))).eval()
 
 
 def make_batch(sets: int) -> dict[str, Tensor]:
