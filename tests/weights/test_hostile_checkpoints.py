@@ -40,18 +40,6 @@ def model() -> AlphaFold:
     return AlphaFold(CONFIG)
 
 
-@pytest.fixture
-def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building a model that takes memory is an error."""
-    made = AlphaFold.__init__
-
-    def refuse(self: AlphaFold, *args: Any, **options: Any) -> None:
-        assert torch.empty(0).is_meta, "a model is built"
-        made(self, *args, **options)
-
-    monkeypatch.setattr(AlphaFold, "__init__", refuse)
-
-
 def with_pickle(path: Path, content: Any, change: Callable[[bytes], bytes]) -> Path:
     """A file of `torch.save` whose pickle is changed."""
     file = io.BytesIO()

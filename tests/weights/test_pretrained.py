@@ -133,18 +133,6 @@ def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
     assert not (tmp_path / "model").exists()
 
 
-@pytest.fixture
-def no_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building a model that takes memory is an error."""
-    made = AlphaFold.__init__
-
-    def refuse(self: AlphaFold, *args: Any, **options: Any) -> None:
-        assert torch.empty(0).is_meta, "a model is built"
-        made(self, *args, **options)
-
-    monkeypatch.setattr(AlphaFold, "__init__", refuse)
-
-
 def _larger(folder: Path) -> None:
     config = json.loads((folder / CONFIG).read_text())["model_config"]
     with_config(folder, model_config={**config, "channels": {**config["channels"], "pair": 1 << 20}})
