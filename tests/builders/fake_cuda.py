@@ -74,7 +74,6 @@ class Pass:
     """Bytes that operators read and write."""
     operators: dict[str, int]
     """Launches by operator."""
-    bytes_by_operator: dict[str, int]
     host: dict[str, int]
     """Copies between host and GPU, and operators that make the host wait: "operator at file:line" and how often."""
 

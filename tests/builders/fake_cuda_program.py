@@ -56,9 +56,8 @@ class Counter(TorchDispatchMode):
         self._largest = max(p.numel() for p in parameters)
         self._like_parameters = {(tuple(p.shape), p.dtype) for p in parameters}
         self.operators: collections.Counter[str] = collections.Counter()
-        self.bytes: collections.Counter[str] = collections.Counter()
         self.host: collections.Counter[str] = collections.Counter()
-        self.launches = self.casts = 0
+        self.launches = self.casts = self.bytes = 0
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -86,7 +85,7 @@ class Counter(TorchDispatchMode):
         else:
             self.launches += launches
         self.operators[name] += launches
-        self.bytes[name] += moved
+        self.bytes += moved
         return out
 
     def _casts_parameter(self, name: str, read: list[Tensor], written: list[Tensor]) -> bool:
@@ -125,9 +124,8 @@ class Counter(TorchDispatchMode):
         return {
             "launches": self.launches,
             "parameter_casts": self.casts,
-            "bytes": sum(self.bytes.values()),
+            "bytes": self.bytes,
             "operators": dict(self.operators.most_common()),
-            "bytes_by_operator": dict(self.bytes.most_common()),
             "host": dict(self.host),
         }
 

@@ -17,7 +17,6 @@ from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 WIDTH, SIZES = 4, {"time": 5, "height": 7, "width": 6}
-VIDEO, VOLUME = "batch time height channel", "batch time height width channel"
 DIMS = {"time": 1, "height": 2, "width": 3}
 
 

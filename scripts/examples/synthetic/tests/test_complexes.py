@@ -31,7 +31,7 @@ from scripts.examples.synthetic.sidechains import closest_approach, place_side_c
 
 BUNDLED = Path(__file__).resolve().parents[4] / "data" / "dimers"
 OF_A_FAMILY = 5
-HETERODIMERS, HOMODIMERS = 6, 2  # families
+HETERODIMERS = 6  # families
 
 
 @dataclass(frozen=True)
