@@ -36,6 +36,7 @@ from evodsp.inference.results import Format, Key, PredictionResult, read_structu
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.chains import unique_residue_numbers
 from evodsp.losses.violation import violating_residues
+from evodsp.reading.quoting import one_line
 
 Which = Literal["none", "best", "all"]
 _FORCE_FIELD = "amber99sb.xml"
@@ -172,7 +173,7 @@ def _openmm_errors(name: str) -> Iterator[None]:
     try:
         yield
     except OpenMMException as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(str(error))
         raise UserError(
             f"{name}: OpenMM could not relax it ({reason}); the prediction is kept, --relax tries again"
         ) from error

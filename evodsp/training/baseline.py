@@ -20,6 +20,7 @@ from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.printing import tell
+from evodsp.reading.quoting import one_line
 from evodsp.reading.text_files import read_json
 from evodsp.training.chains import Chains
 
@@ -46,7 +47,7 @@ def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
             raise UserError("{}: {}".format(*next(iter(found.without.items()))))
         write_text(path, json.dumps(_as_json(found, chains), indent=1) + "\n")
     except Exception as error:  # whatever it is: the run does not need this file
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(str(error)) or type(error).__name__
         tell(f"evodsp: warning: the report will not say what copying the nearest training chain scores ({reason})")
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from evodsp.files import whole_file
+from evodsp.reading.quoting import one_line
 from evodsp.reading.yaml_files import parse_yaml
 from evodsp.report.curve import RESUMED, read_curve
 from evodsp.training.trainer import tell_first
@@ -234,7 +235,7 @@ def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = Fa
         except Exception as error:
             if not resumes:
                 raise
-            reason = " ".join(str(error).split())
+            reason = one_line(str(error))
             tell_first(
                 f"evodsp: warning: {type(logger).__name__} keeps the settings of an earlier start: {reason[:300]}"
             )

@@ -25,6 +25,7 @@ from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import write_text
+from evodsp.reading.quoting import one_line
 
 BUILDING = "building"
 """Sub-folder of an unfinished store, which holds the plan and the accounts."""
@@ -115,7 +116,7 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
             try:
                 yield from read(name, part.inputs, entries)
             except (UserError, ValueError, MemoryError) as error:
-                failed[name] = " ".join(str(error).split()) or "not enough memory"
+                failed[name] = one_line(str(error)) or "not enough memory"
 
     written = write_shard(part.shard, records())
     account = Account(written, list(failed.items()), sorted(entries))

@@ -20,6 +20,7 @@ from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.sources.query_check import QueryMismatch
 from evodsp.data.sources.store import Store
 from evodsp.errors import UserError
+from evodsp.reading.quoting import one_line
 
 State = Literal["good", "mismatching", "unreadable"]
 Unit = Literal["chain", "complex"]
@@ -89,7 +90,7 @@ class Examiner(Protocol):
 def read_bad(key: str, error: UserError) -> Examined:
     """A chain or complex that could not be read."""
     state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
-    return Examined(key, state, " ".join(str(error).split()))
+    return Examined(key, state, one_line(str(error)))
 
 
 def packed_size(msa: MsaFeatures, chain: Chain) -> int:

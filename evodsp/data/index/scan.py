@@ -53,6 +53,7 @@ from evodsp.data.sources.chain_folder import (
 from evodsp.data.sources.layout import StructureListing, chain_id_in, nested_structure, split_key
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
+from evodsp.reading.quoting import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,7 @@ def scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dic
         elif not task.in_cache:
             facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
     except (UserError, OSError) as error:
-        problem = " ".join(str(error).split())
+        problem = one_line(str(error))
     columns = {"files": files, "empty": is_empty, "structure": structure, "facts": dataclasses.astuple(facts)}
     return {**columns, "entity": entity, "problem": problem}
 

@@ -33,6 +33,7 @@ from evodsp.data.sources.alignment_database import read_databases
 from evodsp.data.sources.chain_folder import chain_folders
 from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.errors import UserError
+from evodsp.reading.quoting import one_line
 
 _FORM = "complexes 1"
 """The form in which a part describes a complex. Parts of another form are scanned again."""
@@ -98,7 +99,7 @@ def scan_complex(alignment_dir: Path, structure_dir: Path, task: ComplexTask) ->
         ids = [chain.chain_id for chain in assembly.chains]
         entities = read_header(path).entities if task.needs_entities else {}
     except (UserError, OSError) as error:
-        return {**found, "problem": " ".join(str(error).split())}
+        return {**found, "problem": one_line(str(error))}
     first = assembly.chains[0]
     return {
         "names": list(assembly.names),

@@ -26,6 +26,7 @@ from evodsp.data.similarity.pairs import MOST_CELLS, Words, paired, plain, same_
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.progress import progress
+from evodsp.reading.quoting import one_line
 
 MOST_FILES = 64
 """Training structures that are read for one chain, at most: those of the highest score, and the next if they cannot be read."""
@@ -216,7 +217,7 @@ def _place(
     try:
         target = truth.chain(key)
     except (UserError, OSError) as error:
-        return " ".join(str(error).split())
+        return one_line(str(error))
     if not target.mask[:, CA].any():
         return "no residue of it has a CA"
     found = _nearest(sequence, candidates, structures)
@@ -274,7 +275,7 @@ def best_that_is_read(
             try:
                 chains = read(name)
             except (UserError, OSError) as error:
-                problem = problem or " ".join(str(error).split())
+                problem = problem or one_line(str(error))
                 continue
             if any(chain.mask[:, CA].any() for chain in chains):
                 known.append((chains[0].resolution or math.inf, number, name, chains))

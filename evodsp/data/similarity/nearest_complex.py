@@ -25,6 +25,7 @@ from evodsp.data.similarity.nearest import Bar, Copy, best_that_is_read, candida
 from evodsp.data.similarity.pairs import paired, plain, same_residues, score
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
+from evodsp.reading.quoting import one_line
 
 _MOST_EXCHANGES = 120
 """Ways to exchange identical chains of a copy that are scored, at most."""
@@ -72,7 +73,7 @@ def complex_copies(
             target = read(name)
             copy = known.copy_for(name, target)
         except (UserError, OSError) as error:
-            yield name, " ".join(str(error).split())
+            yield name, one_line(str(error))
         else:
             yield name, copy if isinstance(copy, str) else _scored(name, target, copy)
 

@@ -25,7 +25,7 @@ from evodsp.data.templates.matching import TemplateRejection
 from evodsp.data.templates.template_chains import TemplateChains
 from evodsp.errors import UserError
 from evodsp.printing import counted, logger
-from evodsp.reading.quoting import quoted
+from evodsp.reading.quoting import one_line, quoted
 
 _MOST_NAMED = 10
 """At most this many hits are named in the log for each reason; the others are counted."""
@@ -146,7 +146,7 @@ class _Readable:
         try:
             self.inner.chain(key)
         except (UserError, OSError) as error:
-            _say_unreadable(key, " ".join(str(error).split()))
+            _say_unreadable(key, one_line(str(error)))
             return False
         return True
 

@@ -19,6 +19,7 @@ from evodsp.errors import UserError
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.printing import tell
 from evodsp.progress import progress
+from evodsp.reading.quoting import one_line
 
 _IN_THIS_PROCESS = 2000
 """Chains whose sequences are read without further processes."""
@@ -95,7 +96,7 @@ def training_complexes(settings: ScoreConfig, train: Sequence[str]) -> TrainingC
             try:
                 found[name] = tuple(chain.sequence for chain in folder.assembly(name, settings.assembly).chains)
             except (UserError, OSError) as error:
-                problem = problem or " ".join(str(error).split())
+                problem = problem or one_line(str(error))
             advance(1)
     if not found:
         raise UserError(
