@@ -16,11 +16,12 @@ from types import MappingProxyType
 from evodsp.data.complexes.source import RULES, ComplexFiles, RuleName
 from evodsp.data.complexes.store import encode_complex
 from evodsp.data.formats import parse_obsolete
+from evodsp.data.index.chain_table import day_of
 from evodsp.data.samples.distillation import PredictedStore
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import CHAINS, COMPLEXES, TEMPLATES, Kind
 from evodsp.data.sources.record_codec import encode_chain, encode_parsed
-from evodsp.data.sources.shards import LONGEST_KEY, ShardEntry, day_of, shard_name, write_shard
+from evodsp.data.sources.shards import LONGEST_KEY, ShardEntry, shard_name, write_shard
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError

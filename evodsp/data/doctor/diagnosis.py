@@ -20,8 +20,8 @@ from evodsp.data.doctor.copying import Copied, copied
 from evodsp.data.doctor.examination import UNITS, Examined, Examiner
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.executors import LocalProcesses, processes
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
-from evodsp.data.index.metadata import ChainFacts, day_of, table_of
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, day_of
+from evodsp.data.index.metadata import ChainFacts, table_of
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.samples.selection import CountedStructures, Presence, Selected, Selection, select

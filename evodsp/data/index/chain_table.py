@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from datetime import date
 from typing import overload
 
 import numpy as np
@@ -66,11 +67,22 @@ class PackedTexts(Sequence[str]):
 
 UNKNOWN_DAY = np.iinfo(np.int32).min
 """Release day of a chain whose entry has no date."""
+_EPOCH = date(1970, 1, 1).toordinal()
 UNKNOWN_CLUSTER = -1
 """Cluster size of a chain that the cluster file does not list; OpenFold writes the same number."""
 
 SHORT, LONG = 256, 512
 """Residues: shorter chains are taken as often as one of `SHORT`, longer ones as one of `LONG`."""
+
+
+def day_of(released: date | None) -> int:
+    """Days since 1970-01-01; `UNKNOWN_DAY` for None."""
+    return UNKNOWN_DAY if released is None else released.toordinal() - _EPOCH
+
+
+def date_of(day: int) -> date | None:
+    """The inverse of `day_of`."""
+    return None if day == UNKNOWN_DAY else date.fromordinal(day + _EPOCH)
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, day_of
 from evodsp.data.sources.layout import split_key
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import LETTERS_WITH_X, UNKNOWN, encode_sequence
 from evodsp.reading.text_files import lines_of, read_json
 
 _FIX = "make the cache again, or leave it out"
-_EPOCH = date(1970, 1, 1).toordinal()
 _LARGEST_CLUSTER = 2**31 - 1
 
 
@@ -39,11 +38,6 @@ class ChainFacts:
     resolution: float = math.nan
     release_day: int = UNKNOWN_DAY
     cluster_size: int = UNKNOWN_CLUSTER
-
-
-def day_of(released: date | None) -> int:
-    """Days since 1970-01-01; UNKNOWN_DAY for None."""
-    return UNKNOWN_DAY if released is None else released.toordinal() - _EPOCH
 
 
 def read_chain_cache(path: Path) -> dict[str, ChainFacts]:

@@ -27,14 +27,13 @@ from evodsp.data.index.chain_index import (
     own_alignments,
     write_index,
 )
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts, day_of
 from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.metadata import (
     ChainFacts,
     ClusterSizes,
     EntityClusters,
     are_entities,
-    day_of,
     read_chain_cache,
     read_entry_cache,
     read_sets,

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from evodsp.data.formats.mmcif import read_assembly, read_header
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, PackedTexts
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, PackedTexts, day_of
 from evodsp.data.index.complex_index import ComplexColumns, write_complexes
 from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.metadata import (
@@ -24,7 +24,6 @@ from evodsp.data.index.metadata import (
     ClusterSizes,
     EntityClusters,
     are_entities,
-    day_of,
     read_sets,
     table_of,
 )

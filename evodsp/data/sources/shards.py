@@ -17,7 +17,7 @@ import tarfile
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import date
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
-from evodsp.data.index.chain_table import UNKNOWN_DAY
+from evodsp.data.index.chain_table import date_of
 from evodsp.data.sources.layout import split_key
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import whole_file
@@ -35,7 +35,6 @@ LONGEST_KEY = 100
 """Most bytes of a chain key: the name of a tar member holds no more."""
 INDEX = "index.npy"
 _FIX = "copy the feature store again"
-_EPOCH = date(1970, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,6 @@ class ShardEntry:
 def digest_of(data: bytes) -> str:
     """The checksum of a record or an index: 128 bits of BLAKE2b, in hexadecimal."""
     return blake2b(data, digest_size=16).hexdigest()
-
-
-def day_of(released: date | None) -> int:
-    """Days since 1970-01-01; `UNKNOWN_DAY` for None."""
-    return UNKNOWN_DAY if released is None else (released - _EPOCH).days
 
 
 def shard_name(number: int) -> str:
@@ -141,8 +135,7 @@ class Table:
     def released(self, key: str) -> date | None:
         """The release date of a chain in the table; None if it is unknown."""
         row = self._row(key)
-        day = UNKNOWN_DAY if row is None else int(self._index["released"][row])
-        return None if day == UNKNOWN_DAY else _EPOCH + timedelta(day)
+        return None if row is None else date_of(int(self._index["released"][row]))
 
     def _row(self, key: str) -> int | None:
         encoded = key.encode()
