@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evodsp.config import FeatureConfig, ModelConfig, from_dict
+from evodsp.config import FeatureConfig, ModelConfig, from_dict, leaves
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
@@ -241,14 +241,7 @@ def _config(path: str | Path, checkpoint: Mapping[str, Any]) -> ModelConfig:
 
 def sizes_by_name(config: ModelConfig) -> dict[str, Any]:
     """All sizes of a model by their dotted names, such as 'evoformer.blocks'."""
-    return _flat(config.to_dict())
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
+    return dict(leaves(config))
 
 
 def _keys(value: Any) -> set[str]:
