@@ -60,12 +60,8 @@ def _mmseqs(database: str, folder: Path, result: Path, threads: int) -> _Command
     ]
 
 
-def _is_file(path: Path) -> bool:
-    return path.is_file()
-
-
 _KINDS: dict[Program, _Kind] = {
-    "jackhmmer": _Kind(".sto", _jackhmmer, _is_file, "HMMER"),
+    "jackhmmer": _Kind(".sto", _jackhmmer, Path.is_file, "HMMER"),
     "hhblits": _Kind(".a3m", _hhblits, lambda path: Path(f"{path}_cs219.ffdata").is_file(), "HH-suite"),
     "mmseqs": _Kind(".a3m", _mmseqs, lambda path: Path(f"{path}.dbtype").is_file(), "MMseqs2"),
 }
