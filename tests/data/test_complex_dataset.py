@@ -17,6 +17,7 @@ from evodsp.data.records import Assembly, ProteinSequence
 from evodsp.data.samples.complex_dataset import ComplexDataset, ComplexRecord
 from evodsp.data.samples.dataset import Drawing, collate
 from evodsp.features.batch import with_features
+from evodsp.geometry.alphabet import UNKNOWN, encode_sequence
 from evodsp.losses.permutation import with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
@@ -51,6 +52,30 @@ def test_labels_are_those_of_the_residues_of_the_crop(files: ComplexFiles) -> No
             expected = torch.from_numpy(source.positions[int(residue[place])])
             assert torch.equal(sample["all_atom_positions"][place], expected)
     assert len(kinds) > 1, "all crops show the same chains"
+
+
+@pytest.mark.parametrize("unknown", ["alignment", "sequence"])
+def test_residue_types_are_those_of_the_structure(files: ComplexFiles, unknown: str) -> None:
+    """Catches residue types that an alignment decides, where X stands for a letter: the labels are of the structure's."""
+    complex_ = files.parsed("1abc")
+    chains, msas = list(complex_.assembly.chains), list(complex_.chains)
+    if unknown == "alignment":
+        rows = msas[2].msa.msa.copy()
+        rows[0, 4] = UNKNOWN
+        msas[2] = dataclasses.replace(msas[2], msa=dataclasses.replace(msas[2].msa, msa=rows), pairing=None)
+    else:
+        letters = chains[2].sequence[:4] + "X" + chains[2].sequence[5:]
+        chains[2] = dataclasses.replace(chains[2], sequence=letters)
+        msas[2] = dataclasses.replace(msas[2], query=dataclasses.replace(msas[2].query, letters=letters))
+    assembly = dataclasses.replace(complex_.assembly, chains=tuple(chains))
+    whole = dataclasses.replace(CONFIG, crop_size=None)
+    sample = ComplexRecord.of(assembly, merge(msas)).sample(Drawing(whole, Draws.root(0), 1, training=False))
+    sequence = "".join(chain.sequence for chain in chains)
+    assert sample["aatype"][0].tolist() == encode_sequence(sequence).tolist()
+    assert sample["target_feat"][0].argmax(-1).tolist() == sample["aatype"][0].tolist()
+    # The prediction has every atom that is observed, and no atoms where the structure's residue is unknown.
+    assert (sample["atom14_atom_exists"][0] >= sample["atom14_gt_exists"]).all()
+    assert (unknown == "sequence") == (sample["atom14_atom_exists"][0, len(chains[0]) * 2 + 4].sum() == 0)
 
 
 def test_samples_depend_on_their_number_alone(files: ComplexFiles) -> None:

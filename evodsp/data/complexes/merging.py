@@ -26,7 +26,7 @@ from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.sources.query_check import check_query
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import GAP, encode
+from evodsp.geometry.alphabet import GAP, encode, encode_sequence
 
 MOST_ROWS = 2048
 MOST_PAIRED = 1024
@@ -60,7 +60,8 @@ class ChainMsas:
 
 @dataclass(frozen=True)
 class MergedMsa:
-    """The MSA of a complex; row 0 is the sequence of all chains. Every cell counts: AlphaFold-Multimer's `msa_mask` is 1.
+    """The MSA of a complex; row 0 has the sequences of all chains as the alignments write them, in which X matches any letter.
+    Every cell counts: AlphaFold-Multimer's `msa_mask` is 1.
 
     `block`: 0 for paired rows, else the `entity_id` of the only residues that the row covers. `entities`: the chains in the
     order of the columns.
@@ -75,6 +76,10 @@ class MergedMsa:
     def order(self) -> tuple[int, ...]:
         """The place of each chain, in the order of the columns, in the list of chains that were merged."""
         return tuple(member for entity in self.entities for member in entity.members)
+
+    def aatype(self) -> Int32[np.ndarray, " R"]:
+        """The residue types of the sequences of all chains. Where one of the two is X, row 0 has another letter."""
+        return encode_sequence("".join(entity.letters * len(entity.members) for entity in self.entities))
 
     def bert_mask(self) -> Bool[np.ndarray, "N R"]:
         """The cells that may be masked for the masked-MSA loss: all but the gaps beside a block."""

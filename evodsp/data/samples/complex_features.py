@@ -43,7 +43,7 @@ def complex_features(
     letters, deletions = merged.msa[kept][:, columns], merged.deletions[kept][:, columns]
     msa = MsaFeatures(letters, deletions, letter_profile(letters))
     own = None if templates is None else templates.select(slice(None), columns)
-    aatype = letters[0].astype(np.int32)
+    aatype = merged.aatype()[columns]
     sample = raw_features(aatype, msa, config, draws, cycles, piece(0, len(crop)), own)
     length = sample["aatype"].shape[1]
     for field in dataclasses.fields(merged.ids):
