@@ -98,9 +98,10 @@ def align_chains(
 
     One predicted chain, the anchor (`choose_anchor`), is compared with each true chain of its sequence in turn: the truth is
     moved so that this chain lies on the anchor, and the other chains are assigned by their RMSD, the best pair of chains
-    first. Of these assignments the one that has the smallest RMSD after a superposition of everything is the result. Only
-    resolved residues of the crop count. Among equal assignments, and where nothing can be compared (without an anchor, or
-    if the prediction is not finite), chains keep their own truth.
+    first. Of these assignments the one that has the smallest RMSD after a superposition of everything is the result; those that
+    leave more chains without a resolved residue to compare come after the others. Only resolved residues of the crop count.
+    Among equal assignments, and where nothing can be compared (without an anchor, or if the prediction is not finite), chains
+    keep their own truth.
 
     The assignment is greedy. It is the best of all permutations if the anchor's superposition puts the other chains nearest to
     their own places. Where the anchor is small or badly predicted, the others are turned about it, and it may not be.
@@ -141,7 +142,9 @@ def align_chains(
     assigned = _assign(cost.masked_fill(entity[shown, None] != entity, torch.inf), place, tried)
 
     together = products[torch.arange(len(shown)), assigned].sum(1)  # [K, 7, 7]
-    total = _rmsd(_superposition(together), together) + _OTHER_CHAIN * (tried != anchor)
+    # A chain whose truth has none of its residues adds no error, but its labels would be lost.
+    lost = (common[torch.arange(len(shown)), assigned] == 0).sum(1)
+    total = _rmsd(_superposition(together), together) + _OTHER_CHAIN * (tried != anchor) + _NOTHING_IN_COMMON * lost
     return _with_hidden_chains(shown, assigned[total.argmin()], entity)
 
 

@@ -226,6 +226,21 @@ def test_true_chains_without_atoms_come_last() -> None:
     assert crop.align() == [2, 0, 1]
 
 
+def test_an_assignment_that_loses_a_chain_comes_last() -> None:
+    """Catches copies that are exchanged because a chain then has no label at all, and so adds no error."""
+    half = LENGTH // 2
+    x = problem((2,), [0, 1], noise=0.5, asymmetry=0.0)
+    x = replace(
+        x, predicted=x.predicted + torch.where(x.asym_id == 2, 4.0, 0.0)[:, None]
+    )  # one chain lies beside its place
+    # The crop shows the first half of chain 1 and the second half of chain 2, which is not resolved in the first copy.
+    first, second = x.residue_index < half, x.residue_index >= half
+    crop = x.keep(((x.asym_id == 1) & first) | ((x.asym_id == 2) & second)).without_atoms(0, slice(half, None))
+    exchanged, own = totals(crop.keep(crop.asym_id == 1), [[1, 0]]), totals(crop, [[0, 1]])
+    assert exchanged < own, "the exchange compares half of the residues, with a smaller RMSD"
+    assert {tuple(crop.align(seed)) for seed in range(8)} == {(0, 1)}  # the stream chooses either chain as the anchor
+
+
 def test_a_copy_with_two_common_atoms_is_no_candidate() -> None:
     """Catches superpositions that too few atoms determine, which fit the anchor perfectly."""
     x = problem((2,), [0, 1], noise=2.0)
