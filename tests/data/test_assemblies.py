@@ -121,8 +121,9 @@ def test_a_wrong_list_of_assemblies_is_one_line(generators: list[str], message: 
     assert str(path) in str(error.value)
 
 
-def test_an_operator_that_is_no_rotation_is_refused(tmp_path: Path) -> None:
-    """Catches coordinates that are stretched or not numbers."""
-    path = entry(tmp_path, ["1 S A"], ["S ? 2 0 0 0 1 0 0 0 1 0 0 0"])
+@pytest.mark.parametrize("matrix", ["2 0 0 0 1 0 0 0 1", "-1 0 0 0 -1 0 0 0 -1"])
+def test_an_operator_that_is_no_rotation_is_refused(matrix: str, tmp_path: Path) -> None:
+    """Catches coordinates that are stretched or not numbers, and chains of the other hand."""
+    path = entry(tmp_path, ["1 S A"], [f"S ? {matrix} 0 0 0"])
     with pytest.raises(FileFormatError, match="operator 'S' of _pdbx_struct_oper_list is no rotation"):
         read_assembly(path)

@@ -128,7 +128,9 @@ def _operators(path: str | Path, block: cif.Block) -> dict[str, Motion]:
     for name, *texts in rows_of(block, *(f"_pdbx_struct_oper_list.{tag}" for tag in tags)):
         values = np.array([cif.as_number(text) for text in texts])
         rotation, translation = values[:9].reshape(3, 3), values[9:]
-        if not (np.abs(values) < _LARGEST).all() or np.abs(rotation @ rotation.T - np.eye(3)).max() > 1e-2:
+        is_finite = bool((np.abs(values) < _LARGEST).all())
+        # A reflection, which racemic crystals have, would make chains of D-amino acids.
+        if not is_finite or np.abs(rotation @ rotation.T - np.eye(3)).max() > 1e-2 or np.linalg.det(rotation) < 0:
             wrong = f"operator {shown(name)} of _pdbx_struct_oper_list is no rotation with a translation"
             raise FileFormatError(path, f"{wrong}; correct the file")
         found[name] = Motion(rotation, translation)
