@@ -153,6 +153,16 @@ def test_dna_is_not_a_protein_chain(tmp_path: Path):
         read_structure(path)
 
 
+def test_chains_of_glycine_alone(tmp_path: Path) -> None:
+    """Catches a predicted chain that is lost because python-modelcif calls it `other`, and other polymers read as proteins."""
+    atoms = [atom("CA", "GLY", 1, 1), atom("CA", "GLY", 2, 2)]
+    path = save(tmp_path, entry({"A": "1:GLY 2:GLY"}, atoms, kind="other"))
+    assert {name: chain.sequence for name, chain in read_structure(path).chains.items()} == {"A": "GG"}
+    path = save(tmp_path, entry({"A": "1:GLY 2:GPN"}, atoms, kind="other"))  # GPN: of a peptide nucleic acid
+    with pytest.raises(UserError, match="no protein chain with coordinates"):
+        read_structure(path)
+
+
 def test_electron_microscopy_resolution(tmp_path: Path):
     """Catches a resolution read only from the X-ray category."""
     header = (

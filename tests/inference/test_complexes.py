@@ -421,14 +421,12 @@ def test_many_chains(tmp_path: Path) -> None:
     mask[:, CA] = 1
     rng = np.random.default_rng(0)
     positions = rng.normal(size=(residues, 37, 3)).astype(np.float32) * 50
-    aatype = np.delete(np.arange(20), 7)[
-        np.arange(residues) % 19
-    ]  # chains of glycine alone are no polypeptides in mmCIF
+    aatype = np.arange(residues) % 20
     many = PredictedStructure("x", aatype, positions, mask, np.full(residues, 50, np.float32), (1,) * residues)
     names = [chain.name for chain in many.chains]
     block = gemmi.cif.read_string(structure_text(many, "cif")).sole_block()
     assert list(dict.fromkeys(block.find_values("_atom_site.auth_asym_id"))) == names
-    assert len(block.find_values("_entity.id")) == 19
+    assert len(block.find_values("_entity.id")) == 20
     with pytest.raises(UserError, match=r"x: 63 chains, but a PDB file holds 62; use --format cif"):
         structure_text(many, "pdb")
     fewer = replace(many, lengths=(2, *(1,) * (residues - 2)))

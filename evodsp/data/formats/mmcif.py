@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -384,7 +384,8 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
     for entity, number, monomer in rows_of(
         block, "_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"
     ):
-        if "polypeptide" not in types.get(entity, "polypeptide"):
+        kind = types.get(entity, "polypeptide")
+        if "polypeptide" not in kind and kind != "other":
             continue
         if len(number) > _MOST_DIGITS or not re.fullmatch(r"-?\d+", number):
             raise FileFormatError(
@@ -392,8 +393,18 @@ def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[st
             )
         of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
     if not types:
-        of_entity = {e: s for e, s in of_entity.items() if any(is_amino_acid(m) for names in s.values() for m in names)}
-    return of_entity
+        return {entity: listed for entity, listed in of_entity.items() if any(_are_amino_acids(listed))}
+    # python-modelcif, with which programs write predictions, calls a chain of glycine alone, which has no hand, `other`.
+    return {
+        entity: listed
+        for entity, listed in of_entity.items()
+        if types.get(entity) != "other" or all(_are_amino_acids(listed))
+    }
+
+
+def _are_amino_acids(listed: Mapping[int, list[str]]) -> Iterator[bool]:
+    """Whether each monomer of an entity is an amino acid."""
+    return (is_amino_acid(name) for names in listed.values() for name in names)
 
 
 def _letters(monomers: list[str]) -> str:
