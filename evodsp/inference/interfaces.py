@@ -5,8 +5,8 @@ such as ipTM, are in `evodsp.model.confidence`. Contacts and constants are those
 
 - ipSAE: Dunbrack 2025, doi 10.1101/2025.02.10.637595, and version 4 of its program, whose smallest d0 is 1 Å.
 - pDockQ: Bryant, Pozzati, Elofsson 2022, Nature Communications 13, 1265.
-- pDockQ2: Zhu, Shenoy, Kundrotas, Elofsson 2023, Bioinformatics 39, btad424. Contacts and pLDDT are taken as for pDockQ, as by
-  ipSAE's program and ColabFold.
+- pDockQ2: Zhu, Shenoy, Kundrotas, Elofsson 2023, Bioinformatics 39, btad424. Contacts and pLDDT are taken as for pDockQ, and
+  constants are the paper's, as by ipSAE's program and ColabFold. (With all digits of its authors' program: up to 0.0012 more.)
 - LIS: Kim et al. 2024, doi 10.1101/2024.02.19.580970.
 
 Shapes: R residues of the complex, A and P residues of a chain and of its partner. Distances and errors are in Å.
