@@ -141,7 +141,9 @@ def _with_alignments(target: Target, found: Mapping[str, Path]) -> Target:
     chains = tuple(replace(one, alignments=found.get(one.query.name, one.alignments)) for one in target.chains)
     # The last note of such a target says 'no alignments'; it becomes where these came from.
     notes = (*target.notes[:-1], _ORIGIN)
-    return replace(target, alignments=found.get(target.query.name), chains=chains, notes=notes)
+    # A chain of a complex may have the name of the complex: both are names that the user gives.
+    own = None if target.chains else found.get(target.query.name)
+    return replace(target, alignments=own, chains=chains, notes=notes)
 
 
 def distinct(chains: Sequence[ProteinSequence]) -> list[ProteinSequence]:

@@ -75,6 +75,18 @@ def test_chains_of_a_complex_are_searched_alone(tmp_path: Path, monkeypatch: pyt
     assert note.startswith("alignments of a server's search")
 
 
+def test_a_chain_with_the_name_of_its_complex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches the alignments of a chain that are taken for one of the whole complex, because the file has its name."""
+    monkeypatch.setattr(search, "MsaServer", Finding)
+    (tmp_path / "a.fasta").write_text(">a\nMKT\n>b\nGST\n")
+    targets, _ = find_targets([tmp_path / "a.fasta"], None, one_complex=True)
+    (target,), failures = with_searched(targets, tmp_path, "http://host", ServerLimits())
+    found = tmp_path / "_alignments"
+    assert not failures
+    assert target.alignments is None
+    assert [chain.alignments for chain in target.chains] == [found / "a", found / "b"]
+
+
 def test_the_command_of_a_search_says_that_the_server_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
