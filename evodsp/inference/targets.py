@@ -219,9 +219,11 @@ def _complex(record: InputRecord, alignments: AlignmentFolder | None, alone: boo
     def found(chain: ProteinSequence, letter: str) -> Path | None:
         if alignments is None:
             return None
-        named = (alignments.of(one) for one in (chain.name, f"{name}_{letter}"))
-        within = (folder.of(letter) for folder in folders)
-        return next((path for path in (*named, *within) if path is not None), None)
+        named = [alignments.of(one) for one in (chain.name, f"{name}_{letter}")]
+        within = [folder.of(letter) for folder in folders]
+        # The folder with the name of both the complex and a chain of it may be that of the complex.
+        places = (*within, *named) if chain.name == name else (*named, *within)
+        return next((path for path in places if path is not None), None)
 
     chains = tuple(Target(chain, found(chain, chain_name(k))) for k, chain in enumerate(record.chains))
     target = Target(record.query, None, chains=chains)

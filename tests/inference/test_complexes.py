@@ -413,6 +413,21 @@ def test_alignments_of_chains_in_python(tmp_path: Path) -> None:
         as_given_files({"x": f"{QUERY}:{OTHER}"}, {"x_C": text}, None, tmp_path)
 
 
+def test_a_chain_with_the_name_of_its_complex(tmp_path: Path) -> None:
+    """Catches the folder of the complex that is taken for the chain's, whose alignments are then not read."""
+    (tmp_path / "a.fasta").write_text(f">a\n{QUERY}\n>b\n{OTHER}\n")
+    folder = tmp_path / "alignments"
+    for place, letters in (("a/A", QUERY), ("b", OTHER)):
+        (folder / place).mkdir(parents=True)
+        (folder / place / "x.a3m").write_text(f">q\n{letters}\n")
+    ((target,), _) = find_targets([tmp_path / "a.fasta"], folder, one_complex=True)
+    assert [chain.alignments for chain in target.chains] == [folder / "a" / "A", folder / "b"]
+    (folder / "a" / "A").rename(folder / "moved")
+    (folder / "moved" / "x.a3m").rename(folder / "a" / "x.a3m")
+    ((target,), _) = find_targets([tmp_path / "a.fasta"], folder, one_complex=True)
+    assert [chain.alignments for chain in target.chains] == [folder / "a", folder / "b"]
+
+
 def test_many_chains(tmp_path: Path) -> None:
     """Catches names that repeat after Z, chains that are read in the order A, AA, B, and a PDB file without names for all."""
     assert [chain_name(number) for number in (0, 25, 26, 51, 52, MOST_CHAINS - 1)] == ["A", "Z", "AA", "AZ", "BA", "ZZ"]
