@@ -7,7 +7,7 @@ before torch: waiting threads then sleep, as in the commands (OMP_WAIT_POLICY, u
     evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
     evodsp.Prediction.read(folder)          a finished prediction of the command
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
-    evodsp.from_pretrained(folder)          the model of a folder that travels, or of the Hugging Face hub
+    evodsp.from_pretrained(folder)          the model of a model folder, or of the Hugging Face hub
     evodsp.save_pretrained(model, folder)   writes such a folder: safetensors, sizes, a model card
     evodsp.AlphaFold(config)                a new model, a torch module
     evodsp.ModelConfig.preset("model_1")    its sizes

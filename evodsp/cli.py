@@ -241,7 +241,7 @@ COMMANDS: dict[str, Command] = {
         ),
         SettingsCommand(
             "plan",
-            "plan memory and time of a training run on any mesh of GPUs",
+            "plan memory and time of a training run or a prediction, on any mesh of GPUs",
             settings="evodsp.planner.config:PlanConfig",
             runner="evodsp.planner.command:run",
             required="(--gpus N | --measure --output FILE.yaml)",
@@ -311,11 +311,11 @@ COMMANDS: dict[str, Command] = {
         ),
         SettingsCommand(
             "weights export",
-            "convert a checkpoint to a folder that travels, or to DeepMind's or OpenFold's parameter file",
+            "convert a checkpoint to a model folder, or to DeepMind's or OpenFold's parameter file",
             settings="evodsp.weights.config:ExportConfig",
             runner="evodsp.weights.command:run_export",
             required="--checkpoint FILE.ckpt (--output FILE.npz|FILE.pt | --format safetensors --output FOLDER)",
-            description="Write a model as a folder that travels (model.safetensors, config.json and a model card), or its "
+            description="Write a model folder (model.safetensors, config.json and a model card), or a model's "
             "parameters with DeepMind's or OpenFold's names and shapes. The files of these two do not contain the model's "
             "sizes: if it is not a preset, keep the checkpoint for `weights import --like`.",
         ),

@@ -455,8 +455,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """The implementation of each operator of the model: auto, triton, chunked, sdpa, flash_attn, cuequivariance or
-    reference.
+    """The implementation of each operator: auto, triton, chunked, sdpa, flash_attn, cuequivariance or reference.
 
     auto takes the first that works on the device. At the start of a run each implementation is compared with the formula on
     the device, and passed over with a warning if it differs or fails. The log names the chosen ones.

@@ -199,7 +199,7 @@ class PredictConfig:
     """Memory of each rank for what a layer computes beside the representations, such as 512MB or 4GB: it computes a few rows at
     a time. auto: 1/32 of the GPU's memory, 256MiB on a CPU. all: layers compute whole, which takes several times as much."""
     try_anyway: bool = False
-    """Run a target also where the estimate says that it does not fit into the memory."""
+    """Run a record also where the estimate says that it does not fit into the memory."""
     overwrite: bool = False
     """Replace earlier results. By default a finished prediction with the same inputs and settings is kept."""
     parallel: SequenceConfig = field(default_factory=SequenceConfig)

@@ -40,7 +40,7 @@ class PlanConfig:
     templates: int | None = None
     """Templates of a sample; null: data.train.max_templates, or 4 for a model with templates."""
     recycles: int | None = None
-    """Most recycling iterations after the first one, drawn uniformly; null: data.train.recycles, or 3."""
+    """Largest number of recycling iterations, drawn uniformly; null: data.train.recycles, or 3."""
     global_batch: int | None = None
     """Samples of an optimizer step on all devices; null: that of the config, or 128."""
     samples: int | None = None
@@ -58,8 +58,8 @@ class PlanConfig:
     recomputation: Literal["auto", "all", "none"] = "auto"
     """Evoformer blocks that are computed again in the backward pass: all, none, or only as many as the memory demands."""
     cuda_graphs: bool | None = None
-    """Plan for a run whose operators are launched by CUDA graphs, which takes no time of the host; null: as cuda_graphs of the
-    config, or not."""
+    """Plan for a run whose stacks of blocks are CUDA graphs, whose launches take no time of the host; null: cuda_graphs of the
+    config, or false."""
     inside: str | None = None
     """Link between the devices of a node: nvlink3, nvlink4, nvlink5, nvl72, pcie, or the path of your own file; null: the
     device's usual one."""

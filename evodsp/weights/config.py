@@ -48,7 +48,7 @@ class WeightsFetchConfig:
     """Which published parameters to fetch, and where to keep them."""
 
     names: Sequence[str]
-    """Models of AlphaFold2: model_1 to model_5, and model_1_ptm to model_5_ptm."""
+    """Models: model_1 to model_5, model_1_ptm to model_5_ptm, and for complexes model_1_multimer_v3 to model_5_multimer_v3."""
     output: Path | None = None
     """Folder to keep them in. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     url: str | None = None
@@ -66,7 +66,7 @@ class RandomConfig:
     """The model whose random parameters are drawn, and their file."""
 
     output: Path
-    """File to write, of DeepMind's format; name it params_<preset>.npz, so that its name says which model it is."""
+    """File to write, in DeepMind's format; name it params_<preset>.npz, so that its name says which model it is."""
     preset: str = "model_1_ptm"
     """Model, such as model_1_ptm or test."""
     seed: int = 0

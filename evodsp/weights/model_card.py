@@ -1,4 +1,4 @@
-"""The card of a model that travels, `README.md`: what it is, how it is used, and the data, recipe and scores of its run.
+"""The card of a model folder, `README.md`: what it is, how it is used, and the data, recipe and scores of its run.
 
 All of it is read from the files that the run wrote: its settings (`config.yaml`), its learning curve (`curve.csv`) and its bar
 (`baseline.json`). Of paths only the last part is told: a card is read by strangers.

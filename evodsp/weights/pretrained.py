@@ -1,4 +1,4 @@
-"""`evodsp.save_pretrained` and `evodsp.from_pretrained`: a model as a folder that travels, and back; also from the hub."""
+"""`evodsp.save_pretrained` and `evodsp.from_pretrained`: a model as a model folder, and back; also from the hub."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def from_pretrained(source: str | Path, revision: str | None = None) -> AlphaFol
 def save_pretrained(
     model: AlphaFold, folder: str | Path, checkpoint: str | Path | None = None, overwrite: bool = False
 ) -> None:
-    """Write a model as a folder that travels: `model.safetensors`, `config.json` and a model card, `README.md`.
+    """Write a model folder: `model.safetensors`, `config.json` and a model card, `README.md`.
 
     checkpoint: the file that the model was loaded from. If it lies in the folder of its run, the card tells the run's data,
     recipe and scores. overwrite: replace these files where they exist.

@@ -1,4 +1,4 @@
-"""A model as a folder that travels: `model.safetensors`, `config.json` and `README.md`, as on the Hugging Face hub.
+"""A model folder: `model.safetensors`, `config.json` and `README.md`, as on the Hugging Face hub.
 
 - `model.safetensors`: the weights by the model's own names. It holds arrays only, so nothing in it can run.
 - `config.json`: the entries of a checkpoint besides its weights (`evodsp.weights.checkpoint`), the version of evodsp that wrote
