@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from evodsp.config import FeatureConfig
+from evodsp.config import ArrangementName, FeatureConfig
 from evodsp.errors import UserError
 from evodsp.inference.config import PassSettings
 from evodsp.inference.models import SIZES
@@ -38,8 +38,9 @@ from evodsp.inference.structure_files import Origin, structure_text
 from evodsp.inference.target_templates import Templates, template_digest, template_names
 from evodsp.inference.targets import Target
 
-NUMERICS = 1
-"""Raised when a version of evodsp computes other numbers from the same inputs, beyond rounding: its results do not mix."""
+NUMERICS: Mapping[ArrangementName, int] = {"monomer": 1, "multimer": 2}
+"""Raised when a version of evodsp computes other numbers from the same inputs, beyond rounding: its results do not mix. 2:
+residue types of a complex are those of its sequences, where an alignment has X."""
 
 
 @dataclass(frozen=True)
@@ -195,14 +196,15 @@ def result_settings(
     target: Target,
     checkpoint: str,
     templates: Templates,
+    arrangement: ArrangementName,
 ) -> dict[str, Any]:
     """Everything that the numbers of a seed depend on. An earlier result is kept only if every entry is equal.
 
     `raw`: whether the weights are the raw ones. `checkpoint`: the fingerprint of its file. `templates`: the templates in
-    use.
+    use. `arrangement`: that of the model.
     """
     return {
-        "numerics": NUMERICS,
+        "numerics": NUMERICS[arrangement],
         "sequence": target.sequence,
         "alignments": target.digest,
         "checkpoint": checkpoint,

@@ -243,7 +243,9 @@ def _jobs(
         start = time.perf_counter()
         templates, lines = find_templates(source, target, features.max_templates)
         seconds = time.perf_counter() - start
-        settings = result_settings(config.passes, config.raw, features, target, model.digest, templates)
+        settings = result_settings(
+            config.passes, config.raw, features, target, model.digest, templates, model.arrangement
+        )
         stored = find_earlier(config.output / target.query.name, settings, config.overwrite, model.name, names)
         wanted = config.seed_numbers
         missing = wanted if stored is None else stored.missing(wanted)

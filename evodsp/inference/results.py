@@ -35,6 +35,7 @@ from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name, pdb_ch
 from evodsp.inference.complex_scores import score_entries
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
+from evodsp.model.confidence import complex_ranking
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.text_files import json_of, read_bytes, read_json
 from evodsp.version import __version__
@@ -304,7 +305,7 @@ _MULTIMER_RANKING = "0.8 ipTM + 0.2 pTM"
 def _ranking(entries: Sequence[Mapping[str, Any]]) -> tuple[str, Callable[[Mapping[str, Any]], float]]:
     """What all predictions of a target can be ranked by: its name, and the function of an entry."""
     if all("iptm" in entry for entry in entries):
-        return _MULTIMER_RANKING, lambda entry: 0.8 * entry["iptm"] + 0.2 * entry["ptm"]
+        return _MULTIMER_RANKING, lambda entry: complex_ranking(float(entry["iptm"]), float(entry["ptm"]))
     if all("ptm" in entry for entry in entries):
         return "pTM", lambda entry: float(entry["ptm"])
     # Models without a PAE head have no pTM: then only pLDDT compares all.

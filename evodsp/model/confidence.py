@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from evodsp.parallel.exchange import Exchange, LocalExchange
+
+Number = TypeVar("Number", float, Tensor)
 
 MAX_ALIGNED_ERROR = 31.0
 """Last bin edge of the aligned error in Å; larger errors fall in the last bin (supplement 1.9.7)."""
@@ -109,8 +112,13 @@ class ComplexConfidence:
 
     @property
     def ranking_confidence(self) -> Float[Tensor, "*b"]:
-        """What AlphaFold-Multimer ranks predictions by, 0 to 1: 0.8 ipTM + 0.2 pTM."""
-        return 0.8 * self.iptm + 0.2 * self.ptm
+        """See `complex_ranking`."""
+        return complex_ranking(self.iptm, self.ptm)
+
+
+def complex_ranking(iptm: Number, ptm: Number) -> Number:
+    """What AlphaFold-Multimer ranks predictions by, 0 to 1: 0.8 ipTM + 0.2 pTM."""
+    return 0.8 * iptm + 0.2 * ptm
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from evodsp.errors import UserError
 from evodsp.inference.results import RANKING, read_with_ranking
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
 from evodsp.inference.score.splits import predicted
+from evodsp.model.confidence import complex_ranking
 from evodsp.printing import show
 from evodsp.score_tables import table, write_rows
 
@@ -169,7 +170,7 @@ def read_predicted(predictions: Path, name: str) -> Predicted:
     result, ranking = read_with_ranking(folder)
     best: Mapping[str, Any] = ranking["ranking"][0]
     iptm = float(best["iptm"]) if "iptm" in best else None
-    confidence = None if iptm is None or "ptm" not in best else 0.8 * iptm + 0.2 * float(best["ptm"])
+    confidence = None if iptm is None or "ptm" not in best else complex_ranking(iptm, float(best["ptm"]))
     return Predicted(read_assembly(result.structure(), None), float(best["mean_plddt"]), iptm, confidence)
 
 
