@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float64
@@ -86,6 +86,7 @@ class Format:
         return (*TABLE_COLUMNS, *self.arrays, *parts)
 
 
+@runtime_checkable
 class Columns(Protocol):
     """The columns of an index. Every kind has these texts."""
 
