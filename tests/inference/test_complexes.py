@@ -32,6 +32,7 @@ from evodsp.inference.api import predict as api_predict
 from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name
 from evodsp.inference.complex_scores import ComplexScores, score_entries
 from evodsp.inference.config import PredictConfig
+from evodsp.inference.earlier_results import NUMERICS
 from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict, predict_records
@@ -366,6 +367,13 @@ def test_the_page_shows_chains(trimer: PredictionResult) -> None:
         )
     index = (trimer.folder.parent / "index.html").read_text()
     assert ">ipTM<" in index
+
+
+def test_complexes_have_numerics_of_their_own(trimer: PredictionResult) -> None:
+    """Catches results of complexes from before residue types were the sequences', which would be kept beside new ones."""
+    assert (
+        read_json(trimer.folder / "ranking.json")["settings"]["numerics"] == NUMERICS["multimer"] > NUMERICS["monomer"]
+    )
 
 
 def test_edited_scores_of_a_complex_are_one_line(trimer: PredictionResult, tmp_path: Path) -> None:
