@@ -52,6 +52,16 @@ def test_other_commands_read_a_config_by_its_name(tmp_path: Path, monkeypatch: p
     assert read_run_config(Path("quickstart"))["data"]["structure_dir"] == "data/mmcif_files"
 
 
+def test_a_checkout_beside_hides_nothing(tmp_path: Path) -> None:
+    """Catches an editable install whose package is hidden, from `python -m evodsp` and from worker processes, by the checkout
+    `evodsp` in the folder where they run."""
+    (tmp_path / "evodsp" / "data").mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    words = [sys.executable, "-c", "import evodsp.data.pool; print(evodsp.__file__)"]
+    found = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout.strip() == evodsp.__file__, found.stderr
+
+
 def test_where_a_wheel_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a package that looks for a checkout around it."""
     (tmp_path / "evodsp" / "packaged" / "configs").mkdir(parents=True)
