@@ -1,25 +1,25 @@
 """Draws breaks of the package by a seed, and looks for tests that find them.
 
-    python -m scripts.mutation.draw_mutants [--seed S] [--first I] [--number N] [--only TEXT] [--seconds T] [--output FILE]
-                                            [--list] [--again WORD ...]
+    python -m scripts.mutation.draw_mutants [--seed S] [--first I] [--number N] [--only TEXT ...] [--since REVISION]
+                                            [--seconds T] [--output FILE] [--again WORD ...] [--list]
 
-`mutants.toml` holds breaks that somebody thought of. Nobody thinks of these: each is one change in the syntax tree of a module.
-A comparison is flipped, a number is one more, + is -, `and` is `or`, a `not` or a keyword argument is gone, a call's first
-argument is returned in its place. Kinds take turns.
+Each break is one change in the syntax tree of a module: a comparison is flipped, a number is one more, + is -, `and` is `or`,
+a `not` or a keyword argument is gone, a call's first argument is returned in its place. Kinds take turns. `make verify` draws
+a few in the files that changed; nothing keeps them, since a table of source text would have to follow every change.
 
-Tests are sought in the files that `mutants.toml` names for the broken module, and in those that import it, the nearest first.
-They run once on the package with a mark in place of the break, which tells which of them execute it, until `SEEN` have or the
-time is over. These run again on the broken package, up to the first that fails. Results go into a CSV file, with the commit:
+Tests are sought in the files that import the broken module, the nearest first. They run once on the package with a mark in
+place of the break, which tells which of them execute it, until `SEEN` have or the time is over. These run again on the broken
+package, up to the first that fails:
 
     caught       a test failed that passes on the unbroken package, or the package can no longer be imported
     hangs        a test does not end
     SURVIVED     all tests that execute the break passed: look whether it changes anything, and write a test if it does
     NOT REACHED  no test executed it within the time; longer ones might
-    equivalent   written by hand: it changes nothing that a test could see; the column `why` says the reason
-    gone         the code is no longer there; the row is drawn again
+    gone         the code of a row of `--again` is no longer there
 
-`--again WORD` tries rows of that file anew, in today's source, and replaces them. A row that names a test is tried by that test
-alone, whether or not it is marked verify: write it into the column `test` if you know which should find the break.
+`--output` keeps the results, with the commit, in a CSV file. `--again WORD` tries rows of that file with this result or number
+anew, in today's source. A row that names a test is tried by that test alone, whether or not it is marked verify: write it into
+the column `test` if you know which should find the break.
 """
 
 from __future__ import annotations
@@ -31,23 +31,25 @@ import csv
 import json
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from scripts.mutation.mutants import ROOT, Record, copied, read_table, run_tests
-
-RESULTS = ROOT / "scripts" / "mutation" / "drawn_mutants.csv"
+ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
-    "commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds", "why",
+    "commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds",
 )  # fmt: skip
-SEEN, FILES = 20, 6
+SEEN, FILES = 20, 8
 """Most tests that try a break, and most test files that are searched for them."""
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -127,11 +129,21 @@ def same_break(row: dict[str, str]) -> Break | None:
     return min(same, key=lambda b: abs(b.line - int(row["line"])), default=None)
 
 
-def drawn(seed: int, only: str = "") -> list[Break]:
-    """All breaks in random order, one kind after another. Code that runs on a GPU only is left out."""
-    by_kind = defaultdict[str, list[Break]](list)
+def package_files(only: Sequence[str] = (), since: str | None = None) -> list[str]:
+    """Files of the package whose path contains one of `only`, and that changed since a git revision. Code that runs on a GPU
+    only is left out."""
     files = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "evodsp").rglob("*.py"))]
-    for file in (file for file in files if "/device/" not in file and only in file):
+    if since is not None:
+        words = ["git", "diff", "--name-only", "--relative", since, "--", "evodsp"]
+        changed = subprocess.check_output(words, cwd=ROOT, text=True).splitlines()
+        files = [file for file in files if file in changed]
+    return [file for file in files if "/device/" not in file and (not only or any(text in file for text in only))]
+
+
+def drawn(seed: int, files: Sequence[str]) -> list[Break]:
+    """All breaks of these files in random order, one kind after another."""
+    by_kind = defaultdict[str, list[Break]](list)
+    for file in files:
         for found in breaks_of(file, (ROOT / file).read_bytes()):
             by_kind[found.kind].append(found)
     order = random.Random(seed)
@@ -161,8 +173,8 @@ class Importers:
                 module = ".".join([*folder, *([node.module] if node.module else [])])
                 yield from (module, *(f"{module}.{alias.name}" for alias in node.names))
 
-    def tests(self, file: str, known: Sequence[str] = ()) -> list[str]:
-        """`known` test files, and those that reach a module by imports: the nearest first, then those of its folder."""
+    def tests(self, file: str) -> list[str]:
+        """Test files that reach a module by imports: the nearest first, then those of its folder."""
         steps, waiting = {file: 0}, deque([file])
         while waiting:
             at = waiting.popleft()
@@ -171,7 +183,76 @@ class Importers:
                 waiting.append(other)
         found = [name for name in steps if Path(name).name.startswith("test_")]
         found.sort(key=lambda name: (steps[name], f"/{file.split('/')[1]}/" not in name, name))
-        return list(dict.fromkeys([*known, *found]))[:FILES]
+        return found[:FILES]
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A copy of what tests need, in a temporary folder; golden numbers beside it, where there are any."""
+    with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
+        copy = Path(folder) / "checkout"
+        for name in ("evodsp", "tests", "scripts"):
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "conftest.py", "configs", "data", "docs"):
+            (copy / name).symlink_to(ROOT / name)
+        if (ROOT.parent / "shared").is_dir():
+            (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
+        yield copy
+
+
+class Record:
+    """A pytest plugin that keeps the outcome of every test's call."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self.outcomes[report.nodeid] = (
+                report.outcome if report.when == "call" else f"{report.outcome} in {report.when}"
+            )
+
+
+def run_tests(copy: Path, words: Sequence[str], record: Record, seconds: float) -> dict[str, str]:
+    """Outcome by test id, of tests run in `copy` by a forked process: torch is imported once, evodsp anew each time.
+
+    `words`: for pytest. `record`: a plugin for that process. None have an outcome if they take longer than `seconds`; then
+    there is no file `outcomes.json` beside the copy.
+    """
+    result = copy.parent / "outcomes.json"
+    result.unlink(missing_ok=True)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        _child(copy, words, record, result)
+    deadline = time.monotonic() + seconds
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            break
+        time.sleep(0.05)
+    return json.loads(result.read_text()) if result.is_file() else {}
+
+
+def _child(copy: Path, words: Sequence[str], record: Record, result: Path) -> None:
+    """Run pytest in `copy`, write the outcomes, and end this process."""
+    os.setsid()
+    os.chdir(copy)
+    quiet = os.open(copy.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    sys.dont_write_bytecode = True  # a file that is broken twice within a second would be taken for the first one
+    sys.path[:] = [str(copy), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("evodsp", "tests", "scripts")]:
+        del sys.modules[name]
+    import pytest
+
+    pytest.main([*words, "-q", "-p", "no:cacheprovider", "--tb=short", f"--rootdir={copy}"], plugins=[record])
+    evodsp = sys.modules.get("evodsp")
+    assert evodsp is None or Path(str(evodsp.__file__)).is_relative_to(copy), "not the copy was tested"
+    result.write_text(json.dumps(record.outcomes))
+    os._exit(0)
 
 
 class Reached(Record):
@@ -251,17 +332,22 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the first break, in the order of this seed")
     parser.add_argument("--number", type=int, default=40, help="number of breaks (default: %(default)s)")
-    parser.add_argument("--only", default="", metavar="TEXT", help="draw from files whose path contains TEXT")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="TEXT", help="draw from files whose path contains a TEXT"
+    )
+    parser.add_argument("--since", metavar="REVISION", help="draw from files that changed since this revision")
     parser.add_argument("--seconds", type=float, default=60.0, help="to look for tests that execute a break")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="rows are added to this file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="rows are added to this CSV file")
     parser.add_argument("--again", nargs="+", metavar="WORD", help="try rows with these results or numbers anew")
     parser.add_argument("--list", action="store_true", help="print the breaks, run nothing")
     options = parser.parse_args(words)
-    rows = read_rows(options.output)
+    rows = read_rows(options.output) if options.output else []
     if options.again is not None:
         chosen = [(row, same_break(row)) for row in rows if {row["number"], row["result"]} & set(options.again)]
     else:
-        order = list(enumerate(drawn(options.seed, options.only)))[options.first : options.first + options.number]
+        order = list(enumerate(drawn(options.seed, package_files(options.only, options.since))))[
+            options.first : options.first + options.number
+        ]
         chosen = [(new_row(options.seed, number, found), found) for number, found in order]
         rows += [row for row, _ in chosen]
     if options.list:
@@ -270,20 +356,19 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{place}  {row['kind']}: {row['text']!r} -> {row['broken']!r}")
         return 0
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
-    importers, known = Importers(), defaultdict[str, list[str]](list)
-    for mutant in read_table():
-        known[mutant.file].append(mutant.test.split("::")[0])
+    importers = Importers()
     with copied() as folder:
         for row, found in chosen:
             begin = time.monotonic()
             result, tried, test = "gone", 0, ""
             if found is not None:
-                files = [row["test"]] if "::" in row["test"] else importers.tests(found.file, known[found.file])
+                files = [row["test"]] if "::" in row["test"] else importers.tests(found.file)
                 result, tried, test = try_break(found, files, folder, options.seconds)
                 row["line"] = str(found.line)
             took = str(round(time.monotonic() - begin))
             row.update(commit=commit, result=result, tests=str(tried), test=test, seconds=took)
-            write_rows(options.output, [row for row in rows if row["result"]])
+            if options.output:
+                write_rows(options.output, [row for row in rows if row["result"]])
             print(f"{result:11} {row['file']}:{row['line']} {row['text']!r} -> {row['broken']!r} {test}", flush=True)
     return 0
 
