@@ -32,12 +32,13 @@ DOCS_READY   := $(VENV)/.ready-docs
 COMPAT_READY := $(VENV)/.ready-compat
 TRITON_READY := $(VENV)/.ready-triton
 
-.PHONY: help venv demo test verify parity parity-data bench rehearse docs docs-serve wheel lint format clean
+.PHONY: help venv demo test verify resolve parity parity-data bench rehearse docs docs-serve wheel lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
 	@echo "make test    all tests (12 minutes on two idle cores; WORKERS=4 on more)"
 	@echo "make verify  long sweeps (under 60 minutes); SHARE='--rotate WORD --budget-minutes 5' runs a part of them"
+	@echo "make resolve whether constraints.txt and all extras can be installed from PyPI, on Linux and macOS, with each Python"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
 	@echo "make parity-data OPENFOLD=DIR  readers and features beside OpenFold's alone (DATA=data: a folder of structures and alignments)"
 	@echo "make bench   time and memory of the stacks against the formulas written out, and against DeepMind's JAX code and OpenFold"
@@ -79,6 +80,18 @@ test: $(READY) $(COMPAT_READY) $(TRITON_READY)
 
 verify: $(READY) $(DOCS_READY) $(COMPAT_READY) $(TRITON_READY)
 	$(BIN)/python -m pytest -m verify $(SHARE)
+
+# What pip would install elsewhere, by PyPI's own metadata: uv looks at no disk and at none of pip's settings, and downloads no
+# package. openmm's wheels need a Linux of 2022 or newer (glibc 2.34), PyTorch's macOS 14.
+PLATFORMS ?= x86_64-manylinux_2_34 aarch64-apple-darwin
+PYTHONS   ?= 3.11.0 3.12 3.13
+CONSTRAINTS ?= constraints.txt
+resolve: $(READY)
+	@for platform in $(PLATFORMS); do for version in $(PYTHONS); do \
+	  echo "$(CONSTRAINTS) with all extras: $$platform, Python $$version"; \
+	  env -u UV_FIND_LINKS -u UV_INDEX MACOSX_DEPLOYMENT_TARGET=14.0 $(BIN)/uv pip compile --no-config --quiet pyproject.toml --all-extras \
+	    --constraint "$(CONSTRAINTS)" --python-platform $$platform --python-version $$version --output-file /dev/null || exit 1; \
+	done; done
 
 $(PARITY_READY): scripts/parity/constraints.txt
 	$(PYTHON) -m venv --clear $(PARITY)

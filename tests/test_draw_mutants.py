@@ -90,14 +90,11 @@ def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.verify
-def test_breaks_of_what_changed_are_found(tmp_path: Path) -> None:
+def test_breaks_of_what_changed_are_found(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Catches changes that no test guards. Half may survive, since some breaks change nothing that a test could see. The output
     names them."""
-    since = subprocess.run(
-        ["git", "merge-base", "HEAD", "origin/main"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    revision = pytestconfig.getoption("--changed-since") or "HEAD~1"
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True)
-    revision = since.stdout.strip() if since.stdout not in ("", head) else "HEAD~1"
     if not package_files(since=revision):
         pytest.skip(f"no file of the package has changed since {revision}")
     table = tmp_path / "drawn.csv"

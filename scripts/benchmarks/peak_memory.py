@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from evodsp.planner.trace import LiveMemory
+
+from .calling_lines import calling_lines
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,4 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 def _calling_lines() -> str:
     """Up to three lines of evodsp on the call stack, innermost first. A backward pass may have none."""
-    lines: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(lines) < 3:
-        if "/evodsp/" in frame.f_code.co_filename:
-            lines.append(f"{frame.f_code.co_filename.rpartition('/evodsp/')[2]}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(lines)
+    return " < ".join(f"{file}:{line}" for file, line in islice(calling_lines(sys._getframe(1)), 3))

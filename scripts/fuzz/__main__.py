@@ -29,6 +29,7 @@ from random import Random
 from typing import Any
 
 from evodsp.errors import UserError
+from scripts.benchmarks.calling_lines import EVODSP
 from scripts.fuzz.mutations import mutated
 from scripts.fuzz.subjects import Subject, subjects, write
 
@@ -80,8 +81,8 @@ def _draws(seed: int, number: int) -> Random:
 
 def _raised(error: BaseException) -> str:
     """The exception and the line of evodsp that it came through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}evodsp{os.sep}" in f.filename]
-    where = f"{frames[-1].filename.rpartition('evodsp/')[2]}:{frames[-1].lineno}" if frames else "?"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(EVODSP)]
+    where = f"{frames[-1].filename.removeprefix(EVODSP)}:{frames[-1].lineno}" if frames else "?"
     return f"{type(error).__name__} at {where}: {str(error)[:200]!r}"
 
 

@@ -35,6 +35,7 @@ from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.ledger import Ledger
 from evodsp.rng import Draws
+from scripts.benchmarks.calling_lines import calling_lines
 from tests.builders.fake_cuda import Case
 
 _NO_KERNEL = {
@@ -147,13 +148,7 @@ def _bytes(x: Tensor) -> int:
 
 def _place() -> str:
     """The innermost line of the package that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        before, inside, file = frame.f_code.co_filename.rpartition("/evodsp/")
-        if inside and not before.endswith("/tests"):
-            return f"{file}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "autograd"
+    return next((f"{file}:{line}" for file, line in calling_lines(sys._getframe(1))), "autograd")
 
 
 class Saved(torch.autograd.graph.saved_tensors_hooks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,6 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from scripts.benchmarks.calling_lines import EVODSP, calling_lines, folder_of
+
+LIGHTNING = folder_of("lightning")
 
 
 class HostWaits(TorchDispatchMode):
@@ -64,13 +69,8 @@ class HostWaits(TorchDispatchMode):
         )
 
     def add(self, name: str) -> None:
-        frame, lines = sys._getframe(2), list[str]()
-        while frame is not None and len(lines) < 2:
-            file = frame.f_code.co_filename
-            if "/evodsp/" in file or "/lightning/" in file:
-                lines.append(f"{file.rpartition('/evodsp/')[2].rpartition('/site-packages/')[2]}:{frame.f_lineno}")
-            frame = frame.f_back  # type: ignore[assignment]
-        self.waits.append(f"{name} {' < '.join(lines)}")
+        lines = islice(calling_lines(sys._getframe(2), EVODSP, LIGHTNING), 2)
+        self.waits.append(f"{name} {' < '.join(f'{file}:{line}' for file, line in lines)}")
 
 
 class _Lists(TorchFunctionMode):

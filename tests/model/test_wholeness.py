@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import traceback
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -33,6 +33,7 @@ from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
 from evodsp.selftest.random_sample import random_features
+from scripts.benchmarks.calling_lines import calling_lines
 from tests.builders.labelled_batch import batch_of
 from tests.ranks import RankPool
 
@@ -126,18 +127,11 @@ class Watcher(TorchDispatchMode):
             held = whole(x.numel())
             if held is None or x.untyped_storage().data_ptr() in self._given:
                 continue
-            lines = list(islice(_lines_of_the_package(), 2))[::-1]
+            lines = list(islice(calling_lines(sys._getframe(1)), 2))[::-1]
             if any(line in LOGITS and file.endswith("kernels/chunked.py") for file, line in lines):
                 continue  # logits: all pairs of positions of one row, for the rows that this rank has
-            places = [f"{file.rpartition('/evodsp/')[2]}:{line}" for file, line in lines]
+            places = [f"{file}:{line}" for file, line in lines]
             self.found.add(f"{held} {list(x.shape)} {what} {' > '.join(places)}")
-
-
-def _lines_of_the_package() -> Iterator[tuple[str, int]]:
-    """File and line of each call under way, the innermost first."""
-    for frame, line in traceback.walk_stack(None):
-        if "/evodsp/" in frame.f_code.co_filename:
-            yield frame.f_code.co_filename, line
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
