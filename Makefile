@@ -53,10 +53,9 @@ help:
 
 venv: $(READY)
 
-# Exact pins: a looser one would pull several gigabytes of CUDA packages on a machine without a GPU. A warning that setuptools gives
-# with every editable installation is left out.
+# A warning that setuptools gives with every editable installation is left out.
 $(READY): pyproject.toml constraints.txt
-	@echo "Making the environment in $(VENV): PyTorch and others, 1.4 GB, a minute or more"
+	@echo "Making the environment in $(VENV): PyTorch and others, 1.4 GB with PyTorch for CPUs and 5 GB with PyPI's for Linux, minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

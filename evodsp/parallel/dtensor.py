@@ -26,6 +26,16 @@ def local(x: Tensor) -> Tensor:
     return x.to_local() if is_dtensor(x) else x  # type: ignore[attr-defined]
 
 
+def sum_over_shards(x: Tensor, like: Tensor) -> Tensor:
+    """Sum of `x` over the ranks that hold the shards of `like`, a collective; `x` itself if `like` is not sharded."""
+    if not is_dtensor(like):
+        return x
+    from torch.distributed.tensor import DTensor, Partial, Replicate  # imported already: `like` is one
+
+    placements = [Partial() if p.is_shard() else Replicate() for p in like.placements]  # type: ignore[attr-defined]
+    return DTensor.from_local(x, like.device_mesh, placements, run_check=False).full_tensor()  # type: ignore[attr-defined]
+
+
 def gather_tree(tree: Any, keep: bool = True) -> Any:
     """Copy nested containers with every sharded tensor gathered to the CPU (`keep`), or dropped (None).
 

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from evodsp.parallel.dtensor import is_dtensor, local
+from evodsp.parallel.dtensor import local, sum_over_shards
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import Mesh
 from evodsp.parallel.waits import WaitTimes
@@ -105,11 +105,9 @@ class PlainGradients(Gradients):
     def finish(self) -> Reduced:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         # In fp64 for the reason that `_norm` gives; a parameter's gradient has no rows of one size.
-        norms = torch._foreach_norm(gradients, 2.0, torch.float64)
+        norms = torch._foreach_norm([local(gradient) for gradient in gradients], 2.0, torch.float64)
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        if is_dtensor(norm):
-            norm = norm.full_tensor()
-        norm = norm.to(gradients[0].dtype)
+        norm = sum_over_shards(norm.square(), gradients[0]).sqrt().to(gradients[0].dtype)
         if self.clip is not None:
             torch._foreach_mul_([local(gradient) for gradient in gradients], _coefficient(norm, self.clip))
         return Reduced(norm, torch.stack(self._losses).isfinite(), _exceeds(norm, self.clip))

@@ -45,6 +45,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from tests.shared import SHARED
+
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
     "commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds",
@@ -195,8 +197,8 @@ def copied() -> Iterator[Path]:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md", "conftest.py", "configs", "data", "docs"):
             (copy / name).symlink_to(ROOT / name)
-        if (ROOT.parent / "shared").is_dir():
-            (Path(folder) / "shared").symlink_to(ROOT.parent / "shared")
+        if SHARED.is_dir():
+            (Path(folder) / "shared").symlink_to(SHARED)
         yield copy
 
 

@@ -25,8 +25,9 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.shared import SHARED
+
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = ROOT.parent / "shared"
 
 Phase = Literal["forward", "backward", "recompute"]
 

@@ -13,7 +13,5 @@ if ((${#wheels[@]} > 1)) || [[ ! -f ${wheels[0]} ]]; then
   exit 1
 fi
 "${PYTHON:-python3}" -m venv "$environment"
-# PyTorch for GPUs asks for the Triton that it was built with.
-grep --invert-match '^triton==' "$build/constraints.txt" > "$environment/constraints.txt"
-"$environment/bin/python" -m pip install --no-cache-dir --constraint "$environment/constraints.txt" "${wheels[0]}${EXTRAS:-}"
+"$environment/bin/python" -m pip install --no-cache-dir --constraint "$build/constraints.txt" "${wheels[0]}${EXTRAS:-}"
 "$environment/bin/evodsp" --version
