@@ -21,7 +21,7 @@ OF_EACH_ROOM = """
     data/test_parsers.py features geometry inference/test_api.py launch/test_store.py losses/test_torsion.py
     losses/test_sharded_losses.py model/kernels/test_registry.py parallel planner/test_plan.py reading report search selftest
     test_argument_parser.py test_cli.py training/test_bad_samples.py training/test_mesh.py weights/test_exchange.py
-""".split()
+"""
 
 
 def other_python() -> str | None:
@@ -57,7 +57,7 @@ def test_a_strangers_environment(versions: str, pytestconfig: pytest.Config) -> 
             f".venv/bin/evodsp fit --config quickstart --parallel.sequence 2 --trainer.max_steps 2 --output {out}/model",
             f".venv/bin/evodsp predict data/fasta/s010_A.fasta --alignments data/alignments/s010_A --output {out}/predictions"
             f" --checkpoint {out}/model/checkpoints/last.ckpt",
-            f".venv/bin/python -m pytest -m 'not verify' {' '.join(f'tests/{name}' for name in OF_EACH_ROOM)}",
+            f".venv/bin/python -m pytest -m 'not verify' {' '.join(f'tests/{name}' for name in OF_EACH_ROOM.split())}",
         ):  # fmt: skip
             environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             done = subprocess.run(
