@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
+from evodsp.model.matmul import is_tf32
 from evodsp.model.primitives import Computed, ShardedModule
 from evodsp.model.recorders import Recorder
 from evodsp.model.recordings import CallArguments, Forward, Place, Recording, WithGradient, addresses_of
@@ -159,5 +160,5 @@ def _modes(device: str) -> Hashable:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled(device),
         torch.get_autocast_dtype(device),
-        torch.get_float32_matmul_precision(),
+        is_tf32(),
     )

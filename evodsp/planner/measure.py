@@ -31,6 +31,7 @@ from evodsp.files import write_text
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
+from evodsp.model.matmul import float32_matmul
 from evodsp.model.primitives import use_kernels
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Kind
@@ -87,12 +88,8 @@ def tflops(dtype: torch.dtype, on_gpu: bool, tf32: bool = False) -> float:
     """TFLOP/s of a large product."""
     n, where = (8192, "cuda") if on_gpu else (1024, "cpu")
     a, b = (torch.randn(n, n, device=where).to(dtype) for _ in range(2))
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    try:
+    with float32_matmul("high" if tf32 else "highest"):
         return 2 * n**3 / seconds(lambda: a @ b, on_gpu) / 1e12
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def memory_gbps(on_gpu: bool) -> float:

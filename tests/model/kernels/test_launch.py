@@ -159,18 +159,18 @@ def _of(backend: str) -> Any:
 
 
 def test_precision_of_products(log: Log) -> None:
-    """Catches products that keep the precision of an earlier call."""
+    """Catches products that keep the precision of an earlier call, and torch's old setting, which raises after the new one."""
     launched, _ = log
     operator, arguments = next(x for x in cases.calls(16, 16, torch.float32) if x[0].name == "evodsp::attention")
-    found, before = [], torch.backends.cuda.matmul.allow_tf32
+    found, before = [], torch.backends.cuda.matmul.fp32_precision
     try:
-        for torch.backends.cuda.matmul.allow_tf32 in (False, True, False):
+        for torch.backends.cuda.matmul.fp32_precision in ("ieee", "tf32", "ieee"):
             for _ in range(3):
                 called(operator, arguments, launched)
             assert cases.repeated(launched)
             found.append([x for x in launched[0] if x in ("tf32", "tf32x3")])
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        torch.backends.cuda.matmul.fp32_precision = before
     assert found == [["tf32x3"], ["tf32"], ["tf32x3"]]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from evodsp.model.kernels.triton_kernels.plan import Plan, on_meta, plan_of
+from evodsp.model.matmul import is_tf32
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Operator:
     def _look_up(self, arguments: Sequence[Any]) -> tuple[Plan | None, list[Tensor]]:
         """The plan for arguments like these, if there is one, and the tensors among them."""
         # The key begins with the settings behind `product_precision`, and holds everything on which a body may depend.
-        key: list[Any] = [torch._C._get_cublas_allow_tf32()]
+        key: list[Any] = [is_tf32()]
         tensors = []
         for x in arguments:
             if isinstance(x, Tensor):
@@ -226,4 +227,4 @@ def product_tile(size: int, limit: int, factor: Tensor) -> int:
 
 def product_precision() -> str:
     """The precision in which kernels multiply float32 factors: torch's current one."""
-    return "tf32" if torch._C._get_cublas_allow_tf32() else "tf32x3"
+    return "tf32" if is_tf32() else "tf32x3"
