@@ -19,6 +19,7 @@ from evodsp.inference.config import PassSettings
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.casts import CastParameters
 from evodsp.model.confidence import (
     compute_complex_confidence,
     compute_contact_weights,
@@ -82,7 +83,7 @@ def run_passes(
     hook = model.structure_module.register_forward_hook(mark)
     try:
         half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
-        with torch.inference_mode(), float32_matmul(settings.matmul_precision), half:
+        with torch.inference_mode(), float32_matmul(settings.matmul_precision), half, CastParameters(model):
             output = model(batch, ensembles=settings.ensembles, stop_tolerance=settings.stop_tolerance or 0.0)
     finally:
         hook.remove()

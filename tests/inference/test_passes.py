@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.config import HeadsConfig, LayerPrecision, ModelConfig, computes_in_half
 from evodsp.data.formats.mmcif import read_chain
@@ -19,7 +20,7 @@ from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.passes import structure_of
+from evodsp.inference.passes import run_passes, structure_of
 from evodsp.inference.predict import predict
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
@@ -116,6 +117,38 @@ def test_recycling_goes_on_until_every_sample_has_settled(workplace):
     for changes, expected in (([0.1, 5.0], False), ([5.0, 0.1], False), ([0.1, 1.0], True)):
         assert settled(replace(output, ca_change=torch.tensor(changes)), 1.0) == expected
     assert not settled(replace(output, ca_change=None), 1.0), "after the first pass there is no change yet"
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of a model's parameters, one by one and all together."""
+
+    def __init__(self, model: AlphaFold) -> None:
+        super().__init__()
+        self.parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        self.alone = self.together = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.together += func is torch.ops.aten._foreach_copy_.default
+        if func in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default):
+            self.alone += args[0].data_ptr() in self.parameters and result.dtype != args[0].dtype
+        return result
+
+
+def test_parameters_are_cast_once(workplace: Workplace) -> None:
+    """Catches casts of a parameter in each operator that uses it, a third of all launches, and other numbers by them."""
+    model = load_model(workplace.config.checkpoint)
+    query = ProteinSequence("alpha_A", QUERY)
+    alignments = read_alignment_dir(workplace.config.alignments / "alpha_A", query)
+    config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=1)
+    batch = collate([prediction_sample(query, alignments, config, 0)])
+    with Casts(model) as casts:
+        found, _ = run_passes(model, batch, workplace.change(precision="bf16").passes)
+    assert (casts.alone, casts.together) == (0, 1)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(batch)
+    torch.testing.assert_close(found.structure.positions, expected.structure.positions, rtol=0, atol=0)
+    torch.testing.assert_close(found.logits["plddt"], expected.logits["plddt"], rtol=0, atol=0)
 
 
 def structure_from(
