@@ -1,7 +1,7 @@
 """Stacks run over several ranks and compared with one device: outputs, input gradients, parameter gradients.
 
-Dropout is on, parameters are all random. The mean over ranks of their losses is the loss, so each rank multiplies its shard's
-loss by N.
+Dropout is on, parameters are all random, and the transport shows what is read or changed in flight. The mean over ranks of their
+losses is the loss, so each rank multiplies its shard's loss by N.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION
 from evodsp.rng import Draws
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
+from tests.builders.poisoned_group import PoisonedGroup
 from tests.ranks import RankPool
 
 RESIDUES = 7
@@ -120,7 +120,7 @@ def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], 
 def run_rank(handle: Any, case: Case) -> Found:
     torch.set_default_dtype(torch.float64)
     try:
-        exchange = ShardedExchange(Group(handle), case.overlap)
+        exchange = ShardedExchange(PoisonedGroup(handle), case.overlap)
         ranks = exchange.group.size
         outputs, inputs, stack = run(case, exchange, ranks)
     finally:

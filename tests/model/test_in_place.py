@@ -24,7 +24,6 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.sharded import Budget, Sharded
 from evodsp.model.templates import TemplateEmbedder, TemplatePairStack, Templates
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
 from evodsp.parallel.pending import Ready
 from evodsp.rng import Draws
@@ -32,6 +31,7 @@ from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
+from tests.builders.poisoned_group import PoisonedGroup
 from tests.builders.small_model import SMALL, chains, config, features, features_of_chains, tensors
 from tests.ranks import RankPool
 
@@ -88,7 +88,7 @@ def run(
 
 def run_rank(handle: Any, *arguments: Any) -> dict[str, Tensor]:
     kind, memory, plan, *dropout = arguments
-    return run(kind, memory, ShardedExchange(Group(handle)), plan, *dropout)
+    return run(kind, memory, ShardedExchange(PoisonedGroup(handle)), plan, *dropout)
 
 
 @pytest.mark.parametrize("memory", [1, 3000])
@@ -213,7 +213,7 @@ def run_model(
 
 
 def run_model_rank(handle: Any, memory: int, multimer: bool) -> dict[str, Tensor]:
-    return run_model(memory, ShardedExchange(Group(handle)), multimer=multimer)
+    return run_model(memory, ShardedExchange(PoisonedGroup(handle)), multimer=multimer)
 
 
 @pytest.mark.parametrize(

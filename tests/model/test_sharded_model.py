@@ -18,11 +18,11 @@ from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
 from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
+from tests.builders.poisoned_group import PoisonedGroup
 from tests.builders.small_model import SMALL, chains, config, features, features_of_chains, tensors
 from tests.ranks import RankPool
 
@@ -80,7 +80,7 @@ def run(
 def run_rank(handle: Any, batch: int, kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     torch.set_default_dtype(torch.float64)
     try:
-        exchange = ShardedExchange(Group(handle))
+        exchange = ShardedExchange(PoisonedGroup(handle))
         outputs, inputs, model = run(batch, exchange, kind)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -148,7 +148,7 @@ def predicted(present: int, absent: int, exchange: Exchange) -> dict[str, Tensor
 def predicted_by_rank(handle: Any, present: int) -> dict[str, Tensor]:
     torch.set_default_dtype(torch.float64)
     try:
-        return predicted(present, 0, ShardedExchange(Group(handle)))
+        return predicted(present, 0, ShardedExchange(PoisonedGroup(handle)))
     finally:
         torch.set_default_dtype(torch.float32)
 
