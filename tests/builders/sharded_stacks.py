@@ -1,7 +1,7 @@
 """Stacks run over several ranks and compared with one device: outputs, input gradients, parameter gradients.
 
-Dropout is on, parameters are all random, and the transport shows what is read or changed in flight. The mean over ranks of their
-losses is the loss, so each rank multiplies its shard's loss by N.
+Dropout is on, parameters are all random, and the transport shows what is read or changed in flight. The mean over ranks of
+their losses is the loss, so each rank multiplies its shard's loss by N.
 """
 
 from __future__ import annotations
