@@ -103,12 +103,12 @@ class Target:
         return fingerprint(*((path.name, content_digest(path)) for path in self.files()))
 
     def _read_by(self, rule: PairingRule | None) -> list[Path]:
-        """The alignments of a chain, and the files of it whose rows are paired, sorted by name."""
+        """The alignments of a chain, and the files of it whose rows are paired."""
         paired = [] if rule is None or self.alignments is None else files_for_pairing(self.alignments, rule)
-        return sorted({*self.files(), *paired}, key=lambda path: path.name)
+        return list(dict.fromkeys((*self.files(), *paired)))
 
     def files(self) -> list[Path]:
-        """The alignments, sorted by name."""
+        """The alignments, in the order in which they are joined."""
         if self.folder is not None:
             return alignment_files(self.folder)
         return [] if self.alignments is None else [self.alignments]

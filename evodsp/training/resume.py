@@ -79,8 +79,12 @@ _EPOCH = "the position within the epoch would be lost"
 """The reason for the other refused settings. (The model's sizes are compared by `check_same_model`.)"""
 
 
-_ADDED = {"ranks": "same", "training set": "applied"}
+_ADDED = {"ranks": "same", "training set": "applied", "order of alignments": "applied"}
 """Entries of a checkpoint that are no settings, and their rules."""
+
+
+_ORDER = "uniref90, bfd, mgnify, others"
+"""The order in which a chain's alignments are joined (`evodsp.data.sources.chain_folder`); stores have that of their day."""
 
 
 _GROUPS = {"parallel": "mesh", "ranks": "mesh", "plan": "plan", "kernels": "kernels"}
@@ -96,6 +100,8 @@ def recorded(settings: Mapping[str, Any], ranks: int, chains: Chains) -> dict[st
     kept = {name: _plain(value) for name, value in settings.items() if RULES[name] != "free"}
     if kept["init_from"] is None:
         kept["raw"] = False  # it says which weights of that file
+    if settings.get("data.store") is None:
+        kept["order of alignments"] = _ORDER
     return {**kept, "ranks": ranks, "training set": _training_set(chains)}
 
 
@@ -113,7 +119,8 @@ def changes(path: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, An
 
     Raises UserError for one that may not differ.
     """
-    saved = {"model.freeze": [], **checkpoint.get(KEY, {})}  # earlier versions trained all parameters
+    # Earlier versions trained all parameters, and joined alignments in the order of their names.
+    saved = {"model.freeze": [], "order of alignments": "by name", **checkpoint.get(KEY, {})}
     lines: list[str] = []
     same: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in settings.items():

@@ -7,7 +7,9 @@ The package is that of `alphafold_side.py`; only its data pipeline is imported, 
 - rows with the same similarity to the query, and pairs with the same product of row numbers, stay in order: both sorts are
   made stable. As released, their order is up to NumPy's sort, which changes with the processor. All cases are run as released
   too, and those that differ then are named among the results (`released`).
-- the number of rows of a chain is that of the case (2048 as released).
+- the number of rows of a chain is that of the case (2048 as released);
+- of equal rows of a chain's files the first is taken, as in DeepMind's release. The package's code for this is a comment;
+- the pipeline of files runs no program, since all of them are there, and finds no templates.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import json
 import sys
 from functools import partial, partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -33,6 +37,8 @@ from alphafold.data import (  # type: ignore[import-not-found]  # noqa: E402
     feature_processing,
     msa_identifiers,
     msa_pairing,
+    parsers,
+    pipeline,
     pipeline_multimer,
 )
 
@@ -135,10 +141,59 @@ def results_of(case: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str,
     return results | {name: merged[name] for name in MERGED}
 
 
+def first_of_equal_rows(msas: Any) -> dict[str, Any]:
+    """The features of alignments of one chain, without rows that equal an earlier one."""
+    seen: set[str] = set()
+    kept = []
+    for msa in msas:
+        rows = [k for k, row in enumerate(msa.sequences) if not (row in seen or seen.add(row))]  # type: ignore[func-returns-value]
+        kept.append(
+            parsers.Msa(*([of[k] for k in rows] for of in (msa.sequences, msa.deletion_matrix, msa.descriptions)))
+        )
+    return dict(MAKE_MSA_FEATURES(kept))
+
+
+MAKE_MSA_FEATURES = pipeline.make_msa_features
+
+
+def results_of_files(folder: Path) -> dict[str, Any]:
+    """What DeepMind's pipelines make of the files of a complex, and of those of its chain A."""
+    length = len((folder / "x.fasta").read_text().split()[1])
+    none = {
+        "template_aatype": np.zeros((1, length, 22), np.float32),
+        "template_all_atom_positions": np.zeros((1, length, 37, 3), np.float32),
+        "template_all_atom_masks": np.zeros((1, length, 37), np.float32),
+        "template_domain_names": np.array([b""], object),
+        "template_sequence": np.array([b""], object),
+        "template_sum_probs": np.zeros((1, 1), np.float32),
+    }
+    searcher = SimpleNamespace(
+        input_format="sto", output_format="sto", query=lambda _: "", get_template_hits=lambda **_: []
+    )
+    featurizer = SimpleNamespace(get_templates=lambda **_: SimpleNamespace(features=dict(none)))
+    feature_processing.MSA_CROP_SIZE = 2048
+    with (
+        mock.patch.object(pipeline.jackhmmer, "Jackhmmer"),
+        mock.patch.object(pipeline.hhblits, "HHBlits"),
+        mock.patch.object(pipeline, "make_msa_features", first_of_equal_rows),
+    ):
+        of_chain = pipeline.DataPipeline(
+            "", "", "", "", "", "", "", searcher, featurizer, use_small_bfd=False, use_precomputed_msas=True
+        )
+        of_complex = pipeline_multimer.DataPipeline(of_chain, "", "", use_precomputed_msas=True)
+        (folder / "A.fasta").write_text("\n".join((folder / "x.fasta").read_text().split()[:2]))
+        merged = of_complex.process(str(folder / "x.fasta"), str(folder / "x"))
+        alone = of_chain.process(str(folder / "A.fasta"), str(folder / "x" / "A"))
+    results = {name: merged[name] for name in MERGED if not name.startswith("template")}
+    results["chain msa"] = np.array(residue_constants.MAP_HHBLITS_AATYPE_TO_OUR_AATYPE)[alone["msa"]]
+    return results | {"chain deletions": alone["deletion_matrix_int"]}
+
+
 def main(arguments: list[str]) -> int:
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         arrays = {key: file[key] for key in file.files}
+    folder = Path(str(arrays.pop("folder")))
     cases = json.loads(str(arrays.pop("cases")))
     released = [results_of(case, arrays) for case in cases]
     make_sorts_stable()
@@ -146,6 +201,7 @@ def main(arguments: list[str]) -> int:
     found = {
         f"{name}|{case['name']}": value for case, of in zip(cases, stable, strict=True) for name, value in of.items()
     }
+    found |= {f"{name}|files": value for name, value in results_of_files(folder).items()}
     both = zip(cases, released, stable, strict=True)
     differ = [case["name"] for case, a, b in both if not all(np.array_equal(a[name], b[name]) for name in a)]
     outputs = {name: np.asarray(value) for name, value in found.items()}

@@ -3,8 +3,9 @@
     .venv/bin/python -m scripts.parity.pairing --alphafold .venv-parity/bin/python [--seed 0]
 
 Both sides get the same random MSAs of a few complexes (names of rows, letters, deletions) and the same templates of their
-chains. Species, pairs, order of chains, letters, deletions, masks, numbers of residues and templates must be equal. The exit
-code is 1 if one differs, and 2 if the other side could not run. `alphafold_pairing_side.py` lists the changes to DeepMind's
+chains. Species, pairs, order of chains, letters, deletions, masks, numbers of residues and templates must be equal. Both read a
+complex from files too, in AlphaFold's layout, with more rows than the order and the caps of the databases leave. The exit code
+is 1 if something differs, and 2 if the other side could not run. `alphafold_pairing_side.py` lists the changes to DeepMind's
 code.
 """
 
@@ -13,22 +14,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.keys import uniprot_species
-from evodsp.data.complexes.merging import ChainMsas, merge
+from evodsp.data.complexes.merging import ChainMsas, MergedMsa, merge
 from evodsp.data.complexes.pairing import PairingMsa, pair
 from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.complex_features import complex_features
 from evodsp.data.samples.crop import piece
-from evodsp.data.sources.msa import MsaFeatures, letter_profile
+from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, decode
+from evodsp.inference.target_msas import ComplexMsa
+from evodsp.inference.targets import find_targets
 from evodsp.rng import Draws
 
 from .compare import deepminds_side, program
@@ -48,6 +53,12 @@ TEMPLATES = {
 }
 """Features of templates that are compared, by DeepMind's names."""
 OTHER_NAMES = ("UniRef100_A0A{row:07}/1-50", "tr|A0A1|A0A1_HUMAN", "sp|P12345|NAME_TOOLONG", "MGYP{row}", "")
+
+FILES = {
+    "A": {"uniref90_hits.sto": 10_040, "bfd_uniref_hits.a3m": 700, "mgnify_hits.sto": 520, "uniprot_hits.sto": 90},
+    "B": {"uniref90_hits.sto": 700, "bfd_uniref_hits.a3m": 300, "mgnify_hits.sto": 900, "uniprot_hits.sto": 60},
+}
+"""Rows of the files of two chains: of A the order decides what a complex keeps, of B the cap of MGnify."""
 
 
 @dataclass(frozen=True)
@@ -196,16 +207,7 @@ def results_of(drawn: Drawn) -> Results:
     """What evodsp makes of one complex, under the names of DeepMind's side."""
     merged = merge(drawn.chains, drawn.case.most_rows, drawn.case.most_rows // 2)
     keys = [",".join(chain.to_pair().keys) for chain in drawn.chains]
-    results = {
-        "order": np.array(merged.order()),
-        "species": np.array("\n".join(keys)),
-        "msa": merged.msa,
-        "deletion_matrix": merged.deletions,
-        "bert_mask": merged.bert_mask(),
-        "msa_mask": np.ones(merged.msa.shape),
-        "cluster_bias_mask": merged.cluster_bias_mask(),
-        **{name: getattr(merged.ids, name) for name in ("asym_id", "entity_id", "sym_id", "residue_index")},
-    }
+    results = {"order": np.array(merged.order()), "species": np.array("\n".join(keys)), **_arrays(merged)}
     if len(merged.entities) > 1:
         copies = [len(entity.members) for entity in merged.entities]
         rows = pair([drawn.chains[entity.members[0]].to_pair() for entity in merged.entities], copies)
@@ -215,6 +217,53 @@ def results_of(drawn: Drawn) -> Results:
     sample = complex_features(merged, config, Draws.root(0), 1, piece(0, merged.msa.shape[1]), templates)
     results |= {name: sample[of_sample][0] for name, of_sample in TEMPLATES.items()}
     return {f"{name}|{drawn.case.name}": values for name, values in results.items()}
+
+
+def _arrays(merged: MergedMsa) -> Results:
+    """A merged MSA under the names of DeepMind's side."""
+    return {
+        "msa": merged.msa,
+        "deletion_matrix": merged.deletions,
+        "bert_mask": merged.bert_mask(),
+        "msa_mask": np.ones(merged.msa.shape),
+        "cluster_bias_mask": merged.cluster_bias_mask(),
+        **{name: getattr(merged.ids, name) for name in ("asym_id", "entity_id", "sym_id", "residue_index")},
+    }
+
+
+def write_files(folder: Path, rng: np.random.Generator) -> None:
+    """A complex of two chains in AlphaFold's layout: x.fasta, and the files of `FILES` in x/A/ and x/B/."""
+    records = []
+    for chain, files in FILES.items():
+        query = rng.integers(0, 20, 24).astype(np.int8)
+        records.append(f">{chain}\n{decode(query)}\n")
+        for name, count in files.items():
+            letters = [decode(row) for row in _rows(query, count - 1, 0.5, rng)]
+            names = [chain, *(NAMES[1].format(row=row, species=f"S{row % 25}") for row in range(1, count))]
+            path = folder / "x" / chain / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Every fifth row has a letter between two columns.
+            rows = [
+                (of, row[:9], "-K"[place % 5 == 1], row[9:])
+                for place, (of, row) in enumerate(zip(names, letters, strict=True))
+            ]
+            if path.suffix == ".a3m":
+                text = "".join(
+                    f">{of}\n{before}{inserted.strip('-').lower()}{after}\n" for of, before, inserted, after in rows
+                )
+            else:
+                lines = [f"{of} {before}{inserted}{after}\n" for of, before, inserted, after in rows]
+                text = f"# STOCKHOLM 1.0\n\n{''.join(lines)}#=GC RF {'x' * (len(query) + 1)}\n//\n"
+            path.write_text(text)
+    (folder / "x.fasta").write_text("".join(records))
+
+
+def results_of_files(folder: Path) -> Results:
+    """What evodsp makes of these files: of both chains, and of A alone."""
+    (target,), _ = find_targets([folder / "x.fasta"], folder, one_complex=True)
+    alone = merge_alignments(target.parts[0].read())
+    results = _arrays(ComplexMsa.read(target).merged) | {"chain msa": alone.msa, "chain deletions": alone.deletions}
+    return {f"{name}|files": values for name, values in results.items()}
 
 
 def subject_of(complexes: list[Drawn]) -> dict[str, np.ndarray]:
@@ -241,10 +290,14 @@ def run(options: argparse.Namespace) -> bool:
     ours: Results = {}
     for drawn in complexes:
         ours |= results_of(drawn)
-    seconds = time.perf_counter() - start
-    subject = subject_of(complexes)
-    start = time.perf_counter()
-    theirs = deepminds_side(options.alphafold, "alphafold_pairing_side", subject)
+    with tempfile.TemporaryDirectory(prefix="evodsp-parity-") as temporary:
+        folder = Path(temporary)
+        write_files(folder, np.random.default_rng((options.seed, len(CASES))))
+        ours |= results_of_files(folder)
+        seconds = time.perf_counter() - start
+        subject = subject_of(complexes) | {"folder": np.array(str(folder))}
+        start = time.perf_counter()
+        theirs = deepminds_side(options.alphafold, "alphafold_pairing_side", subject)
     released = json.loads(str(theirs.pop("released")))
     print(f"DeepMind's data pipeline ({time.perf_counter() - start:.1f} s) against evodsp ({seconds:.1f} s)")
     rows = compare(ours, theirs)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import (
     alignment_files,
+    parse_alignment_file,
     read_alignment_dir,
     read_template_hits,
     search_result_files,
 )
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
-from tests.builders.alignments import chain_folder
+from tests.builders.alignments import chain_folder, database, preparsed
 from tests.builders.templates import QUERY
 
 A3M = ">q\nACDE\n>h\nAC-E\n"
@@ -28,7 +31,7 @@ def names(alignments) -> list[str]:
 
 
 def test_alignment_dir_reads_what_is_an_alignment_of_the_chain(tmp_path: Path):
-    """Catches pairing and template files read as MSAs, gzipped ones overlooked, and an order other than by name."""
+    """Catches pairing and template files read as MSAs, gzipped ones overlooked, and another order than DeepMind's."""
     files = {"uniref90_hits.sto.gz": STO, "bfd_hits.a3m": A3M, "mgnify_hits.a3m.gz": A3M}
     files |= {
         "uniprot_hits.sto": STO,
@@ -40,8 +43,44 @@ def test_alignment_dir_reads_what_is_an_alignment_of_the_chain(tmp_path: Path):
     folder = chain_folder(tmp_path, "1abc_A", files)
     alignments = read_alignment_dir(folder, ProteinSequence("1abc_A", "ACDE"))
     assert [path.name for path in alignment_files(folder)] == names(alignments)
-    assert names(alignments) == ["bfd_hits.a3m", "mgnify_hits.a3m.gz", "uniref90_hits.sto.gz"]
+    assert names(alignments) == ["uniref90_hits.sto.gz", "bfd_hits.a3m", "mgnify_hits.a3m.gz"]
     assert [decode(a.residues[0]) for a in alignments] == ["ACDE"] * 3
+
+
+DEEPMINDS = {"uniref90_hits": 10_000, "small_bfd_hits": 600, "mgnify_hits": 501, "a_hits": 10_001, "uniclust30": 502}
+"""Files in the order of a chain's MSA, and the rows that are taken of each."""
+OF_ONE_SEARCH = {"mgnify_hits": 502, "uniref90_hits": 10_001}
+"""How many rows those have that are cut."""
+
+
+def in_folder(root: Path, files: dict[str, str]) -> None:
+    chain_folder(root, "1abc_A", files)
+
+
+def in_archives(root: Path, files: dict[str, str]) -> None:
+    """OpenFold3's archive, and another one in the chain's folder."""
+    read = {Path(name).stem: parse_alignment_file(name, text.encode())[0] for name, text in files.items()}
+    preparsed(root / "1abc_A.npz", {name: read.pop(name) for name in ("mgnify_hits", "a_hits")})
+    preparsed(root / "1abc_A" / "alignment.npz", read)
+
+
+def in_database(root: Path, files: dict[str, str]) -> None:
+    database(root, {"1abc_A": files})
+
+
+@pytest.mark.parametrize("pack", [in_folder, in_archives, in_database])
+def test_the_order_and_the_rows_of_alphafolds_alignments(
+    tmp_path: Path, pack: Callable[[Path, dict[str, str]], None]
+) -> None:
+    """Catches bfd or mgnify before uniref90, of which a complex then keeps a few rows, and more rows than DeepMind takes: in
+    folders, archives and databases, and in indices, which list the files by name."""
+    wanted = {name: OF_ONE_SEARCH.get(name, rows) for name, rows in DEEPMINDS.items()}
+    pack(tmp_path, {f"{name}.a3m": ">q\nACDE\n" + ">h\nAC-E\n" * (rows - 1) for name, rows in sorted(wanted.items())})
+    files = ChainFiles(tmp_path)
+    found = files.alignments("1abc_A")
+    by_name = {Path(one.source.rpartition(":")[2]).stem: len(one) for one in found}
+    assert list(by_name.items()) == list(DEEPMINDS.items())
+    assert [len(one.names) for one in found] == list(map(len, found))
 
 
 def test_nested_layout_of_openproteinset(tmp_path: Path):

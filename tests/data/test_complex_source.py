@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles, PairingRule, say_query_paired
 from evodsp.data.sources.chain_folder import parse_alignment_file
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import decode
 from tests.builders.alignments import database, preparsed
 from tests.builders.complex_files import write_complex
 
@@ -117,6 +119,22 @@ def test_other_layouts_are_read_and_paired_as_files_are(
         np.testing.assert_array_equal(one.pairing.msa, other.pairing.msa)
         np.testing.assert_array_equal(one.msa.msa, other.msa.msa)
     np.testing.assert_array_equal(merge(found.chains).msa, merge(expected.chains).msa)
+
+
+def test_a_complex_keeps_uniref90(folders: tuple[Path, Path]) -> None:
+    """Catches rows of bfd and mgnify that take the places of those of uniref90, of which 17 of 1,526 remained."""
+    folder = folders[0] / "1abc_C"
+    query = (folder / "family.a3m").read_text().splitlines()[1]
+    (folder / "family.a3m").unlink()
+    for letter, name, rows in (("W", "uniref90_hits", 1526), ("Y", "bfd_uniref_hits", 3000), ("H", "mgnify_hits", 501)):
+        others = [f"{letter}{query[1:7]}{number:012b}{query[19:]}" for number in range(rows - 1)]
+        lines = [query, *(other.translate({48: "G", 49: "P"}) for other in others)]
+        (folder / f"{name}.a3m").write_text("".join(f">{k}\n{line}\n" for k, line in enumerate(lines)))
+    merged = merge(source(folders).parsed("1abc").chains)
+    first = merged.msa[merged.block == 2][:, merged.ids.entity_id == 2][:, 0]
+    found = Counter(decode(first))
+    assert found["W"] == 1525
+    assert (found["Y"], found["H"]) == (2048 - 1525 - 2, 0)  # and two paired rows
 
 
 def test_chains_lie_where_the_file_has_them(folders: tuple[Path, Path]) -> None:

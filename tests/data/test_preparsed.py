@@ -142,7 +142,7 @@ def test_prediction_finds_an_archive(tmp_path: Path) -> None:
     for name in ("mine.npz", "other/alignment.npz"):
         preparsed(tmp_path / "alignments" / name, ALIGNMENTS)
     for target in find_targets([tmp_path / "q.fasta"], tmp_path / "alignments")[0]:
-        assert [len(one) for one in read_alignment_dir(target.alignments, target.query)] == [7, 5]
+        assert [len(one) for one in read_alignment_dir(target.alignments, target.query)] == [5, 7]
 
 
 def call(module: str, name: str, argument: str) -> bytes:

@@ -211,6 +211,18 @@ def test_what_changes_no_number_is_one_line() -> None:
     assert changes(Path("a.ckpt"), {}, now) == []
 
 
+def test_a_new_order_of_alignments_is_said() -> None:
+    """Catches a run of an earlier version that draws other rows without a word, and a line where nothing changes: in a run that
+    has begun with the order, and in one that reads a store, whose rows are joined already."""
+    chains = Chains(ChainSamples(MagicMock(spec=ChainFiles)), train=["a"], validation=[], test=[])
+    files, store = (recorded({"init_from": None, "data.store": one}, 1, chains) for one in (None, "store"))
+    earlier = {"settings": {name: value for name, value in files.items() if name != "order of alignments"}}
+    line = "order of alignments was by name and is uniref90, bfd, mgnify, others from the next sample on"
+    assert changes(Path("a.ckpt"), earlier, files) == [line]
+    assert changes(Path("a.ckpt"), {"settings": files}, files) == []
+    assert changes(Path("a.ckpt"), {"settings": store}, store) == []
+
+
 @pytest.mark.parametrize(
     ("setting", "former"),
     [("seed=5", "0"), ("data.samples_per_epoch=8", "4")],

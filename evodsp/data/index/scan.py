@@ -47,7 +47,8 @@ from evodsp.data.sources.chain_folder import (
     files_of_chain,
     is_alignment,
     is_empty_folder,
-    parse_alignment_file,
+    order_in_msa,
+    parse_alignments,
 )
 from evodsp.data.sources.layout import StructureListing, chain_id_in, nested_structure, split_key
 from evodsp.errors import UserError
@@ -255,7 +256,10 @@ def _header(path: Path) -> Header:
 
 def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) -> str:
     """The first row of the chain's first alignment; '' if it has none."""
-    first = next((file for file in files if is_alignment(Path(file.name).name)), None)
+    named = {file: Path(file.name).name for file in files}
+    first = min(
+        (file for file in files if is_alignment(named[file])), key=lambda file: order_in_msa(named[file]), default=None
+    )
     if first is None:
         return ""
     if task.database:
@@ -264,7 +268,7 @@ def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) ->
     else:
         source = str(file_of_chain(alignment_dir / task.key, first.name))
         data = first_record(Path(source))
-    alignments = parse_alignment_file(source, data)
+    alignments = parse_alignments([(source, data)])
     return decode(alignments[0].residues[0]) if alignments else ""
 
 

@@ -12,7 +12,7 @@ from evodsp.data.index.scan import first_record
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.distillation import PredictedStore, chains_of
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import alignment_files, parse_alignment_file
+from evodsp.data.sources.chain_folder import alignment_files, parse_alignments
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.layout import split_key
 from evodsp.data.sources.structures import StructureFolder
@@ -74,9 +74,8 @@ def read_sequence(source: ChainFiles | PredictedStore | FeatureStore | Structure
         if isinstance(store, FeatureStore):
             return store.chain(key).sequence
         for path in alignment_files(store.alignment_dir / store.name_of(key)):
-            for alignment in parse_alignment_file(str(path), first_record(path)):
-                if len(alignment.residues):
-                    return decode(alignment.residues[0])
+            for alignment in parse_alignments([(path, first_record(path))]):
+                return decode(alignment.residues[0])
         return store.query(key).letters
     except (UserError, OSError):
         return ""

@@ -166,7 +166,7 @@ class ChainFiles:
         return ProteinSequence(name=key, letters=decode(alignments[0].residues[0]))
 
     def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-        """The chain's alignments, sorted by file name. The first row of each is checked to be the query.
+        """The chain's alignments, in the order of its MSA. The first row of each is checked to be the query.
 
         `query`: the chain's sequence, if it is known already; otherwise it is read from the structure, if there is one.
         Raises UserError as `read_alignment_dir` does, with the nearest key if the chain has no alignments.

@@ -3,6 +3,9 @@
 Files lie in the chain's folder (OpenFold), in its sub-folders a3m/, sto/ and hhr/ (OpenProteinSet), or beside the place of the
 folder, with the chain's name and a suffix: ColabFold's `<key>.a3m`, OpenFold3's archive `<key>.npz`. All of these are read.
 Text files may be gzipped. The alignment database (`evodsp.data.sources.chain_files`) decides by the same file names.
+
+The order of a chain's alignments, and the rows that are taken of each, are those of DeepMind's pipeline (`parse_alignments`): a
+complex keeps the first rows of a chain alone.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ _SEARCHED = (
 """Ends of the names of the folders `<key>_env` in which ColabFold keeps a server's answer, beside the `<key>.a3m` of it."""
 _PAIRED = "uniprot_hits"
 _NOT_FOR_THE_MSA = (_PAIRED, *_HMMSEARCH)  # for pairing chains of a complex; for templates
+_MOST_ROWS = {"uniref90_hits": 10_000, "bfd_": None, "small_bfd_": None, "mgnify_hits": 501}
+"""How the names of AlphaFold's alignments begin, in the order in which its code joins them, and the most rows that it takes of
+each, the query included. Other alignments follow."""
 
 
 def is_alignment(name: str) -> bool:
@@ -104,8 +110,15 @@ def file_of_chain(directory: str | Path, name: str) -> Path:
 
 
 def alignment_files(directory: str | Path) -> list[Path]:
-    """The alignments of a chain's folder, sorted by file name."""
-    return [path for path in _files(Path(directory)) if is_alignment(path.name)]
+    """The alignments of a chain's folder, in the order of its MSA (`order_in_msa`)."""
+    found = [path for path in _files(Path(directory)) if is_alignment(path.name)]
+    return sorted(found, key=lambda path: order_in_msa(path.name))
+
+
+def order_in_msa(name: str) -> int:
+    """The place of an alignment among those of a chain, by its file name: DeepMind's order. Others than AlphaFold's share the
+    last place, and stay sorted by name."""
+    return next((place for place, start in enumerate(_MOST_ROWS) if name.startswith(start)), len(_MOST_ROWS))
 
 
 def pairing_files(directory: str | Path, reads: Callable[[str], bool] = is_for_pairing) -> list[Path]:
@@ -152,21 +165,38 @@ def parse_search_result(path: str | Path, query: ProteinSequence, data: bytes | 
 def parse_alignments(
     files: Iterable[tuple[str | Path, bytes | None]], reads: Callable[[str], bool] = is_alignment
 ) -> list[Alignment]:
-    """The alignments of files (path, and bytes if they were read already), in their order. `reads`: as for
-    `parse_alignment_file`.
+    """The alignments of a chain's files (path, and bytes if they were read already), as DeepMind's code joins them:
+    uniref90_hits (its first 10,000 rows), bfd_* or small_bfd_*, mgnify_hits (its first 501 rows), then others in the order of
+    `files`. `reads`: as for `parse_alignment_file`.
 
     Empty files are left out: a search without a result leaves them.
     """
-    return [
+    found = [
         alignment
         for path, data in files
         if not _is_empty(path, data)
         for alignment in parse_alignment_file(path, data, reads)
     ]
+    return [_without_surplus(one) for one in sorted(found, key=lambda one: order_in_msa(_file_name(one)))]
+
+
+def _file_name(alignment: Alignment) -> str:
+    """The name of the file, or of the member of an archive, that an alignment was read from."""
+    return Path(alignment.source.rpartition(":")[2]).name
+
+
+def _without_surplus(alignment: Alignment) -> Alignment:
+    """The rows of an alignment that DeepMind's code takes."""
+    rows = next((rows for start, rows in _MOST_ROWS.items() if _file_name(alignment).startswith(start)), None)
+    if rows is None or len(alignment) <= rows:
+        return alignment
+    arrays = alignment.residues[:rows].copy(), alignment.deletions[:rows].copy()  # the others are not kept in memory
+    return Alignment(alignment.source, alignment.names[:rows], *arrays)
 
 
 def read_alignment_dir(directory: str | Path, query: ProteinSequence | None = None) -> list[Alignment]:
-    """All alignments of a chain's folder, sorted by file name; none, and a warning, if the folder or all of them are empty.
+    """All alignments of a chain's folder, as `parse_alignments` joins them; none, and a warning, if the folder or all of them
+    are empty.
 
     The first row of each must be the query: `query` if given, else the first file's first row. X matches any letter.
 

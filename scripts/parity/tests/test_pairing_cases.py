@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -61,3 +63,12 @@ def test_cases_hold_what_they_are_named_for() -> None:
     wraps = DRAWN["products wrap"]
     rows = pair([wraps.chains[0].to_pair(), wraps.chains[1].to_pair()], [10, 10])
     assert max(abs(int(a)) ** 10 * abs(int(b)) ** 10 for a, b in rows) > 2**63
+
+
+def test_files_have_more_rows_than_are_kept(tmp_path: Path) -> None:
+    """Catches files whose order and numbers of rows decide nothing, so that a wrong order would compare equal."""
+    pairing.write_files(tmp_path, np.random.default_rng(0))
+    found = pairing.results_of_files(tmp_path)
+    assert len(found["chain msa|files"]) == 10_000 + 699 + 500
+    kept = [(found["bert_mask|files"] & (found["asym_id|files"] == chain)).any(1).sum() for chain in (1, 2)]
+    assert kept == [2048, 60 + 699 + 299 + 500]
