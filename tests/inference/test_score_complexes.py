@@ -17,9 +17,9 @@ from evodsp.data.records import Assembly, Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK
 from evodsp.inference.results import RANKING, TIMINGS, write_json, write_results
-from evodsp.inference.score.chain_mapping import ComplexComparison
+from evodsp.inference.score.chain_mapping import ComplexComparison, chains_beside
 from evodsp.inference.score.complexes import Predicted, score_complex
 from evodsp.inference.structure_files import PredictedStructure
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
@@ -140,8 +140,8 @@ def test_a_missing_chain_counts_as_wrong(order, mapping) -> None:
     assert scores.interface_lddt_ca == pytest.approx(np.mean([kept for between, kept in pairs if between]))
 
 
-def test_residues_that_are_missing_or_numbered_otherwise() -> None:
-    """Catches residues that are compared by number or place in the file, missing ones that are left out, and an alignment that
+def test_residues_that_are_missing() -> None:
+    """Catches residues that are compared by their place in the file, missing ones that are left out, and an alignment that
     nobody hears of."""
     truth = assembly("ab")
     first, second = prediction(truth, "AB").chains
@@ -149,7 +149,7 @@ def test_residues_that_are_missing_or_numbered_otherwise() -> None:
     unseen[10:] = 0
     shorter = Assembly("seed_0", ("P", "Q"), (without_first(first, 6), dataclasses.replace(second, mask=unseen)))
     scores, (interface,), remarks = scored(truth, shorter)
-    line = "9abc: chain P of the prediction has another sequence than chain A: 14 of its 20 residues are paired by alignment, "
+    line = "9abc: chain P of the prediction has another sequence than chain A: 14 of its 20 residues are paired by number, "
     assert remarks == [line + "100% identical"]
     true = [one.positions[:, CA].astype(float) for one in truth.chains]
     seen = [one.mask[:, CA] > 0 for one in truth.chains]
@@ -164,6 +164,72 @@ def test_residues_that_are_missing_or_numbered_otherwise() -> None:
     assert scores.interface_lddt_ca == pytest.approx(np.mean(counts))
     assert 0 < interface.recovered < interface.contacts
     assert interface.interface_rmsd == pytest.approx(0, abs=1e-4)
+
+
+def left_out(one: Chain, *places: int) -> Chain:
+    """The chain as a PDB file without SEQRES has it, without the residues at these places."""
+    kept = np.delete(np.arange(len(one)), places)
+    letters = "".join(one.sequence[k] for k in kept)
+    arrays = {name: getattr(one, name)[kept] for name in ("residue_number", "is_missing", "positions", "mask")}
+    return dataclasses.replace(one, sequence=letters, insertion_code=("",) * len(kept), **arrays)
+
+
+LETTERS = "".join(np.random.default_rng(5).choice(list(RESTYPE_ORDER), 75).repeat(2))
+"""Each residue twice: an alignment cannot tell which of the two is missing."""
+
+
+def long_chain(name: str, number: int) -> Chain:
+    """A chain of 150 residues, all of which are seen."""
+    mask = RESTYPE_ATOM37_MASK[[RESTYPE_ORDER[letter] for letter in LETTERS]].astype(np.float32)
+    trace = np.random.default_rng(number).normal(size=(len(LETTERS), 1, 3)).cumsum(0) * 2 + [6.0 * number, 0, 0]
+    return dataclasses.replace(
+        chain(name, "a", number),
+        sequence=LETTERS,
+        residue_number=np.arange(1, len(LETTERS) + 1, dtype=np.int32),
+        insertion_code=("",) * len(LETTERS),
+        is_missing=np.zeros(len(LETTERS), bool),
+        positions=(trace * mask[..., None]).astype(np.float32),
+        mask=mask,
+    )
+
+
+@pytest.mark.parametrize("renumbered", [0, 1, 100])
+def test_residues_correspond_by_number_where_both_files_number_them_alike(renumbered: int) -> None:
+    """Catches pairs that an alignment shifts beside a missing residue, although the numbers tell which ones belong together;
+    numbers that are believed although the files number residues otherwise, by one or by a hundred."""
+    whole = [long_chain("A", 0), long_chain("B", 1)]
+    gaps = [left_out(one, 2, 41, 74, 111, 146) for one in whole]
+    truth = Assembly("9abc", ("A", "B"), tuple(gaps))
+    ours = prediction(Assembly("9abc", ("A", "B"), tuple(whole)), "AB")
+    moved = tuple(dataclasses.replace(one, residue_number=one.residue_number + renumbered) for one in ours.chains)
+    scores, (interface,), remarks = scored(truth, Assembly("seed_0", ours.names, moved))
+    by = "alignment" if renumbered else "number"
+    assert all(f"residues are paired by {by}" in line for line in remarks)
+    assert len(remarks) == 2
+    assert (scores.lddt_ca == pytest.approx(1), interface.dockq == pytest.approx(1, abs=1e-5)) == (not renumbered,) * 2
+    assert interface.dockq > 0.5
+
+
+def test_numbers_that_name_two_residues_are_not_believed() -> None:
+    """Catches the later of two residues with one number in place of the first."""
+    whole = long_chain("A", 0)
+    twice = left_out(whole, 3)
+    twice.residue_number[-1] = 5
+    assert chains_beside(whole, twice).by == "alignment"
+    assert chains_beside(whole, left_out(whole, 3)).by == "number"
+
+
+def test_a_modified_residue_has_the_atoms_of_its_parent() -> None:
+    """Catches contacts of an atom that no prediction can have: OD1 of hydroxyproline, which is a proline here."""
+    truth = assembly("ac")
+    first = truth.chains[1]
+    at, slot = first.sequence.index("P"), ATOM_ORDER["OD1"]
+    modified = dataclasses.replace(first, mask=first.mask.copy(), positions=first.positions.copy())
+    modified.mask[at, slot] = 1
+    modified.positions[at, slot] = truth.chains[0].positions[5, CA] + 1
+    expected, (plain,), _ = scored(truth, prediction(truth, "AB"))
+    found, (interface,), _ = scored(Assembly("9abc", truth.names, (truth.chains[0], modified)), prediction(truth, "AB"))
+    assert (interface.contacts, found.dockq) == (plain.contacts, expected.dockq)
 
 
 @pytest.mark.parametrize(

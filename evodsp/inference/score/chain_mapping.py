@@ -3,7 +3,8 @@
 Chains belong together by their sequences. Copies may be exchanged: of all mappings whose sequences agree equally well, the one
 with the highest DockQ counts, the mean over the true interfaces. Where there are too many to try, or no interface, copies are
 assigned by the RMSD after a superposition (`evodsp.losses.permutation.align_chains`). Copies may differ in a few residues: a
-PDB file without SEQRES has the residues that were seen in each.
+PDB file without SEQRES has the residues that were seen in each. Then residues correspond by their numbers, if both files number
+them alike, otherwise by an alignment, which may shift residues beside a missing one.
 
 Shapes: L residues of a chain, R of all true chains, P pairs of residues. Positions in Å.
 """
@@ -25,17 +26,24 @@ from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity.nearest import nowhere
 from evodsp.data.similarity.pairs import MOST_CELLS, paired, plain, same_residues
 from evodsp.errors import UserError
-from evodsp.geometry.residues import CA
+from evodsp.geometry.alphabet import UNKNOWN, encode_sequence
+from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK
 from evodsp.losses.permutation import TrueChains, align_chains
 from evodsp.metrics import ChainAtoms, InterfaceScore, TrueInterface
 from evodsp.rng import Draws
 
 SAME_CHAIN = 0.9
 """Identical residues, as a share of the shorter sequence, from which two chains are taken for copies."""
+SAME_NUMBERED = 0.9
+"""Identical residues, as a share of those with one number and of those that an alignment finds, from which numbers count."""
 MOST_CHAINS = 64
 """Chains of a complex that are compared: the memory to assign copies grows with the third power."""
 MOST_MAPPINGS = 720
 """Mappings that are tried, at most: those of a homohexamer."""
+_ATOMS_OF = RESTYPE_ATOM37_MASK > 0
+"""The atoms of each residue type, and the last one of a chain; X may have any."""
+_ATOMS_OF[:, ATOM_ORDER["OXT"]] = True
+_ATOMS_OF[UNKNOWN] = True
 _DECIMALS = 6
 """Mean DockQ of mappings is rounded, so that symmetric copies keep the order of the files."""
 
@@ -69,15 +77,16 @@ class ComplexComparison:
             pair: interface for pair, interface in between if interface is not None
         }
         """The true chains that are in contact, two each."""
-        self._copies = _copies([chain.sequence for chain in truth.chains])
-        firsts = [truth.chains[group[0]].sequence for group in self._copies]
-        self.copies_of = [_most_like(chain.sequence, firsts) for chain in predicted.chains]
+        self._copies = _copies(truth.chains)
+        firsts = [truth.chains[group[0]] for group in self._copies]
+        self.copies_of = [_most_like(chain, firsts) for chain in predicted.chains]
         """The number of the group of true chains that each predicted chain is a copy of; None: of none."""
         if set(self.copies_of) == {None}:
             raise UserError(
                 f"{truth.pdb_id}: none of the {len(predicted.chains)} predicted chains has the sequence of one of its "
                 f"{len(truth.chains)} chains; compare a prediction with the structure of the same complex"
             )
+        self._beside: dict[tuple[int, int], Likeness] = {}
         self._placed: dict[tuple[int | None, int], ChainAtoms] = {}
         self._scores: dict[tuple[tuple[int, int], Chosen], InterfaceScore] = {}
 
@@ -87,8 +96,10 @@ class ComplexComparison:
         return int(sum(atoms.mask[:, CA].sum() for atoms in self._true))
 
     def likeness(self, chain: int, true: int) -> Likeness:
-        """The sequences of a predicted and of a true chain, side by side."""
-        return likeness(self.predicted.chains[chain].sequence, self.truth.chains[true].sequence)
+        """A predicted and a true chain, side by side."""
+        if (chain, true) not in self._beside:
+            self._beside[chain, true] = chains_beside(self.predicted.chains[chain], self.truth.chains[true])
+        return self._beside[chain, true]
 
     def mapping(self) -> ChainMapping:
         """The best mapping of predicted to true chains: of those whose sequences agree best, the one that fits best."""
@@ -149,12 +160,12 @@ class ComplexComparison:
     def _on_truth(self, chain: int | None, true: int) -> ChainAtoms:
         """The atoms of a predicted chain on the residues of a true one. What it lacks, or all of None, has no atoms."""
         if (chain, true) not in self._placed:
-            letters = self.truth.chains[true].sequence
+            onto = self.truth.chains[true]
             if chain is None:
-                none = torch.zeros(len(letters), 37, dtype=torch.bool)
+                none = torch.zeros(len(onto), 37, dtype=torch.bool)
                 self._placed[chain, true] = ChainAtoms(none.unsqueeze(-1).expand(-1, -1, 3).double(), none)
             else:
-                self._placed[chain, true] = _placed(self.predicted.chains[chain], letters)
+                self._placed[chain, true] = _placed(self.predicted.chains[chain], onto)
         return self._placed[chain, true]
 
     def _by_rmsd(self, members: Sequence[tuple[list[int], list[int]]]) -> Chosen:
@@ -164,7 +175,7 @@ class ComplexComparison:
         for group, (true, ours) in enumerate(members):
             for n in range(max(len(true), len(ours))):
                 slots.append((ours[n] if n < len(ours) else None, true[n] if n < len(true) else None, group))
-        longest = [max((self.truth.chains[n].sequence for n in true), key=len) for true, _ in members]
+        longest = [max((self.truth.chains[n] for n in true), key=len) for true, _ in members]
         positions = torch.zeros(len(slots), max(map(len, longest)), 3).double()
         mask = torch.zeros_like(positions[..., 0])
         predicted, asym, residue = [], [], []
@@ -190,12 +201,14 @@ class ComplexComparison:
 
 @dataclass(frozen=True)
 class Likeness:
-    """Two sequences side by side."""
+    """Two chains side by side."""
 
     identity: float
     """Identical residues, as a share of the shorter sequence, 0 to 1; 0 if that is shorter than half of the other."""
     pairs: Int64[np.ndarray, "P 2"]
     """The residues that correspond, from 0."""
+    by: str = "alignment"
+    """What says which residues correspond: alignment or number."""
 
 
 @lru_cache(maxsize=512)
@@ -211,21 +224,45 @@ def likeness(first: str, second: str) -> Likeness:
     return Likeness(same_residues(*letters, pairs) / shorter, pairs)
 
 
-def _copies(sequences: Sequence[str]) -> list[list[int]]:
+def chains_beside(first: Chain, second: Chain) -> Likeness:
+    """Equal sequences correspond residue by residue, others by the numbers of the residues that were seen, if residues with one
+    number have one letter and the alignment finds hardly more of them; otherwise by the alignment."""
+    found = likeness(first.sequence, second.sequence)
+    if first.sequence == second.sequence or not len(found.pairs):
+        return found
+    of_number = [_by_number(chain) for chain in (first, second)]
+    shared = [number for number in of_number[0] if number in of_number[1]]
+    pairs = np.array([[of[number] for of in of_number] for number in shared], np.int64).reshape(-1, 2)
+    letters = plain(first.sequence), plain(second.sequence)
+    same = same_residues(*letters, pairs)
+    known = sum("X" not in (letters[0][one], letters[1][other]) for one, other in pairs.tolist())
+    if not same or same < SAME_NUMBERED * max(known, same_residues(*letters, found.pairs)):
+        return found
+    return Likeness(max(found.identity, same / min(map(len, letters))), pairs, "number")
+
+
+def _by_number(chain: Chain) -> dict[tuple[int, str], int]:
+    """The place of each residue that was seen, by its number and insertion code; none if two have the same."""
+    seen = np.flatnonzero(~chain.is_missing).tolist()
+    found = {(int(chain.residue_number[at]), chain.insertion_code[at]): at for at in seen}
+    return found if len(found) == len(seen) else {}
+
+
+def _copies(chains: Sequence[Chain]) -> list[list[int]]:
     """The chains in groups of copies, in the order in which their sequences first occur."""
     groups: list[list[int]] = []
-    for chain, letters in enumerate(sequences):
-        like = _most_like(letters, [sequences[group[0]] for group in groups])
+    for number, chain in enumerate(chains):
+        like = _most_like(chain, [chains[group[0]] for group in groups])
         if like is None:
-            groups.append([chain])
+            groups.append([number])
         else:
-            groups[like].append(chain)
+            groups[like].append(number)
     return groups
 
 
-def _most_like(sequence: str, others: Sequence[str]) -> int | None:
-    """The number of the most similar sequence, of equals the first; None if none is similar enough."""
-    identities = [likeness(sequence, letters).identity for letters in others]
+def _most_like(chain: Chain, others: Sequence[Chain]) -> int | None:
+    """The number of the most similar chain, of equals the first; None if none is similar enough."""
+    identities = [chains_beside(chain, other).identity for other in others]
     best = max(identities, default=0.0)
     return identities.index(best) if best >= SAME_CHAIN else None
 
@@ -253,13 +290,16 @@ def _assignments(true: list[int], ours: list[int]) -> list[list[tuple[int, int]]
     return [list(zip(some, ours, strict=True)) for some in permutations(true, len(ours))]
 
 
-def _placed(chain: Chain, letters: str) -> ChainAtoms:
-    """The atoms of a chain on the residues of a sequence. Residues without a counterpart have none."""
-    ours, theirs = likeness(chain.sequence, letters).pairs.T
-    positions, mask = np.zeros((len(letters), 37, 3)), np.zeros((len(letters), 37), bool)
-    positions[theirs], mask[theirs] = chain.positions[ours], chain.mask[ours] > 0.5
-    return ChainAtoms(torch.from_numpy(positions), torch.from_numpy(mask))
+def _placed(chain: Chain, onto: Chain) -> ChainAtoms:
+    """The atoms of a chain on the residues of another one. Residues without a counterpart have none."""
+    ours, theirs = torch.from_numpy(chains_beside(chain, onto).pairs).unbind(-1)
+    atoms = _atoms(chain)
+    positions, mask = torch.zeros(len(onto), 37, 3).double(), torch.zeros(len(onto), 37, dtype=torch.bool)
+    positions[theirs], mask[theirs] = atoms.positions[ours], atoms.mask[ours]
+    return ChainAtoms(positions, mask)
 
 
 def _atoms(chain: Chain) -> ChainAtoms:
-    return ChainAtoms(torch.from_numpy(chain.positions).double(), torch.from_numpy(chain.mask) > 0.5)
+    """The atoms of a chain. A modified residue has those of its parent amino acid, of the letter in the sequence."""
+    mask = (chain.mask > 0.5) & _ATOMS_OF[encode_sequence(chain.sequence)]
+    return ChainAtoms(torch.from_numpy(chain.positions).double(), torch.from_numpy(mask))

@@ -261,7 +261,7 @@ def _remarks(comparison: ComplexComparison, mapping: ChainMapping) -> Iterator[s
             like = comparison.likeness(chain, true_of[chain])
             yield (
                 f"chain {name} of the prediction has another sequence than chain {truth.names[true_of[chain]]}: "
-                f"{len(like.pairs)} of its {len(true)} residues are paired by alignment, {like.identity:.0%} identical"
+                f"{len(like.pairs)} of its {len(true)} residues are paired by {like.by}, {like.identity:.0%} identical"
             )
 
 
