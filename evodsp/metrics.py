@@ -29,7 +29,8 @@ _INTERFACE_CUTOFF = 10.0  # Å: the atoms of residues of an interface, in DockQ
 _INTERFACE_D0, _LIGAND_D0 = 1.5, 8.5  # Å: the RMSD at which DockQ's terms are one half
 _BACKBONE = [ATOM_ORDER[name] for name in ("N", "CA", "C", "O")]
 _PAIRS_AT_ONCE = 1 << 24  # atom pairs that lDDT and DockQ hold in memory at a time
-_SEEDS_PER_LENGTH = 32
+_EVERY_FRAGMENT = 50  # residues, up to which superpositions begin with every fragment
+_SEEDS_PER_SIZE = 64
 _SEARCH_STEPS = 20
 
 
@@ -192,9 +193,9 @@ def gdt_ts(
     The largest fraction of CA atoms that a superposition brings to within a cutoff, averaged over the cutoffs 1, 2, 4 and 8 Å,
     each with its own best superposition. `cutoffs` (0.5, 1, 2, 4) give GDT-HA.
 
-    The result is a lower bound, as in every program: `_search` tries a limited number of superpositions. On perturbed
-    random chains of 30 to 150 residues a search from every fragment found at most 0.02 more (for `tm_score` 0.011). The
-    score is 0 without atoms.
+    The result is a lower bound, as in every program: `_search` tries a limited number of superpositions, of chains of at most
+    50 residues from every fragment. On 340 perturbed random chains of 51 to 100 residues a search from every fragment found at
+    most 0.03 more (for `tm_score` 0.018). The score is 0 without atoms.
     """
 
     def score(mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"]) -> Float[Tensor, ""]:
@@ -213,9 +214,9 @@ def tm_score(
 ) -> Float[Tensor, "*b"]:
     """Template modelling score, 0 to 1 (Zhang & Skolnick 2004), of CA atoms paired by residue.
 
-    The largest mean of 1 / (1 + (d / d0)^2) over the superpositions of `_search`: a lower bound, as in the TM-score
-    program, whose scheme this follows with fewer seeds. Length and d0 count the unmasked residues. The score is 0 without
-    atoms.
+    The largest mean of 1 / (1 + (d / d0)^2) over the superpositions of `_search`: a lower bound, as in the TM-score program,
+    whose scheme this follows, from more seeds for short chains and fewer for long ones. Length and d0 count the unmasked
+    residues. The score is 0 without atoms.
     """
 
     def score(mobile: Float[Tensor, "n 3"], target: Float[Tensor, "n 3"]) -> Float[Tensor, ""]:
@@ -277,15 +278,17 @@ def _search(
 
 
 def _seed_fragments(length: int) -> Bool[Tensor, "F n"]:
-    """Fragments of the whole length, half of it, … down to 4 residues, a quarter of their size apart, at most 32 per size."""
+    """Every fragment of at least three residues of a short chain. Of a longer one those of the whole length, half of it, … down
+    to 4 residues, as in the TM-score program, at most 64 per size."""
     index = torch.arange(length)
+    if length <= _EVERY_FRAGMENT:
+        sizes = list(range(min(3, length), length + 1))
+    else:
+        sizes = [max(4, length >> halved) for halved in range((length // 4).bit_length() + 1)]
     fragments = []
-    size = length
-    while size >= min(4, length):
-        count = min(_SEEDS_PER_LENGTH, 4 * (length - size) // size + 1)
-        starts = torch.linspace(0, length - size, count).round().long().unsqueeze(1)
+    for size in dict.fromkeys(sizes):
+        starts = torch.linspace(0, length - size, min(_SEEDS_PER_SIZE, length - size + 1)).round().long().unsqueeze(1)
         fragments.append((index >= starts) & (index < starts + size))
-        size //= 2
     return torch.cat(fragments)
 
 

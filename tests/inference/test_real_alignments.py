@@ -22,7 +22,7 @@ from evodsp.weights.random_parameters import randomise
 
 
 @pytest.mark.parametrize(
-    ("fasta", "name", "residues", "rows"), [("6kwc", "6KWC_1", 191, 3126), ("query73", "query73_A", 73, 1140)]
+    ("fasta", "name", "residues", "rows"), [("6kwc", "6KWC_1", 191, 1929), ("query73", "query73_A", 73, 1140)]
 )
 def test_predicts_from_real_alignments(
     fasta: str, name: str, residues: int, rows: int, real_data: Path, tmp_path: Path
