@@ -23,6 +23,7 @@ from alphafold.model import (  # type: ignore[import-not-found]
     folding_multimer,
     geometry,
 )
+from peer_calls import check_calls  # type: ignore[import-not-found]
 
 CLAMPS = {"interface_fape": None, "interface_fape_30": 30.0}
 """Å; None: DeepMind's own."""
@@ -98,6 +99,7 @@ def _pulled(term: str) -> tuple[str, ...]:
 
 
 def main(arguments: list[str]) -> int:
+    check_calls(__file__, "alphafold")
     subject, result = map(Path, arguments)
     side.correct_angle_deviation(all_atom_multimer)
     with np.load(subject) as file:

@@ -25,6 +25,7 @@ import jax.numpy as jnp  # type: ignore[import-not-found]
 import numpy as np
 import table  # type: ignore[import-not-found]  # this file is a program, whose folder Python searches
 from alphafold.model import geometry, modules_multimer, prng  # type: ignore[import-not-found]
+from peer_calls import check_calls  # type: ignore[import-not-found]
 
 LETTERS = 23
 SHORTEST = 1e-3
@@ -132,6 +133,7 @@ def run(subject: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def main(arguments: list[str]) -> int:
+    check_calls(__file__, "alphafold")
     subject, result = map(Path, arguments)
     side.remove_barriers()
     take_features()

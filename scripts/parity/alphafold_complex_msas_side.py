@@ -25,6 +25,7 @@ from alphafold.model import (  # type: ignore[import-not-found]
     prng,
     utils,
 )
+from peer_calls import check_calls  # type: ignore[import-not-found]
 
 LETTERS = 23
 """Residue types, gap and mask token."""
@@ -82,6 +83,7 @@ def pass_of(case: dict[str, Any], part: dict[str, np.ndarray]) -> dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
+    check_calls(__file__, "alphafold")
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         arrays = {key: file[key] for key in file.files}

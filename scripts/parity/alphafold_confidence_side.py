@@ -16,6 +16,7 @@ from typing import Any
 import alphafold_side as side  # type: ignore[import-not-found]  # noqa: F401  (it stubs what the package lacks, or ends if there is none)
 import numpy as np
 from alphafold.common import confidence  # type: ignore[import-not-found]
+from peer_calls import check_calls  # type: ignore[import-not-found]
 
 
 def run(subject: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def by_colabfold(subject: dict[str, np.ndarray], chains: list[np.ndarray]) -> di
 
 
 def main(arguments: list[str]) -> int:
+    check_calls(__file__, "alphafold")
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         outputs = run({key: file[key] for key in file.files})

@@ -41,6 +41,7 @@ from alphafold.data import (  # type: ignore[import-not-found]  # noqa: E402
     pipeline,
     pipeline_multimer,
 )
+from peer_calls import check_calls  # type: ignore[import-not-found]  # noqa: E402
 
 TO_HHBLITS = np.argsort(residue_constants.MAP_HHBLITS_AATYPE_TO_OUR_AATYPE)
 MERGED = (
@@ -190,6 +191,7 @@ def results_of_files(folder: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> int:
+    check_calls(__file__, "alphafold")
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         arrays = {key: file[key] for key in file.files}

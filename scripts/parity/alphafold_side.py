@@ -63,6 +63,7 @@ from alphafold.model import (  # type: ignore[import-not-found]  # noqa: E402
     modules,
     quat_affine,
 )
+from peer_calls import check_calls  # type: ignore[import-not-found]  # noqa: E402
 
 
 def remove_barriers() -> None:
@@ -272,6 +273,7 @@ def _cycles(features: dict[str, np.ndarray]) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    check_calls(__file__, "alphafold")
     subject, result = map(Path, arguments)
     remove_barriers()
     correct_angle_deviation()

@@ -32,7 +32,12 @@ from evodsp.data.samples.dataset import chain_labels, collate
 from evodsp.data.samples.feature_axes import max_clusters
 from evodsp.data.samples.raw_features import raw_features
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import alignment_files, parse_alignment_file, search_result_files
+from evodsp.data.sources.chain_folder import (
+    alignment_files,
+    parse_alignment_file,
+    parse_alignments,
+    search_result_files,
+)
 from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
@@ -92,6 +97,12 @@ def request_of(data: Path) -> dict[str, Any]:
         "templates": {"folder": str(data / "mmcif_files"), "queries": queries},
         "structures": sorted(map(str, (data / "mmcif_files").glob("*.cif"))),
         "alignments": {key: [str(path) for path in alignment_files(folder)] for key, folder in folders.items()},
+        "rows": {
+            str(path): len(read[0])
+            for folder in folders.values()
+            for path in alignment_files(folder)
+            if (read := parse_alignments([(path, None)]))
+        },
         "searches": searches,
         "samples": structure_of,
         "sizes": {"clusters": CLUSTERS, "extra": EXTRA},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer_calls import check_calls  # type: ignore[import-not-found]
 
 TRUE, PREDICTED = "WXYZ", "ABCD"
 SKIPPED = 3
@@ -43,6 +44,7 @@ def run(folder: Path) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     if importlib.util.find_spec("DockQ") is None:
         return SKIPPED
+    check_calls(__file__, "DockQ")
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         folder = Path(str(file["folder"]))

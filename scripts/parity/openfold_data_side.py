@@ -2,7 +2,7 @@
 
     OPENFOLD_SOURCE=<clone> <python with its requirements> scripts/parity/openfold_data_side.py SUBJECT.npz RESULT.npz
 
-Verified with the source in OpenFold's PyPI release 0.0.1 (2022), which is used as it is, except that
+Verified with OpenFold's repository (git ce0029e, 2025), which is used as it is, except that
 
 - Biopython no longer has `SCOPData`, the table of one-letter codes of modified residues. evodsp's copy of it,
   `evodsp/geometry/tables/monomer_letters.csv`, takes its place, which has the names of later dictionaries too. Likewise
@@ -14,6 +14,7 @@ Verified with the source in OpenFold's PyPI release 0.0.1 (2022), which is used 
 - rows are compared by residue codes when duplicates are removed. OpenFold compares letters, and keeps two rows that differ in
   B and D alone, which have the same code;
 - gaps of Stockholm files may be dots, which the format allows. OpenFold knows dashes only;
+- of UniRef90's and MGnify's rows those are taken that DeepMind's pipeline takes. OpenFold has other limits, in its search;
 - a template hit whose entry has no structure file is left out before, where OpenFold ends with an error;
 - samples have no templates: template features are compared by themselves.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import json
 import os
 import sys
@@ -108,17 +110,15 @@ def structure_results(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"structure release date|{file}", found["header"]["release_date"]
 
 
-def parsed_alignment(path: Path) -> tuple[list[str], list[list[int]]]:
-    """Rows and deletions of an alignment."""
+def parsed_alignment(path: Path) -> Any:
+    """An alignment as OpenFold's `Msa`."""
     from openfold.data import parsers
 
     if path.suffix == ".a3m":
         found = parsers.parse_a3m(path.read_text())
     else:
         found = parsers.parse_stockholm(with_dashes(path.read_text()))
-    # A tuple in the release of 2022, an object later.
-    rows, deletions = found[:2] if isinstance(found, tuple) else (found.sequences, found.deletion_matrix)
-    return [row.translate(SAME_CODE) for row in rows], deletions
+    return dataclasses.replace(found, sequences=[row.translate(SAME_CODE) for row in found.sequences])
 
 
 def with_dashes(stockholm: str) -> str:
@@ -139,9 +139,9 @@ def codes(rows: list[str]) -> np.ndarray:
 
 
 def alignment_results(key: str, path: Path) -> Iterator[tuple[str, Any]]:
-    rows, deletions = parsed_alignment(path)
-    yield f"alignment rows|{key}/{path.name}", codes(rows)
-    yield f"alignment deletions|{key}/{path.name}", np.array(deletions)
+    msa = parsed_alignment(path)
+    yield f"alignment rows|{key}/{path.name}", codes(msa.sequences)
+    yield f"alignment deletions|{key}/{path.name}", np.array(msa.deletion_matrix)
 
 
 def hit_results(key: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -230,8 +230,8 @@ def sample_results(
     from openfold.data import data_pipeline, data_transforms, feature_pipeline
 
     chain = dict(structures(structure))[key.rsplit("_", 1)[1]]["features"]
-    msas, deletions = zip(*map(parsed_alignment, alignments), strict=True)
-    raw = {**chain, **data_pipeline.make_msa_features(msas, deletions)}
+    msas = [parsed_alignment(path).truncate(request["rows"][str(path)]) for path in alignments]
+    raw = {**chain, **data_pipeline.make_msa_features(msas)}
     config = configuration(**request["sizes"])
     with fixed_draws(data_transforms, **draws):
         features = feature_pipeline.np_example_to_features(raw, config, "eval")
@@ -273,6 +273,9 @@ def main(arguments: list[str]) -> int:
             return 1
         return SKIPPED
     supply_removed_names()
+    from peer_calls import check_calls  # type: ignore[import-not-found]
+
+    check_calls(__file__, "openfold")
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         outputs = run({key: file[key] for key in file.files})

@@ -258,6 +258,9 @@ def main(arguments: list[str]) -> int:
             print(f"OpenFold cannot be imported from {source or 'this environment'}: {error}", file=sys.stderr)
             return 1
         return SKIPPED
+    from peer_calls import check_calls  # type: ignore[import-not-found]
+
+    check_calls(__file__, "openfold")
     subject, result = map(Path, arguments)
     with np.load(subject) as file:
         outputs = run({key: file[key] for key in file.files}, subject.parent)

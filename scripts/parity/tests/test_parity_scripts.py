@@ -16,7 +16,7 @@ from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.deepmind import set_parameters
 from evodsp.weights.openfold import export_openfold
-from scripts.parity import chain_losses, compare, table
+from scripts.parity import chain_losses, compare, peer_calls, table
 from scripts.parity import openfold_side as side
 from scripts.parity.subject import Sizes, Subject, shallow
 
@@ -263,3 +263,44 @@ def test_openfold_sees_no_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
     side.hide_deepspeed()
     assert importlib.util.find_spec("deepspeed") is None
+
+
+def test_a_call_that_the_other_program_no_longer_takes_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a comparison that ends in the middle, or in a traceback, since the other program's functions changed: OpenFold's
+    make_msa_features takes one argument where it took two."""
+    package = tmp_path / "peer_of_a_test"
+    (package / "data").mkdir(parents=True)
+    for folder in (package, package / "data"):
+        (folder / "__init__.py").touch()
+    (package / "data" / "pipeline.py").write_text("def make_msa_features(msas): ...\ndef read(path, *, form=''): ...\n")
+    script = tmp_path / "side.py"
+    script.write_text(
+        "def run(msas, deletions):\n"
+        "    from peer_of_a_test.data import pipeline\n"
+        "    pipeline.make_msa_features(msas)\n"
+        "    pipeline.read('x', form='sto')\n"
+        "    pipeline.read(*msas)\n"
+        "    pipeline.make_msa_features(msas, deletions)\n"
+        "    pipeline.read('x', format='sto')\n"
+        "    pipeline.gone()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = list(peer_calls.changed_calls(script, "peer_of_a_test"))
+    assert [line.split(": ")[0] for line in found] == [
+        "side.py, line 6",
+        "side.py, line 7",
+        "side.py, line 8",
+    ]
+    assert "make_msa_features has changed: too many positional arguments, it takes (msas); adapt the call" in found[0]
+    assert "'format'" in found[1]
+    with pytest.raises(SystemExit, match="line 6"):
+        peer_calls.check_calls(str(script), "peer_of_a_test")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts" / "parity").glob("*_side.py")), ids=lambda path: path.stem)
+def test_every_other_side_checks_its_calls(path: Path) -> None:
+    """Catches a side whose calls nobody compares with the program that is installed."""
+    if path.stem != "evodsp_side":
+        assert "check_calls(__file__, " in path.read_text()
