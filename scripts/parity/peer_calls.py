@@ -47,7 +47,7 @@ def _problem(name: str, call: ast.Call) -> str | None:
     if any(isinstance(given, ast.Starred) for given in call.args) or any(word.arg is None for word in call.keywords):
         return None
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take less than what it wraps
     except (TypeError, ValueError):  # compiled code
         return None
     try:

@@ -46,6 +46,18 @@ FASTA_CASES = {
     "blank": (" \n\n", ["empty"]),
     "no header": ("MKV\n", [":1: ", "not a FASTA file", "add '>name'"]),
     "comment only": ("# a\n", ["no header"]),
+    "mmCIF": (
+        "# a\ndata_1ABC\n_entry.id 1ABC\n",
+        [":2: ", "a structure, not a FASTA file", "sequence of each of its chains"],
+    ),
+    "PDB": ("HEADER    HYDROLASE\nATOM      1  N   ALA A   1\n", [":1: ", "a structure, not a FASTA file"]),
+    "PDB of a program": ("CRYST1    1.000\n", [":1: ", "a structure, not a FASTA file"]),
+    "codes of three letters": (
+        ">a\nMK\n>b\nALA GLY\nSER HSD\n",
+        [":3: ", "'b'", "three letters (ALA GLY SER", "residue: AGS"],
+    ),
+    "codes in lower case": (">b\nAla-Gly-Ser\n", [":1: ", "three letters", "residue: AGS"]),
+    "joined codes": (">b\nALAGLYSERTHRVALLEU\n", [":1: ", "three letters", "residue: AGSTVL"]),
     "no name": (">one\nM\n> \nMK\n", [":3: ", "without a name"]),
     "no sequence": (">one\n>two\nMK\n", [":1: ", "'one' is empty", "add its residues"]),
     "last without sequence": (">one\nMK\n>two\n", [":3: ", "'two' is empty"]),

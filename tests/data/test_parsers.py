@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm
+from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm, query_of_complex, read_fasta
 from evodsp.data.formats.a3m import query_of_a3m
+from evodsp.data.records import ProteinSequence
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import GAP, decode, encode
 from evodsp.reading import text_files
@@ -153,7 +154,7 @@ def test_what_hh_suite_adds_to_an_alignment(tmp_path: Path):
     assert alignment.residues.shape == (2, 4)
 
 
-@pytest.mark.parametrize("first", ["#12,10\t1,1", "#6\t2", "#3,3 2,1", "#6 12"])
+@pytest.mark.parametrize("first", ["#12,10\t1,1", "#6\t2", "#3,3 2,1", "#6 12", "# 12,10\t1,1", "#12, 10 \t 1 ,1"])
 def test_an_alignment_of_a_complex_is_refused(first: str, tmp_path: Path):
     """Catches ColabFold's alignment of several chains that is read as one chain, their residues joined."""
     path = write(tmp_path / "a.a3m", f"{first}\n>101\t102\nACDEFG\n>x\nACDaEFG\n")
@@ -163,7 +164,27 @@ def test_an_alignment_of_a_complex_is_refused(first: str, tmp_path: Path):
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("first", ["#6\t1", "# a comment", "#A3M#", "#12,10 of them"])
+@pytest.mark.parametrize("first", ["#3,3", "#3;3\t1;1", "# 3:3 1:1", "#3,3\t1,1,", "# mine\n#3,3\t1,1", "\n#3,3\t1,1"])
+def test_a_line_that_is_almost_that_of_a_complex_is_refused(first: str, tmp_path: Path):
+    """Catches two chains that are read as one, because the line of their lengths was written by hand."""
+    path = write(tmp_path / "a.a3m", f"{first}\n>101\t102\nACDEFG\n>x\nACDaEFG\n")
+    line = first.count("\n") + 1
+    for read in (parse_a3m, query_of_a3m, parse_fasta, *([query_of_complex] if line == 1 else [])):
+        with pytest.raises(FileFormatError, match=rf"a\.a3m:{line}: '.*' may be ColabFold's line") as error:
+            read(path)
+        assert "'1,1' for two chains" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "sequence", ["ALAGLY", "ALA", "ALA:GLY", "AAA GGG SER", "ALAALAALAALAALAALA", "MKTALAGLYSER SER"]
+)
+def test_sequences_that_look_like_codes_of_three_letters(sequence: str, tmp_path: Path):
+    """Catches peptides that are refused because their letters happen to be the name of an amino acid."""
+    (record,) = read_fasta(write(tmp_path / "a.fasta", f">a\n{sequence}\n"), several=True)
+    assert isinstance(record.sequence, ProteinSequence)
+
+
+@pytest.mark.parametrize("first", ["#6\t1", "# a comment", "#A3M#", "#12,10 of them", "#6", "# 2026-11-28", "# 6 "])
 def test_an_alignment_of_one_chain_may_begin_with_a_comment(first: str, tmp_path: Path):
     """Catches ColabFold's monomers refused."""
     assert parse_a3m(write(tmp_path / "a.a3m", f"{first}\n>101\nACDEFG\n>x\nACDaEFG\n")).names == ("101", "x")

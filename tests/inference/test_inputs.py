@@ -157,6 +157,9 @@ def test_without_alignments_all_run_alone(workplace: Workplace) -> None:
         ("empty.a3m", f">q\n>hit\n{OTHER}\n", r"empty\.a3m:1: the first sequence is empty"),
         ("letters.a3m", f">q\nGS1\n>hit\n{OTHER}\n", r"letters\.a3m:2: illegal letter '1'"),
         ("x:y.a3m", f">q\n{OTHER}\n", "the name 'x:y' has ':'"),
+        ("x.cif", "data_1ABC\n#\n_entry.id 1ABC\n", r"x\.cif:1: a structure, not a FASTA file; write the sequence"),
+        ("near.a3m", f"#20,20\n>q\n{OTHER}\n", r"near\.a3m:1: '#20,20' may be ColabFold's line"),
+        ("codes.fasta", ">a\nALA GLY SER\n", r"codes\.fasta:1: sequence 'a' has codes of three letters"),
         ("binary.fasta", "\0\1\2", r"binary\.fasta:1: not a text file"),
         ("nothing.fasta", "", r"nothing\.fasta: the file is empty"),
         ("slash.fasta", f">a/b\n{OTHER}\n", r"slash\.fasta:1: the name 'a/b' has '/'"),
@@ -311,11 +314,12 @@ def test_separators_and_line_ends_of_a_table(tmp_path: Path) -> None:
 
 def test_colabfolds_alignments_of_complexes(tmp_path: Path) -> None:
     """Catches copies that are lost, columns of another chain, and first lines that do not fit the first row."""
-    (tmp_path / "x.a3m").write_text("#3,2\t2,1\n>101\t102\nACDEF\n>h\nACDE-\n")
-    ((record,), failures) = read_inputs([tmp_path / "x.a3m"])
-    assert not failures
-    assert _chains(record) == [("x_A", "ACD"), ("x_B", "ACD"), ("x_C", "EF")]
-    assert record.query.letters == "ACDACDEF"
+    for first in ("#3,2\t2,1", "# 3,2\t2,1", "#3, 2\t2, 1", "#3 ,2 2,1 "):
+        (tmp_path / "x.a3m").write_text(f"{first}\n>101\t102\nACDEF\n>h\nACDE-\n")
+        ((record,), failures) = read_inputs([tmp_path / "x.a3m"])
+        assert not failures
+        assert _chains(record) == [("x_A", "ACD"), ("x_B", "ACD"), ("x_C", "EF")]
+        assert record.query.letters == "ACDACDEF"
     for first, reason in (
         ("#3,3\t1,1", "x.a3m:1: its first line says 3 + 3 = 6 columns, but its first row has 5"),
         ("#3,2\t1", "x.a3m:1: its first line has 2 lengths, but 1 numbers of copies"),

@@ -76,7 +76,7 @@ def name_if_a3m(data: bytes) -> str | None:
     try:
         text = text_of("", data)
         first, _, rest = text.partition(b"\n")
-        if sizes_of_complex(first):
+        if sizes_of_complex("", first):
             return split_records("", rest, "an A3M").without("ss_").names()[0]
         records = split_records("", text, "an A3M").without("ss_")
     except FileFormatError:

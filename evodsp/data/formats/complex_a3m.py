@@ -74,7 +74,7 @@ def _split(path: str | Path, data: bytes | None) -> tuple[list[int], list[int], 
     """Lengths, copies, and the file with a comment in place of its first line."""
     text = text_of(path, data)
     first, _, rest = text.partition(b"\n")
-    sizes = sizes_of_complex(first)
+    sizes = sizes_of_complex(path, first)
     if sizes is None:
         return None
     lengths, copies = sizes

@@ -17,7 +17,9 @@ from jaxtyping import UInt8
 from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE, ILLEGAL, byte_table
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import FileFormatError
-from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPES_WITH_X
+from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPE_1TO3, RESTYPES_WITH_X
+from evodsp.geometry.monomers import monomer_letter
+from evodsp.reading.quoting import quoted
 from evodsp.reading.text_files import text_of
 
 _LETTERS = {c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES
@@ -29,8 +31,17 @@ _REPLACE = "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: 
 _REPLACED = "a sequence has letters only, one for each residue; write X for an unknown one"
 """What to do about an illegal letter; the second where letters that are no amino acid are replaced, so it is none of them."""
 _STOP = b"*"
-_COPIES = re.compile(rb"#((?:\d{1,9},)*\d{1,9})[ \t]+((?:\d{1,9},)*\d{1,9})\s*$")
-"""ColabFold's first line of an alignment: the lengths of the chains, and the number of copies of each."""
+_LISTED = rb"(\d{1,9}(?:[ \t]*,[ \t]*\d{1,9})*)"
+_COPIES = re.compile(rb"[ \t]*#[ \t]*" + _LISTED + rb"[ \t]+" + _LISTED + rb"\s*$")
+"""ColabFold's first line of an alignment: the lengths of the chains, and the number of copies of each. People write it by hand,
+with blanks."""
+_NUMBERS = re.compile(rb"[ \t]*#[ \t]*\d+[ \t,;:|]+\d[\d \t,;:|]*$")
+"""A line of comment that lists numbers, and nothing else: meant as ColabFold's first line."""
+_STRUCTURE = re.compile(
+    rb"data_|loop_|_entry\.|(HEADER|OBSLTE|TITLE|COMPND|SOURCE|EXPDTA|AUTHOR|REMARK|SEQRES|CRYST1|MODEL|ATOM|HETATM|PARENT)\b"
+)
+"""How the lines of an mmCIF or a PDB file begin."""
+_THREE_LETTERS = frozenset(RESTYPE_1TO3.values())
 _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>]|^[.-]')
 _LONGEST_NAME = 200
 
@@ -124,6 +135,7 @@ def _sequence(
         first = line_of_name[name]
         raise FileFormatError(path, f"the name '{name}' was used on line {first} already; rename one of the two", line)
     line_of_name[name] = line
+    _refuse_three_letters(record, name, line)
     table = _FASTA_OF_CHAINS if several else _FASTA
     translate(record, table, _REPLACED if substitute else _REPLACE)
     letters = row.translate(None, BLANKS).decode().upper()
@@ -136,6 +148,22 @@ def _sequence(
         message = f"chain {empty} of '{name}' is empty; write its residues, or remove a '{_BETWEEN_CHAINS}'"
         raise FileFormatError(path, message, line)
     return ProteinSequence(name=name, letters="".join(chains), description=description), chains if chains[1:] else ()
+
+
+def _refuse_three_letters(record: Records, name: str, line: int) -> None:
+    """Raise FileFormatError for residues such as 'ALA GLY SER', each of which would be read as three."""
+    for chain in b" ".join(record.bodies[0]).decode(errors="replace").upper().split(_BETWEEN_CHAINS):
+        words = re.split(r"[\s-]+", chain.strip("- \t"))
+        least = (len(words) + 1) // 2  # others are modified residues
+        if len(words) == 1:  # by chance, six different codes would not follow one another
+            words = re.findall(".{1,3}", chain.strip())
+            least = len(words) if len(set(words)) > 5 else len(words) + 1
+        if len(words) > 1 and all(len(w) == 3 for w in words) and sum(w in _THREE_LETTERS for w in words) >= least:
+            given, meant = quoted(" ".join(words), 20), quoted("".join(map(monomer_letter, words)), 40)
+            message = (
+                f"sequence '{name}' has codes of three letters ({given}); write one letter for each residue: {meant}"
+            )
+            raise FileFormatError(record.path, message, line)
 
 
 @dataclass(frozen=True)
@@ -182,9 +210,12 @@ def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     lines = data.splitlines()
     starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
     for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
-        if number == 1 and (sizes := sizes_of_complex(line)):
+        if sizes := sizes_of_complex(path, line, number):
             _refuse_complex(path, *sizes)
         if line.strip() and not line.startswith(b"#"):
+            if _STRUCTURE.match(line):
+                fix = "write the sequence of each of its chains as FASTA: '>name', then letters"
+                raise FileFormatError(path, f"a structure, not {kind} file; {fix}", number)
             raise FileFormatError(path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number)
     if not starts:
         raise FileFormatError(path, f"not {kind} file: no header that starts with '>'; write it again")
@@ -194,10 +225,17 @@ def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     return Records(path, headers, [start + 1 for start in starts], bodies, rows)
 
 
-def sizes_of_complex(line: bytes) -> tuple[list[int], list[int]] | None:
+def sizes_of_complex(path: str | Path, line: bytes, number: int = 1) -> tuple[list[int], list[int]] | None:
     """The lengths and the copies that the first line of ColabFold's alignment of a complex lists; None if this line is none, or
-    that of one chain, once."""
-    if not (found := _COPIES.match(line)):
+    that of one chain, once. Raises FileFormatError for a line that is almost one, or that does not stand first."""
+    found = _COPIES.match(line)
+    if (found or _NUMBERS.match(line)) and (found is None or number > 1):
+        fix = "one line, the first of the file: '#32,32', a tab, '1,1' for two chains of 32 residues, or none for one chain"
+        said = quoted(line.strip(), 30)
+        raise FileFormatError(
+            path, f"'{said}' may be ColabFold's line of lengths and copies; write that as {fix}", number
+        )
+    if not found:
         return None
     lengths, copies = ([int(number) for number in field.split(b",")] for field in found.groups())
     return None if len(lengths) == 1 and copies == [1] else (lengths, copies)

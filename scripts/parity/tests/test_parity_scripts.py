@@ -274,14 +274,20 @@ def test_a_call_that_the_other_program_no_longer_takes_is_named(
     (package / "data").mkdir(parents=True)
     for folder in (package, package / "data"):
         (folder / "__init__.py").touch()
-    (package / "data" / "pipeline.py").write_text("def make_msa_features(msas): ...\ndef read(path, *, form=''): ...\n")
+    (package / "data" / "pipeline.py").write_text(
+        "import functools\n"
+        "def make_msa_features(msas): ...\n"
+        "def read(path, *, form=''): ...\n"
+        "@functools.wraps(lambda protein, prefix: None)\n"
+        "def curried(*args): ...\n"
+    )
     script = tmp_path / "side.py"
     script.write_text(
         "def run(msas, deletions):\n"
         "    from peer_of_a_test.data import pipeline\n"
         "    pipeline.make_msa_features(msas)\n"
         "    pipeline.read('x', form='sto')\n"
-        "    pipeline.read(*msas)\n"
+        "    pipeline.read(*msas); pipeline.curried('')\n"
         "    pipeline.make_msa_features(msas, deletions)\n"
         "    pipeline.read('x', format='sto')\n"
         "    pipeline.gone()\n"
