@@ -164,11 +164,12 @@ def template_results(key: str, query: str, searches: list[Path], folder: Path) -
     hits = [hit for path in searches for hit in parsers.parse_hhr(path.read_text())]
     hits = [hit for hit in hits if (folder / f"{templates._get_pdb_id_and_chain(hit)[0]}.cif").is_file()]
     # The date allows every template; kalign is for hits whose sequence is not in their structure.
-    featurizer = templates.TemplateHitFeaturizer(
+    featurizer = templates.HhsearchHitFeaturizer(
         str(folder), "9999-12-31", MOST_TEMPLATES, "kalign", _zero_center_positions=False
     )
-    found = featurizer.get_templates(query, None, None, hits).features
-    for number, name in enumerate(found["template_domain_names"]):
+    found = featurizer.get_templates(query, hits).features
+    # Where there is none, it has a name without a template.
+    for number, name in enumerate(found["template_domain_names"][: len(found["template_all_atom_positions"])]):
         positions, mask = (found[f"template_all_atom_{what}"][number] for what in ("positions", "mask"))
         letters = found["template_sequence"][number].decode()
         name_arginine_nitrogens(positions, mask, letters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ def check_calls(script: str, package: str) -> None:
 
 
 def changed_calls(script: Path, package: str) -> Iterator[str]:
-    """These lines. Calls with * or **, of methods, and of functions without a signature are not compared."""
+    """These lines. Methods are compared of objects that a name stands for (`name = module.Class(…)`). Calls with * or **, and
+    of functions without a signature, are not compared."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -29,21 +30,33 @@ def changed_calls(script: Path, package: str) -> Iterator[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == package
         for alias in node.names
     }
+    made = {
+        node.targets[0].id: _dotted(node.value.func, imported)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call)
+    }
+    classes = {name: known for name, known in made.items() if known and inspect.isclass(_found(known))}
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        first, _, rest = ast.unparse(call.func).partition(".")
-        if first not in imported or not all(part.isidentifier() for part in rest.split(".") if rest):
-            continue
-        name = f"{imported[first]}.{rest}".rstrip(".")
-        if problem := _problem(name, call):
+        of_object = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in classes
+        name = _dotted(call.func, classes if of_object else imported)
+        if name and (problem := _problem(name, call, of_object)):
             yield f"{script.name}, line {call.lineno}: {name} has changed: {problem}; adapt the call"
 
 
-def _problem(name: str, call: ast.Call) -> str | None:
+def _dotted(function: ast.expr, known: Mapping[str, str]) -> str | None:
+    """The whole dotted name of a function whose first name is a known one; None for others."""
+    first, dot, rest = ast.unparse(function).partition(".")
+    is_name = first in known and all(part.isidentifier() for part in rest.split(".") if dot)
+    return f"{known[first]}{dot}{rest}" if is_name else None
+
+
+def _problem(name: str, call: ast.Call, of_object: bool) -> str | None:
     """Why the function of that name does not take a call; None if it does, or if nothing can be said."""
-    try:
-        function = _found(name)
-    except AttributeError:
+    function = _found(name)
+    if function is None:
         return "it is not there"
+    if inspect.isabstract(function):
+        return "it is abstract"
     if any(isinstance(given, ast.Starred) for given in call.args) or any(word.arg is None for word in call.keywords):
         return None
     try:
@@ -51,21 +64,22 @@ def _problem(name: str, call: ast.Call) -> str | None:
     except (TypeError, ValueError):  # compiled code
         return None
     try:
-        signature.bind(*call.args, **{str(word.arg): word.value for word in call.keywords})
+        own = ["self"] if of_object else []
+        signature.bind(*own, *call.args, **{str(word.arg): word.value for word in call.keywords})
     except TypeError as error:
         return f"{error}, it takes {signature}"
     return None
 
 
 def _found(name: str) -> Any:
-    """The object of a dotted name. Raises AttributeError if there is none."""
+    """The object of a dotted name; None if there is none."""
     parts = name.split(".")
-    found = importlib.import_module(parts[0])
+    found: Any = importlib.import_module(parts[0])
     for place, part in enumerate(parts[1:], 2):
         if not hasattr(found, part) and inspect.ismodule(found):
             try:
                 importlib.import_module(".".join(parts[:place]))
-            except ModuleNotFoundError as error:
-                raise AttributeError(name) from error
-        found = getattr(found, part)
+            except ModuleNotFoundError:
+                return None
+        found = getattr(found, part, None)
     return found

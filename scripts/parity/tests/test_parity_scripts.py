@@ -280,6 +280,8 @@ def test_a_call_that_the_other_program_no_longer_takes_is_named(
         "def read(path, *, form=''): ...\n"
         "@functools.wraps(lambda protein, prefix: None)\n"
         "def curried(*args): ...\n"
+        "class Reader:\n"
+        "    def get(self, path): ...\n"
     )
     script = tmp_path / "side.py"
     script.write_text(
@@ -291,6 +293,8 @@ def test_a_call_that_the_other_program_no_longer_takes_is_named(
         "    pipeline.make_msa_features(msas, deletions)\n"
         "    pipeline.read('x', format='sto')\n"
         "    pipeline.gone()\n"
+        "    reader = pipeline.Reader()\n"
+        "    reader.get('x'); reader.get('x', None)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     found = list(peer_calls.changed_calls(script, "peer_of_a_test"))
@@ -298,6 +302,7 @@ def test_a_call_that_the_other_program_no_longer_takes_is_named(
         "side.py, line 6",
         "side.py, line 7",
         "side.py, line 8",
+        "side.py, line 10",
     ]
     assert "make_msa_features has changed: too many positional arguments, it takes (msas); adapt the call" in found[0]
     assert "'format'" in found[1]
