@@ -33,9 +33,9 @@ from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.hub import located
 from evodsp.weights.parameter_file import archive_damage, container, parameter_file
-from evodsp.weights.pretrained_folder import check_finite, check_sum, is_pretrained, read_pretrained
+from evodsp.weights.pretrained_folder import check_sum, is_pretrained, read_pretrained
 from evodsp.weights.published import is_parameter_file, load_published
-from evodsp.weights.sizes import check_bytes, check_weights, compare, is_array
+from evodsp.weights.sizes import check_bytes, check_finite, check_weights, compare, is_array, unwrapped
 from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
@@ -125,7 +125,7 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
     check_weights(config, weights, str(path))
     if is_pretrained(path):
         check_sum(path)
-        check_finite(weights, path)
+    check_finite(weights, path)
     model = AlphaFold(config)
     model.trained_features = _features(path, checkpoint)
     load_weights(model, weights, str(path))
@@ -142,7 +142,7 @@ def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> d
     if strange := [name for name, value in chosen.items() if not is_array(value)]:
         raise UserError(f"{path}: '{strange[0]}' is not an array of floats; give a checkpoint written by `evodsp fit`")
     check_bytes(chosen, parameter_file(path))
-    return {name.removeprefix(PREFIX): value for name, value in chosen.items()}
+    return unwrapped(chosen, str(path))
 
 
 def load_config(path: str | Path, preset: str | None = None) -> ModelConfig:

@@ -23,14 +23,14 @@ from evodsp.reading.array_files import read_archive
 from evodsp.reading.quoting import quoted
 from evodsp.weights.names import Name, block_probes, parameter_names
 from evodsp.weights.parameter_file import container
-from evodsp.weights.sizes import check_arrangement, check_arrays
+from evodsp.weights.sizes import check_arrangement, check_arrays, check_finite
 
 FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
 MULTIMER_MARK = "/~_relative_encoding/"  # a scope that monomer models do not have
 
 
 def read_npz(path: str | Path) -> dict[str, np.ndarray]:
-    """All arrays of a parameter file. Raises UserError if it is not an .npz file of floats."""
+    """All arrays of a parameter file. Raises UserError if it is not an .npz file of finite floats."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such parameter file; give DeepMind's params_model_<n>.npz")
@@ -40,6 +40,7 @@ def read_npz(path: str | Path) -> dict[str, np.ndarray]:
     for key, array in arrays.items():
         if array.dtype.kind != "f":
             raise UserError(f"{path}: '{quoted(key)}' is not an array of floats; give DeepMind's params_model_<n>.npz")
+    check_finite(arrays, path)
     return arrays
 
 

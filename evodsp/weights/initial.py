@@ -27,9 +27,9 @@ from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint
 from evodsp.weights.hub import located
 from evodsp.weights.names import parameter_names
 from evodsp.weights.parameter_file import container, parameter_file
-from evodsp.weights.pretrained_folder import check_finite, check_sum, is_pretrained
+from evodsp.weights.pretrained_folder import check_sum, is_pretrained
 from evodsp.weights.published import is_parameter_file
-from evodsp.weights.sizes import on_meta
+from evodsp.weights.sizes import check_finite, on_meta
 
 _BLOCK = re.compile(r"\bblocks\.\d+\.")
 _OF_BLOCK = re.compile(r"(?P<stack>evoformer|extra_msa_stack)\.blocks\.(?P<number>\d+)\.(?P<part>.*)")

@@ -28,14 +28,21 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.names import Name, older, parameter_names
 from evodsp.weights.parameter_file import container, parameter_file
-from evodsp.weights.sizes import check_arrangement, check_arrays, check_bytes, is_array
+from evodsp.weights.sizes import (
+    check_arrangement,
+    check_arrays,
+    check_bytes,
+    check_finite,
+    is_array,
+    model_name,
+    unwrapped,
+)
 from evodsp.weights.untrusted import load_untrusted
 
 FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array
 MARKS = ("structure_module.ipa.head_weights", "evoformer.linear.weight")  # all of OpenFold's models have these
 MULTIMER_MARK = "structure_module.ipa.linear_k.weight"  # monomer models keep keys and values in one array, linear_kv
 TRANSITION_LAYERS = 3
-_WRAPPERS = re.compile(r"^(?:module\.)?(?:model\.)?")
 _STACKS = {
     "extra_msa": re.compile(r"^extra_msa_stack\.blocks\.(\d+)\."),
     "evoformer": re.compile(r"^evoformer\.blocks\.(\d+)\."),
@@ -47,7 +54,7 @@ def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
     """The arrays of an OpenFold checkpoint, named as in the file, on the CPU, memory-mapped.
 
     `path`: a file, or a DeepSpeed folder. The result is the moving average if the file has one and `raw` is not set, otherwise
-    the weights of the last step. Raises UserError if `path` is not an OpenFold checkpoint.
+    the weights of the last step. Raises UserError if `path` is not an OpenFold checkpoint, or a number is not finite.
     """
     file = parameter_file(path)
     if not file.is_file():
@@ -56,6 +63,7 @@ def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
         raise UserError(f"{file}: not a PyTorch .pt file (or cut short); give OpenFold's checkpoint")
     arrays = openfold_arrays(load_untrusted(file), str(file), raw)
     check_bytes(arrays, file)
+    check_finite(arrays, file)
     return arrays
 
 
@@ -64,7 +72,7 @@ def openfold_arrays(content: Any, source: str, raw: bool = False) -> dict[str, T
     forms = [form for form in _forms(content) if _is_openfold(form)]
     if not forms:
         raise UserError(f"{source}: not an OpenFold checkpoint, it lacks '{MARKS[0]}'; give one")
-    arrays = {_WRAPPERS.sub("", str(key)): value for key, value in forms[-1 if raw else 0].items()}
+    arrays = unwrapped(forms[-1 if raw else 0], source)
     for key, value in arrays.items():
         if not is_array(value):
             raise UserError(f"{source}: '{key}' is not an array of floats; give OpenFold's checkpoint")
@@ -202,4 +210,4 @@ def _forms(content: Any) -> list[Mapping[Any, Any]]:
 
 
 def _is_openfold(form: Mapping[Any, Any]) -> bool:
-    return bool({_WRAPPERS.sub("", str(key)) for key in form} & set(MARKS))
+    return bool({model_name(str(key)) for key in form} & set(MARKS))

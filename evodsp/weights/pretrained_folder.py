@@ -27,6 +27,7 @@ from evodsp.reading.quoting import quoted, shown
 from evodsp.reading.text_files import check_text, json_of
 from evodsp.version import __version__
 from evodsp.weights.safetensors_file import map_tensors
+from evodsp.weights.sizes import check_finite
 from evodsp.weights.versions import FORMAT_VERSION
 
 WEIGHTS, CONFIG, CARD = FILES = ("model.safetensors", "config.json", "README.md")
@@ -63,13 +64,6 @@ def check_sum(folder: str | Path) -> None:
             f"{folder / WEIGHTS}: damaged, or not the weights of {CONFIG} beside it: its SHA-256 is {found[:12]}…, but there "
             f"{_SUM} is {quoted(expected, 12)}; copy both again (if you changed the weights yourself, remove {_SUM} there)"
         )
-
-
-def check_finite(weights: Mapping[str, Tensor], source: str | Path) -> None:
-    """Raise UserError that names the first array which holds a number that is not finite."""
-    for name, value in weights.items():
-        if not bool(value.isfinite().all()):
-            raise UserError(f"{source}: '{name}' holds numbers that are not finite; give another checkpoint")
 
 
 def write_pretrained(folder: str | Path, entries: Mapping[str, Any], weights: Mapping[str, Tensor], card: str) -> None:

@@ -1,4 +1,7 @@
-"""Whether a file's arrays are those of a model, found out before the model takes any memory: files may claim any size."""
+"""Whether a file's arrays are those of a model, found out before the model takes any memory: files may claim any size.
+
+Other programs wrap a model, or parts of it, before they save it: the names of its arrays then have further parts.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,10 @@ from evodsp.reading.quoting import quoted, shown
 
 _MOST_REPEATS = 512
 """Most blocks of one kind. AlphaFold2 has 48."""
+_WRAPPERS = frozenset(
+    ("module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module", "_fpw_module")
+)
+"""Parts of names that DataParallel, DeepSpeed, torch.compile, FSDP, Fabric and recomputation add, and that no model has."""
 
 
 def on_meta(config: ModelConfig, source: str) -> AlphaFold:
@@ -61,6 +68,37 @@ def compare(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], sourc
                 f"{source}: parameter '{name}' has the shape {tuple(weights[name].shape)}, "
                 f"the model {tuple(value.shape)}; it belongs to another model"
             )
+
+
+def unwrapped(arrays: Mapping[Any, Any], source: str) -> dict[str, Any]:
+    """The entries of a file by the names that they have in the model alone. Raises UserError if two have the same."""
+    found: dict[str, str] = {}
+    for key in map(str, arrays):
+        name = model_name(key)
+        if name in found:
+            raise UserError(f"{source}: holds '{found[name]}' and '{key}', two names of one array; remove one")
+        found[name] = key
+    return dict(zip(found, arrays.values(), strict=True))
+
+
+def model_name(key: str) -> str:
+    """The name of an array without what wrappers add, and without the `model` that Lightning's modules have around a model."""
+    parts = [part for part in key.split(".") if part not in _WRAPPERS]
+    return ".".join(parts[1:] if parts[:1] == ["model"] else parts)
+
+
+def check_finite(arrays: Mapping[str, np.ndarray | Tensor], source: str | Path) -> None:
+    """Raise UserError that names the first array which holds a number that is not finite, as float32."""
+    for name, value in arrays.items():
+        if not (value.float().isfinite() if isinstance(value, Tensor) else _finite(value)).all():
+            raise UserError(
+                f"{source}: '{quoted(name)}' holds numbers that are not finite; give another file of weights"
+            )
+
+
+def _finite(array: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.isfinite(array.astype(np.float32, copy=False))
 
 
 def is_array(value: Any) -> bool:

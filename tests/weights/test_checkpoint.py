@@ -47,6 +47,25 @@ def test_without_an_average_the_raw_weights_are_used(model: AlphaFold, tmp_path:
         assert torch.equal(loaded, saved)
 
 
+def test_names_that_wrappers_leave_are_understood(model: AlphaFold, tmp_path: Path) -> None:
+    """Catches a checkpoint of a compiled or sharded model whose names are called unknown, and two values of one weight."""
+    save_model(path := tmp_path / "plain.ckpt", model)
+    plain = read_checkpoint(path)["state_dict"]
+    wrapped = {
+        name.replace("model.", "_forward_module.model._orig_mod.").replace(
+            "blocks.0", "blocks.0._fsdp_wrapped_module"
+        ): value
+        for name, value in plain.items()
+    }
+    loaded = load_model(changed(path, tmp_path / "wrapped.ckpt", state_dict=wrapped))
+    assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), model.parameters(), strict=True))
+    twice = {**plain, "model._orig_mod.input_embedder.left.bias": plain["model.input_embedder.left.bias"] + 1}
+    with pytest.raises(
+        UserError, match=r"'model.input_embedder.left.bias' and 'model._orig_mod.*two names of one array"
+    ):
+        load_model(changed(path, tmp_path / "twice.ckpt", state_dict=twice))
+
+
 def test_saving_leaves_one_whole_file(model: AlphaFold, tmp_path: Path) -> None:
     """Catches temporary files that saving leaves behind."""
     save_model(tmp_path / "a.ckpt", model)

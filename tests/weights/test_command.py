@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
@@ -15,6 +16,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_features, load_model, save_model
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.deepmind import export_deepmind, read_npz, write_npz
+from evodsp.weights.openfold import export_openfold
 from tests.shared import load
 
 
@@ -91,6 +93,28 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
     assert taken.read_text() == "precious"
     assert weights("import", "--checkpoint", params, "--output", taken, "--preset", "test", "--overwrite") == 0
     assert load_model(taken).config == ModelConfig.preset("test")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_numbers_that_are_not_finite_are_refused_in_every_format(
+    value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a model of NaN that is imported or loaded without a word, also one of which float32 makes infinity."""
+    model = AlphaFold(ModelConfig.preset("test"))
+    save_model(like := tmp_path / "like.ckpt", model)
+    key, name = "alphafold/alphafold_iteration/evoformer/left_single//bias", "input_embedder.linear_tf_z_i.bias"
+    arrays, tensors = export_deepmind(model), export_openfold(model)
+    write_npz(npz := tmp_path / "params.npz", {**arrays, key: np.full(arrays[key].shape, value)})
+    torch.save({**tensors, name: torch.full_like(tensors[name], value, dtype=torch.float64)}, pt := tmp_path / "of.pt")
+    for path, array in ((npz, key), (pt, name)):
+        assert weights("import", "--checkpoint", path, "--like", like, "--output", tmp_path / "new.ckpt") == 2
+        assert f"{path}: '{array}' holds numbers that are not finite" in capsys.readouterr().err
+    with torch.no_grad():
+        model.input_embedder.left.bias.copy_(torch.tensor(value))
+    save_model(own := tmp_path / "own.ckpt", model)
+    assert weights("export", "--checkpoint", own, "--output", tmp_path / "new.npz") == 2
+    assert f"{own}: 'input_embedder.left.bias' holds numbers that are not finite" in capsys.readouterr().err
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_the_preset_is_read_off_the_name() -> None:

@@ -168,12 +168,15 @@ def test_blocks_are_counted_in_the_names(model: AlphaFold) -> None:
         (lambda a: {"state_dict": prefixed("model.", a), "epoch": 3, "optimizer_states": [{}]}, False),
         (lambda a: {"state_dict": prefixed("model.", a), "ema": {"params": averaged(a), "decay": 0.999}}, True),
         (lambda a: {"module": prefixed("module.model.", a), "ema": {"params": averaged(a)}, "dp_world_size": 8}, True),
+        (lambda a: prefixed("_orig_mod.", a), False),  # torch.compile
+        (lambda a: prefixed("_forward_module.model._orig_mod.", a), False),
+        (lambda a: {key.replace("blocks.0.", "blocks.0._orig_mod._fsdp_wrapped_module."): a[key] for key in a}, False),
     ],
 )
 def test_every_form_on_disk_is_read(
     arrays: Arrays, tmp_path: Path, form: Callable[[Arrays], Any], has_average: bool
 ) -> None:
-    """Catches a prefix that is not removed, and moving average and raw weights exchanged."""
+    """Catches a wrapper's part of a name that is not removed, and moving average and raw weights exchanged."""
     torch.save(form(arrays), path := tmp_path / "x.pt")
     for raw in (False, True):
         found = read_openfold(path, raw)
