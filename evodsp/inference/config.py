@@ -130,6 +130,9 @@ class PredictConfig:
     (https://name:password@host); they are shown nowhere."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the time and of the bytes that the server may take."""
+    retry: bool = False
+    """Ask the server again for records of which it found no related sequence. Without it they are asked for again after a day,
+    unless they have been predicted."""
     checkpoint: Path | list[Path] | None = None
     """Checkpoint written by `evodsp fit`, a folder of `evodsp weights export --format safetensors`, a model of the Hugging Face
     hub (hf:organisation/name, or hf:organisation/name@revision), or another program's parameters: DeepMind's

@@ -147,7 +147,7 @@ def read_inputs_and_models(config: PredictConfig) -> RunInputs:
         feature_config(config.sizes, trained)  # checks the sizes
     failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
     targets = [target for target in targets if target.query.name not in _OURS]
-    targets, unfound = with_searched(targets, config.output, config.msa_server, config.msa_server_limits)
+    targets, unfound = with_searched(targets, config.output, config.msa_server, config.msa_server_limits, config.retry)
     return RunInputs(targets, [*failures, *unfound], models)
 
 

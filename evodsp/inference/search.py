@@ -18,7 +18,7 @@ from evodsp.progress import progress
 from evodsp.search.config import SearchConfig
 from evodsp.search.limits import ServerLimits
 from evodsp.search.programs import LocalProgram
-from evodsp.search.searcher import NoAnswerError, Searcher, search
+from evodsp.search.searcher import NoAnswerError, Searcher, is_kept, search
 from evodsp.search.server import MsaServer
 
 SEARCHED = "_alignments"
@@ -36,7 +36,7 @@ def run(settings: SearchConfig, words: list[str]) -> int:
         query for record in records if record.alignment is None for query in distinct(record.chains or [record.query])
     ]
     failed = [failure.reason for failure in broken]
-    unfound = search_missing(queries, settings.output, searcher)
+    unfound = search_missing(queries, settings.output, searcher, settings.retry)
     failed += [str(error) for error in unfound.values() if not isinstance(error, NoAnswerError)]
     for reason in failed:
         tell(f"failed: {reason}")
@@ -50,19 +50,24 @@ def run(settings: SearchConfig, words: list[str]) -> int:
     return 1 if failed else 0
 
 
-def search_missing(queries: Sequence[ProteinSequence], folder: Path, searcher: Searcher) -> dict[str, UserError]:
+def search_missing(
+    queries: Sequence[ProteinSequence], folder: Path, searcher: Searcher, retry: bool = False
+) -> dict[str, UserError]:
     """Search the records that `folder` has no alignments of, under their names or headers of databases; shows progress. Returns
-    the reasons for records that have none now: a NoAnswerError for each record that was not asked for any more."""
+    the reasons for records that have none now: a NoAnswerError for each record that was not asked for any more. `retry`: see
+    `is_kept`."""
     wanted, failed = _not_under_headers(queries, folder)
     with progress("searched", len(wanted)) as advance:
         try:
-            for name, error in search(wanted, folder, searcher, tell):
+            for name, error in search(wanted, folder, searcher, tell, retry):
                 if error is not None:
                     failed[name] = error
                 advance(1)
         except NoAnswerError as error:
             without = [query.name for query in wanted if not has_files(folder / query.name)]
             failed |= dict.fromkeys((name for name in without if name not in failed), error)
+            if not without:
+                tell(f"{error}; the earlier alignments stay")
     return failed
 
 
@@ -101,20 +106,27 @@ def _searcher(settings: SearchConfig) -> Searcher:
 
 
 def with_searched(
-    targets: Sequence[Target], output: Path, address: str | None, limits: ServerLimits
+    targets: Sequence[Target], output: Path, address: str | None, limits: ServerLimits, retry: bool = False
 ) -> tuple[list[Target], list[RecordFailure]]:
     """The targets, each with alignments if the server at `address` found some; and the records whose search failed.
 
-    The alignments are kept in <output>/_alignments, where a later run reads them.
+    The alignments are kept in <output>/_alignments, where a later run reads them; those of a target with results stand unless
+    `retry` is set.
     """
     if address is None:
         return list(targets), []
     folder, searcher = output / SEARCHED, MsaServer(address, limits)
     kept = AlignmentFolder(folder)
     missing = {target.query.name: _lacking(target) for target in targets}
-    wanted = [query for queries in missing.values() for query in queries if not has_files(folder / query.name)]
+    wanted = [
+        query
+        for name, queries in missing.items()
+        for query in queries
+        if not is_kept(folder / query.name, retry)
+        if retry or not (has_files(folder / query.name) and (output / name).is_dir())
+    ]
     with output_errors(output):
-        failed = search_missing(wanted, folder, searcher) if wanted else {}
+        failed = search_missing(wanted, folder, searcher, retry) if wanted else {}
     found: list[Target] = []
     failures: list[RecordFailure] = []
     for target in targets:

@@ -17,7 +17,7 @@ from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.formats import parse_complex_a3m
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.samples.dataset import Sample
-from evodsp.data.sources.msa import MsaFeatures
+from evodsp.data.sources.msa import MsaFeatures, holds_query_alone
 from evodsp.features.prediction import complex_sample, prediction_sample
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
@@ -46,7 +46,10 @@ class ChainMsa:
     def line(self) -> str:
         """For the log: how many rows were read."""
         rows = counted(sum(map(len, self.alignments)), "sequence")
-        return f"read {rows} in {counted(len(self.alignments), 'alignment')}"
+        alone = (
+            ", the query alone: no related sequence" if self.alignments and holds_query_alone(self.alignments) else ""
+        )
+        return f"read {rows} in {counted(len(self.alignments), 'alignment')}{alone}"
 
     def sample(self, features: FeatureConfig, seed: int, templates: Templates, ensembles: int) -> Sample:
         """The features of a seed."""

@@ -27,6 +27,8 @@ class SearchConfig:
     host (https://name:password@host); they are shown nowhere. null: search with a local program."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the time and of the bytes that the server may take."""
+    retry: bool = False
+    """Ask the server again for records of which it found no related sequence, not only after a day."""
     program: Literal["jackhmmer", "hhblits", "mmseqs"] | None = None
     """Program of this machine to search with, in place of a server."""
     database: Path | None = None

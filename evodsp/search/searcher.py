@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.chain_folder import has_files, parse_alignments
+from evodsp.data.sources.chain_folder import alignment_files, has_files, parse_alignments, read_alignment_dir
+from evodsp.data.sources.msa import holds_query_alone
 from evodsp.data.sources.query_check import check_alignments
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
+from evodsp.printing import counted
 from evodsp.reading.answers import BadAnswerError
+from evodsp.reading.text_files import read_json
 from evodsp.version import __version__
 
 ORIGIN = "search.json"
 _MOST_BAD = 5
 """Sequences one after another of which the answer cannot be used, before nobody is asked any more."""
+ASKED_AGAIN_S = 86_400.0
+"""Seconds for which a server's answer without any related sequence stands."""
+_LARGEST_ALONE = 1 << 20
+"""Bytes of alignments that may be a query alone; larger ones are not read to find that out."""
+_NAMED = 3
 
 Say = Callable[[str], None]
 
@@ -34,6 +44,8 @@ class Found:
 
     files: Mapping[str, bytes]
     """Content of each file by its name, whose suffix says the format."""
+    is_alone: bool = False
+    """Whether all rows are the sequence itself."""
 
 
 class Searcher(ABC):
@@ -41,6 +53,8 @@ class Searcher(ABC):
 
     most: int = 1
     """How many sequences it takes at a time."""
+    about_none: str = ""
+    """What to say where it finds no related sequence."""
 
     @abstractmethod
     def announcement(self, sequences: int) -> str:
@@ -59,18 +73,34 @@ class Searcher(ABC):
         """
 
 
+def is_kept(place: Path, retry: bool) -> bool:
+    """Whether a record has alignments at `place` that stand. A server's answer that holds the query alone does not if it is a
+    day old, or with `retry`: servers give such answers now and then, and full ones when they are asked again."""
+    said = place / ORIGIN
+    if not has_files(place) or not said.is_file():
+        return has_files(place)
+    if not (retry or time.time() - said.stat().st_mtime > ASKED_AGAIN_S):
+        return True
+    with suppress(UserError):  # what is wrong with its files is said when they are read
+        origin = read_json(said, "remove the folder")
+        is_small = sum(path.stat().st_size for path in alignment_files(place)) <= _LARGEST_ALONE
+        is_server = isinstance(origin, dict) and "server" in origin
+        return not (is_server and is_small and holds_query_alone(read_alignment_dir(place)))
+    return True
+
+
 def search(
-    records: Sequence[ProteinSequence], folder: Path, searcher: Searcher, say: Say
+    records: Sequence[ProteinSequence], folder: Path, searcher: Searcher, say: Say, retry: bool = False
 ) -> Iterator[tuple[str, UserError | None]]:
     """Search alignments for the records that have none in `folder`; yields each one's name, and why it has none now.
 
     Records of one sequence are searched once. A record's folder appears when it is complete, so a search that was stopped is
-    continued by another call. An answer that cannot be used costs the record that it is for. Raises NoAnswerError if nobody
-    answers, or all answers cannot be used.
+    continued by another call. An answer that cannot be used costs the record that it is for, unless it has an earlier one.
+    `retry`: see `is_kept`. Raises NoAnswerError if nobody answers, or all answers cannot be used.
     """
     same: dict[str, list[str]] = {}
     for record in records:
-        if has_files(folder / record.name):
+        if is_kept(folder / record.name, retry):
             yield record.name, None
         else:
             same.setdefault(record.letters, []).append(record.name)
@@ -78,16 +108,24 @@ def search(
         say(searcher.announcement(len(same)))
     sequences, bad = list(same), 0
     for start in range(0, len(sequences), searcher.most):
+        alone: list[str] = []
         for letters, found in _search(sequences[start : start + searcher.most], searcher, say):
             bad = bad + 1 if isinstance(found, BadAnswerError) else 0
             for name in same[letters]:
-                if isinstance(found, UserError):
+                if isinstance(found, UserError) and has_files(folder / name):
+                    say(f"{name}: {found}; its earlier alignment stays")
+                elif isinstance(found, UserError):
                     yield name, UserError(f"{name}: {found}")
                     continue
-                _keep(folder / name, found, searcher.origin)
+                else:
+                    _keep(folder / name, found, searcher.origin)
+                    alone += [name] if found.is_alone else []
                 yield name, None
             if bad == _MOST_BAD:
                 raise NoAnswerError(f"{found}. So it was {bad} times in a row; nothing more is asked")
+        if alone:
+            such = ", ".join(alone[:_NAMED]) + (", …" if alone[_NAMED:] else "")
+            say(f"no related sequence was found for {counted(len(alone), 'record')} ({such}){searcher.about_none}")
 
 
 def _search(sequences: Sequence[str], searcher: Searcher, say: Say) -> Iterator[tuple[str, Found | UserError]]:
@@ -114,7 +152,7 @@ def _checked(letters: str, found: Found) -> Found | UserError:
         check_alignments(alignments, ProteinSequence("query", letters))
     except UserError as error:
         return error
-    return found
+    return replace(found, is_alone=holds_query_alone(alignments))
 
 
 def _keep(folder: Path, found: Found, origin: Mapping[str, Any]) -> None:

@@ -53,6 +53,9 @@ class MsaServer(Searcher):
     """A server with ColabFold's protocol."""
 
     most = 20
+    about_none = (
+        ": a server may find some when it is asked again, with --retry true, or by the same command after a day"
+    )
 
     def __init__(
         self,

@@ -136,3 +136,20 @@ def test_alignments_under_a_header_are_not_searched_again(
     usable, (failure,) = with_searched(targets, tmp_path, "http://host", ServerLimits())
     assert [target.alignments for target in usable] == [kept / "sp|P61823|RNAS1_BOVIN", kept / "new"]
     assert (failure.name, Finding.asked) == ("P00698", ["AAA"])
+
+
+def test_what_was_predicted_without_relatives_is_asked_for_only_with_retry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a batch that goes on after a day and whose finished records fail, because their alignments have changed."""
+    monkeypatch.setattr(search, "MsaServer", Finding)
+    monkeypatch.setattr("evodsp.search.searcher.ASKED_AGAIN_S", -1.0)
+    (tmp_path / "in.fasta").write_text(">a\nMKT\n>b\nGST\n")
+    targets, _ = find_targets([tmp_path / "in.fasta"], None)
+    with_searched(targets, tmp_path, "http://host", ServerLimits())
+    (tmp_path / "a").mkdir()
+    for retry, asked in ((False, ["GST"]), (True, ["GST", "MKT"])):
+        Finding.asked.clear()
+        with_searched(targets, tmp_path, "http://host", ServerLimits(), retry)
+        assert sorted(Finding.asked) == asked
+    assert "no related sequence was found for 2 records (a, b)" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,3 +176,40 @@ def test_a_page_in_place_of_the_protocol(tmp_path: Path) -> None:
     assert all("which is not ColabFold's protocol" in str(reason) for reason in found.values())
     with pytest.raises(UserError, match="'colabfold' is no address"):
         MsaServer("colabfold")
+
+
+ALONE = {
+    "uniref.a3m": b">101\nMKTAYIAK\n\0>102\nGSTLLK\n\0",
+    "bfd.a3m": b">101\nMKTAYIAK\n>x\nMKTAYIAK\n\0>102\nGSTLLK\n\0",
+}
+
+
+def test_an_answer_of_the_query_alone_is_said_and_asked_for_again(
+    stand_in: StandIn, address: str, tmp_path: Path
+) -> None:
+    """Catches a passing fault of a server that stands for ever as 'there is no related sequence', and in silence."""
+    stand_in.members, said = ALONE, []
+    assert run(address, tmp_path, said) == {"a": None, "b": None, "c": None}
+    assert said[1].startswith(
+        "no related sequence was found for 3 records (a, c, b): a server may find some when it is"
+    )
+    stand_in.members = None
+    assert run(address, tmp_path) == {"a": None, "b": None, "c": None}
+    assert len(stand_in.asked) == 1  # a day has not passed
+    os.utime(tmp_path / "b" / "search.json", (0, 0))
+    assert run(address, tmp_path) == {"a": None, "b": None, "c": None}
+    assert stand_in.asked[1:] == [["GSTLLK"]]
+    list(search(RECORDS, tmp_path, MsaServer(address, sleep=Rests()), said.append, retry=True))
+    assert stand_in.asked[2:] == [["MKTAYIAK"]]  # that of b is a full one by now
+    assert all(len(read_alignment_dir(tmp_path / record.name, record)[0]) == 3 for record in RECORDS)
+
+
+def test_asking_again_in_vain_costs_nothing(stand_in: StandIn, address: str, tmp_path: Path) -> None:
+    """Catches a record that fails, or loses its alignment, because a server which is asked again does not know its sequence."""
+    stand_in.members = ALONE
+    run(address, tmp_path)
+    stand_in.never, said = {"MKTAYIAK"}, []
+    found = dict(search(RECORDS[:1], tmp_path, MsaServer(address, sleep=Rests()), said.append, retry=True))
+    assert found == {"a": None}
+    assert said[-1].endswith("its earlier alignment stays")
+    assert (tmp_path / "a" / "bfd.a3m").is_file()

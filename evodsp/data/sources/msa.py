@@ -46,6 +46,11 @@ class MsaFeatures:
         return self.msa.nbytes + self.deletions.nbytes + self.profile.nbytes
 
 
+def holds_query_alone(alignments: Sequence[Alignment]) -> bool:
+    """Whether no row of any alignment differs from the query: no related sequence was found."""
+    return all(bool((alignment.residues == alignments[0].residues[0]).all()) for alignment in alignments)
+
+
 def first_occurrences(rows: Int8[np.ndarray, "N L"]) -> Int64[np.ndarray, " M"]:
     """Indices of the rows that equal no earlier row, ascending."""
     contiguous = np.ascontiguousarray(rows)
