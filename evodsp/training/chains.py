@@ -25,7 +25,7 @@ from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
 from evodsp.data.samples.sample_source import ChainSamples, ComplexSamples, SampleSource
 from evodsp.data.samples.sampling import DISTILLED
-from evodsp.data.samples.selection import Presence, Selected, Selection, chain_list, select
+from evodsp.data.samples.selection import KnownChains, Presence, Selected, Selection, chain_list, select
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore, StoredRecords
@@ -35,7 +35,7 @@ from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.data.templates.template_chains import TemplateChains, listed_chains
 from evodsp.errors import UserError
-from evodsp.launch.consensus import from_first, on_every
+from evodsp.launch.consensus import long_from_first, on_every
 from evodsp.parallel.group import Group
 from evodsp.printing import counted
 from evodsp.training.config import DataConfig, DistillationConfig
@@ -133,7 +133,7 @@ def find_chains(
     Raises UserError for the first file or name that is missing otherwise.
     """
     samples = on_every(lambda: _OPEN[arrangement](config), group)
-    return Chains(samples, **vars(from_first(lambda: _look_up(config, quarantined, samples), group)))
+    return Chains(samples, **vars(long_from_first(lambda: _look_up(config, quarantined, samples), group)))
 
 
 def _open(config: DataConfig) -> ChainSamples:
@@ -186,16 +186,18 @@ def _look_up(config: DataConfig, quarantined: Container[str], samples: SampleSou
         distilled, absent = _look_up_distilled(config.distillation, predicted)
         missing |= {DISTILLED + key: what for key, what in absent.items()}
     names = [DISTILLED + key for key in distilled.keys]
-    resolutions = _resolutions([key for key in train.keys if key not in quarantined], store, rules, read)
+    resolutions = _resolutions([key for key in train.keys if key not in quarantined], store, train.known, read)
     return _Found(train.keys, validation, test, train.weights, names, distilled.weights, missing, resolutions)
 
 
-def _resolutions(keys: list[str], store: Store, rules: Selection, read: dict[str, float]) -> Float64[np.ndarray, " k"]:
-    """Resolutions in Å, 0 for none: of the chains that a cache, the index or a `read` structure knows; if none does, of a few
+def _resolutions(
+    keys: list[str], store: Store, known: KnownChains | None, read: dict[str, float]
+) -> Float64[np.ndarray, " k"]:
+    """Resolutions in Å, 0 for none: of the chains whose facts are known, or that were `read`; if there are none, of a few
     chains that are read now."""
     if read:
         return np.array([read[key] for key in keys if key in read])
-    table = rules.known.table if rules.known is not None else None
+    table = known.table if known is not None else None
     if table is None and store.index is not None:
         table = store.index.table
     if table is not None:
@@ -204,7 +206,7 @@ def _resolutions(keys: list[str], store: Store, rules: Selection, read: dict[str
         return found[~np.isnan(found)]
     for key in keys[:: max(1, math.ceil(len(keys) / CHAINS_FOR_RESOLUTION))]:
         with suppress(UserError):  # said when a sample is made of it
-            read[key] = store.resolution(key) or 0.0
+            read[key] = store.facts(key).resolution
     return np.array(list(read.values()))
 
 
@@ -223,12 +225,14 @@ def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -
 
 
 def _rules(config: DataConfig | DistillationConfig, where: str) -> Selection:
-    return Selection(where, config.chain_data_cache, config.index, config.filters, config.sampling)
+    return Selection(
+        where, config.chain_data_cache, config.index, config.filters, type(config)().filters, config.sampling
+    )
 
 
 def _selected(keys: list[str], rules: Selection, store: Store, kind: str) -> Selected:
     """The chains that pass the filters. Prints how many are left out, and why. Raises UserError if none is left."""
-    found = select(keys, rules, store.name_of)
+    found = select(keys, rules, store)
     line = found.line(kind)
     if not found.keys:
         raise UserError(f"{rules.where}.filters: {line}; change the filters or the chains")

@@ -113,7 +113,7 @@ class DistillationConfig:
     chain_data_cache: str | None = None
     """Cache of the set, as data.chain_data_cache, for its filters and sampling weights."""
     filters: FilterConfig = field(default_factory=lambda: FILTERS_OF_PREDICTIONS)
-    """Which chains of the set are left out, if its chain_data_cache is given or its sampling is alphafold2; otherwise none."""
+    """Which chains of the set are left out, as data.filters."""
     sampling: Sampling = "uniform"
     """How chains of the set are drawn, as data.sampling; alphafold2 needs its chain_data_cache or index."""
     fraction: float = 0.75
@@ -164,10 +164,11 @@ class DataConfig:
     test_chains: str | list[str] | None = field(default=None, metadata={"resume": "free"})
     """Chains that `evodsp test` scores, in the same form; null takes the validation chains."""
     chain_data_cache: str | None = None
-    """OpenFold's chain_data_cache.json, from which filters and sampling weights know the training chains. null: with sampling
-    alphafold2 they know them from the index."""
+    """OpenFold's chain_data_cache.json, from which filters and sampling weights know the training chains. null: they know them
+    from the index, and filters without an index from the chains' files."""
     filters: FilterConfig = field(default_factory=FilterConfig)
-    """Which training chains are left out, if chain_data_cache is given or sampling is alphafold2; otherwise none."""
+    """Which training chains are left out. They apply if one of them is not the default, if chain_data_cache is given, or if
+    sampling is alphafold2."""
     sampling: Sampling = "uniform"
     """How training chains are drawn. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
     their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache or index."""
@@ -274,16 +275,6 @@ def check_samples(model: ModelConfig, data: DataConfig) -> None:
                 f"{name} is {value}, but model.arrangement is {model.arrangement}, whose samples do not have it; leave {name} "
                 "out, or choose another arrangement"
             )
-        if name.startswith("data.filters") and value != defaults[name] and _filter_nothing(model, data):
-            raise UserError(
-                f"{name} is {value}, but data.sampling is uniform, which leaves no complex out; give data.sampling alphafold2 "
-                f"with data.index, or leave {name} out"
-            )
-
-
-def _filter_nothing(model: ModelConfig, data: DataConfig) -> bool:
-    """Whether filters would be ignored. Those of single chains may belong to a chain_data_cache that comes later."""
-    return model.arrangement == "multimer" and data.sampling == "uniform"
 
 
 @dataclass(frozen=True)

@@ -176,5 +176,12 @@ def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
     assert [note.partition(";")[0] for note in found.notes(Path("x"))] == [
         f"{index.path} is older than alignment_dir {folders[0]}"
     ]
+    store = str(tmp_path / "store")
+    options = ["--alignment_dir", str(folders[0]), "--structure_dir", str(folders[1]), "--output", store, "--workers=1"]
+    shutil.rmtree(folders[0] / "4abc_A")
+    assert main(["data", "build", *options, "--complexes", "true"]) == 0
+    for source in ({}, {"index": None}, {"index": None, "store": store}):
+        uniform = replace(data, sampling="uniform", **source)  # type: ignore[arg-type]
+        assert find_chains(uniform, arrangement="multimer").train == ["c001", "c002"], source
     with pytest.raises(UserError, match=r"index of assembly 1, but data\.assembly is the asymmetric unit"):
         find_chains(replace(data, assembly=None), arrangement="multimer")

@@ -87,7 +87,7 @@ def test_samples_are_those_of_the_files(files: ComplexFiles, tmp_path: Path) -> 
     store = ComplexStore(built(files, tmp_path / "store", template_structure_dir=folder))
     assert isinstance(store, Store)
     assert store.keys() == files.keys() == ["1abc"]
-    assert store.resolution("1abc") == files.resolution("1abc")
+    assert store.facts("1abc") == files.facts("1abc")
     of_files, some = TemplateSource.open(folder, LATEST), False
     for training in (True, False):
         one = ComplexDataset(files, ["1abc"] * 4, SAMPLES, seed=3, training=training, templates=of_files)

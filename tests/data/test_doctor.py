@@ -135,7 +135,7 @@ def test_the_cache_and_the_filters_of_the_config(folder: Path, capsys: pytest.Ca
     assert report["filters"]["unknown cluster size"] == 0
     assert report["summary"]["training chains that the filters leave"] == "1"
     assert (report["summary"]["draws of a chain in an epoch"], report["counts"]["read"]) == ("4", 1)
-    assert "all training chains that" in (page := (folder / "doctor" / "doctor.html").read_text())
+    assert f"all training chains in {folder}" in (page := (folder / "doctor" / "doctor.html").read_text())
     assert "The filters leave out these chains" in page
     dated = {"max_resolution": 3.0, "max_release_date": "2018-04-30"}
     code, report = doctor(folder, "--config", written(folder, "b.yaml", **cache, filters=dated))
@@ -145,8 +145,11 @@ def test_the_cache_and_the_filters_of_the_config(folder: Path, capsys: pytest.Ca
     code, report = doctor(folder, "--config", written(folder, "c.yaml", **cache))
     assert (code, report["left_out"]) == (0, {f"not in {folder / 'cache.json'}": 1})
     code, report = doctor(folder, "--config", written(folder, "d.yaml", filters={"max_resolution": 1.0}))
-    assert (code, report["left_out"], report["filters"]["resolution above 1 Å"]) == (0, {}, 2)
-    assert "they would leave out" in (folder / "doctor" / "doctor.html").read_text()
+    assert (code, report["left_out"]) == (1, {"resolution above 1 Å": 2}), "facts come from the files"
+    assert "in their files" in (folder / "doctor" / "doctor.html").read_text()
+    code, report = doctor(folder, "--config", written(folder, "e.yaml"))
+    assert (code, report["left_out"]) == (0, {})
+    assert "No filter is given." in (folder / "doctor" / "doctor.html").read_text()
     for data, message in (
         ({"sampling": "alphafold2"}, "data.chain_data_cache and data.index are null"),
         ({"sampling": "often"}, "data.sampling is 'often', but must be uniform or alphafold2"),

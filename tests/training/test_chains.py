@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from evodsp.cli import main
-from evodsp.config import FeatureConfig
+from evodsp.config import FeatureConfig, FilterConfig
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.samples.selection import Presence, chain_list
 from evodsp.data.sources.chain_files import ChainFiles
@@ -26,6 +26,7 @@ from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 from tests.ranks import RankPool
 
 KEY, OTHER = SEQUENCES
+DATA = Path(__file__).parents[2] / "data"
 
 
 @pytest.fixture
@@ -205,3 +206,28 @@ def test_no_file_of_a_chain_is_touched_before_it_is_read(folder: Path, monkeypat
     assert len([path for path in asked if path.suffix == ".cif"]) <= chains_module.CHAINS_FOR_RESOLUTION
     index = ChainIndex(folder / "index")
     assert len(index) == 3
+
+
+@pytest.mark.parametrize("source", ["files", "index", "store"])
+def test_a_filter_that_is_given_is_applied(source: str, tmp_path: Path) -> None:
+    """Catches a cut-off date, or another filter, without a cache: the run trains on everything, and says nothing."""
+    folders = {"alignment_dir": str(DATA / "alignments"), "structure_dir": str(DATA / "mmcif_files")}
+    given = [f"--{name}={path}" for name, path in folders.items()]
+    command = {"index": "index", "store": "build"}.get(source)
+    if command is not None:
+        assert main(["data", command, *given, f"--output={tmp_path / source}", "--workers=1"]) == 0
+        folders[source] = str(tmp_path / source)
+    chains = ["s001_A", "s002_A", "s004_A"]
+
+    def left(**filters: object) -> list[str]:
+        return find_chains(DataConfig(**folders, train_chains=chains, filters=FilterConfig(**filters))).train  # type: ignore[arg-type]
+
+    assert left() == left(max_release_date="2020-12-31") == chains
+    assert left(max_release_date="2020-01-08") == chains[:1]
+    for filters, reason in (
+        ({"max_release_date": "2018-04-30"}, "released after 2018-04-30"),
+        ({"max_resolution": 0.9}, "resolution above 0.9 Å"),
+        ({"max_residue_share": 0.1}, "more than 10% of one residue type"),
+    ):
+        with pytest.raises(UserError, match=rf"data\.filters: 0 of 3 training chains; left out: 3 {reason}"):
+            left(**filters)

@@ -21,6 +21,7 @@ from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.index.complex_index import ComplexIndex, in_words
+from evodsp.data.index.metadata import ChainFacts, facts_of_chains
 from evodsp.data.records import Alignment, Assembly, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
@@ -144,10 +145,9 @@ class ComplexFiles:
             f"folders such as 1abc_A: add it or leave the complex out.{nearest(key, self.keys()) if is_unknown else ''}"
         )
 
-    def resolution(self, entry: str) -> float | None:
-        """The resolution of the entry's structure in Å, None if the method has none. Raises UserError if its file is missing,
-        FileFormatError for a broken file."""
-        return self._structures.structure(entry).resolution
+    def facts(self, entry: str) -> ChainFacts:
+        """See `Store`. Raises UserError as `assembly_of` does."""
+        return facts_of_chains(self.assembly_of(entry).chains)
 
     def assembly_of(self, entry: str) -> Assembly:
         """The chains of the complex, from its structure.

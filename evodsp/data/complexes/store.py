@@ -12,6 +12,7 @@ from typing import Any
 from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.complexes.source import RULES, PairingRule, ParsedComplex, RuleName, say_query_paired
+from evodsp.data.index.metadata import ChainFacts, facts_of_chains
 from evodsp.data.records import Assembly, ProteinSequence
 from evodsp.data.sources.feature_store import COMPLEXES, DESCRIPTION, StoredRecords, entry_of
 from evodsp.data.sources.msa import MsaFeatures
@@ -140,9 +141,9 @@ class ComplexStore(StoredRecords):
         """The chains of the complex. Raises UserError as `parsed` does."""
         return self._decoded(entry, lambda data: decode_complex(data, with_hits=False)).assembly
 
-    def resolution(self, entry: str) -> float | None:
+    def facts(self, entry: str) -> ChainFacts:
         """See `Store`. Raises UserError as `parsed` does."""
-        return self.assembly_of(entry).chains[0].resolution
+        return facts_of_chains(self.assembly_of(entry).chains)
 
 
 def check_complex_store(store: ComplexStore, assembly: str | None, pairing: str) -> None:

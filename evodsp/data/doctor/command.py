@@ -179,11 +179,10 @@ def _add_set(page: Page, found: Diagnosis) -> None:
     page.heading(units.capitalize())
     page.table(["what", units], found.counts().items())
     page.heading("Filters")
-    given = "a chain_data_cache or sampling: alphafold2" if units == "chains" else "an index and sampling: alphafold2"
     applied = (
         f"The filters leave out these {units}"
         if found.data.selection.is_applied
-        else f"The filters are not applied. With {given} they would leave out these {units}"
+        else f"No filter is given. The defaults, which sampling: alphafold2 turns on, would leave out these {units}"
     )
     page.note(
         f"{applied}, of {len(found.table):,}, by reason. A reason with the word unknown counts the {units} without that fact. "

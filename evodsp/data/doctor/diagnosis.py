@@ -198,7 +198,7 @@ def diagnose(
     listed = presence.keys if data.training is None else data.training
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     usable = [key for key in listed if key not in missing]
-    selected = select(usable, data.selection, store.name_of)
+    selected = select(usable, data.selection, store)
     drawn = selected.keys
     if sample and sample < len(drawn):
         drawn = random.Random(seed).sample(drawn, sample)
@@ -214,7 +214,7 @@ def diagnose(
     examined = [found[key] for key in sorted(drawn)]
     sets = {name: keys for name, keys in {data.kind: selected.keys, **scored}.items() if keys}
     letters = {} if len(sets) < 2 else _sequences(data, sets, found, number)
-    table, known_from = _known(data, store, usable, examined)
+    table, known_from = _known(data, store, usable, selected, examined)
     return Diagnosis(
         data,
         usable,
@@ -268,16 +268,18 @@ def _overlaps(examiner: Examiner, sets: Mapping[str, list[str]], letters: Letter
     ]
 
 
-def _known(data: DataSet, store: Store, usable: list[str], examined: list[Examined]) -> tuple[ChainTable, str]:
+def _known(
+    data: DataSet, store: Store, usable: list[str], selected: Selected, examined: list[Examined]
+) -> tuple[ChainTable, str]:
     """The known facts about the usable chains, and their source."""
-    if (known := data.selection.known) is not None:
+    if (known := selected.known) is not None:
         table, source = known.table, known.source
     elif store.index is not None:
         table, source = store.index.table, str(store.index.path)
     else:
         return read_table(examined), f"the {data.kind} {data.units} that were read"
     rows = np.array([row for row in table.rows_of(usable, store.name_of) if row is not None], np.int64)
-    return selected_rows(table, rows), f"all {data.kind} {data.units} that {source} lists"
+    return selected_rows(table, rows), f"all {data.kind} {data.units} in {source}"
 
 
 def _stale(examiner: Examiner, read: list[str]) -> list[str]:

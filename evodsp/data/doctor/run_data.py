@@ -174,6 +174,7 @@ def _mapping(block: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 def _selection(block: dict[str, Any], filters: FilterConfig, where: str) -> Selection:
     """The settings that filter and weight chains; `filters`: the ones that `evodsp fit` takes by default."""
     given, sampling = _mapping(block, "filters", where), cast(Sampling, block.get("sampling") or "uniform")
+    default = filters
     try:
         values: dict[str, Any] = {k: float(value) if isinstance(value, int) else value for k, value in given.items()}
         filters = replace(filters, **values)
@@ -183,7 +184,7 @@ def _selection(block: dict[str, Any], filters: FilterConfig, where: str) -> Sele
             f"{where}.filters is {given}, but may hold numbers max_resolution and max_residue_share, and max_release_date; "
             "correct the config"
         ) from error
-    return Selection(where, block.get("chain_data_cache"), block.get("index"), filters, sampling)
+    return Selection(where, block.get("chain_data_cache"), block.get("index"), filters, default, sampling)
 
 
 def _chains(named: str | list[str] | None) -> list[str] | None:

@@ -13,14 +13,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
 
+from evodsp.data.formats.mmcif import Header, read_header
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, day_of
-from evodsp.data.sources.layout import split_key
+from evodsp.data.records import Chain
+from evodsp.data.sources.layout import chain_id_in, split_key
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import LETTERS_WITH_X, UNKNOWN, encode_sequence
 from evodsp.reading.text_files import lines_of, read_json
@@ -38,6 +41,36 @@ class ChainFacts:
     resolution: float = math.nan
     release_day: int = UNKNOWN_DAY
     cluster_size: int = UNKNOWN_CLUSTER
+
+
+def facts_of_file(path: Path, key: str) -> tuple[ChainFacts, str]:
+    """What the header of a structure file says about a chain; and its entity, such as 1abc_1 ('' if the file numbers none).
+
+    Raises UserError if the file does not have the chain, and as `read_header` does.
+    """
+    header, entry, chain_id = _header(path), split_key(key)[0], chain_id_in(path, key)
+    if not chain_id and len(header.sequences) == 1:
+        (chain_id,) = header.sequences
+    if chain_id not in header.sequences:
+        raise UserError(
+            f"{path}: no protein chain '{chain_id}'. Chains: {', '.join(sorted(header.sequences))}; drop the chain"
+        )
+    facts = ChainFacts(header.sequences[chain_id], header.resolution or 0.0, day_of(header.release_date))
+    number = header.entities.get(chain_id)
+    return facts, "" if number is None else f"{entry}_{number}"
+
+
+@lru_cache(maxsize=4)
+def _header(path: Path) -> Header:
+    """The header of a file. It is kept for the next chains: they are sorted, so those of an entry follow each other."""
+    return read_header(path)
+
+
+def facts_of_chains(chains: Sequence[Chain]) -> ChainFacts:
+    """The facts about the chains of an entry that were read, or about one: their sequences are joined."""
+    first = chains[0]
+    letters = "".join(chain.sequence for chain in chains)
+    return ChainFacts(letters, first.resolution or 0.0, day_of(first.release_date))
 
 
 def read_chain_cache(path: Path) -> dict[str, ChainFacts]:

@@ -12,14 +12,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from evodsp.data.formats import parse_obsolete
-from evodsp.data.formats.mmcif import Header, read_header
 from evodsp.data.index.chain_index import (
     EMPTY_FOLDER,
     FOLDER_OF_ITS_OWN,
@@ -27,13 +25,14 @@ from evodsp.data.index.chain_index import (
     own_alignments,
     write_index,
 )
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts, day_of
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts
 from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.metadata import (
     ChainFacts,
     ClusterSizes,
     EntityClusters,
     are_entities,
+    facts_of_file,
     read_chain_cache,
     read_entry_cache,
     read_sets,
@@ -50,7 +49,7 @@ from evodsp.data.sources.chain_folder import (
     order_in_msa,
     parse_alignments,
 )
-from evodsp.data.sources.layout import StructureListing, chain_id_in, nested_structure, split_key
+from evodsp.data.sources.layout import StructureListing, nested_structure
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 from evodsp.reading.quoting import one_line
@@ -225,33 +224,13 @@ def scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dic
         if task.may_be_nested and (path := nested_structure(structure_dir, task.key)) is not None:
             structure = str(path.relative_to(structure_dir))
         if structure and (task.needs_entity or not task.in_cache):
-            facts, entity = _facts_of_header(structure_dir / structure, task.key)
+            facts, entity = facts_of_file(structure_dir / structure, task.key)
         elif not task.in_cache:
             facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
     except (UserError, OSError) as error:
         problem = one_line(str(error))
     columns = {"files": files, "empty": is_empty, "structure": structure, "facts": dataclasses.astuple(facts)}
     return {**columns, "entity": entity, "problem": problem}
-
-
-def _facts_of_header(path: Path, key: str) -> tuple[ChainFacts, str]:
-    """The header's facts about a chain, and its entity, such as 1abc_1 ('' if the file numbers none)."""
-    header, entry, chain_id = _header(path), split_key(key)[0], chain_id_in(path, key)
-    if not chain_id and len(header.sequences) == 1:
-        (chain_id,) = header.sequences
-    if chain_id not in header.sequences:
-        raise UserError(
-            f"{path}: no protein chain '{chain_id}'. Chains: {', '.join(sorted(header.sequences))}; drop the chain"
-        )
-    facts = ChainFacts(header.sequences[chain_id], header.resolution or 0.0, day_of(header.release_date))
-    number = header.entities.get(chain_id)
-    return facts, "" if number is None else f"{entry}_{number}"
-
-
-@lru_cache(maxsize=4)
-def _header(path: Path) -> Header:
-    """The header of a file. It is kept for the next chains: they are sorted, so those of an entry follow each other."""
-    return read_header(path)
 
 
 def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) -> str:

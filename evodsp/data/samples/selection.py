@@ -9,24 +9,29 @@ such chains alone learns no confidence, and its `train/plddt` is 0. A message sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float, Float64
 
 from evodsp.config import FilterConfig, LossConfig, Sampling
+from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import ChainTable
-from evodsp.data.index.metadata import cached_table
+from evodsp.data.index.metadata import ChainFacts, cached_table, table_of
 from evodsp.data.index.opening import open_index
+from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import UserError
 from evodsp.printing import counted
+from evodsp.progress import progress
 from evodsp.reading.text_files import lines_of
+
+_IN_THIS_PROCESS = 2000
+"""Chains whose facts are read without further processes."""
 
 
 def chain_list(chains: str | list[str]) -> list[str]:
@@ -96,16 +101,17 @@ class Selection:
     chain_data_cache: str | None
     index: str | None
     filters: FilterConfig
+    default: FilterConfig
+    """The filters where none is given."""
     sampling: Sampling
 
     @property
     def is_applied(self) -> bool:
-        """Whether the filters leave chains out."""
-        return self.chain_data_cache is not None or self.sampling == "alphafold2"
+        """Whether the filters leave chains out. Those that nobody gave do so only where facts are asked for anyway."""
+        return self.chain_data_cache is not None or self.sampling == "alphafold2" or self.filters != self.default
 
-    @cached_property
-    def known(self) -> KnownChains | None:
-        """The known facts about the chains; None if no setting asks for facts.
+    def known(self, keys: Sequence[str], store: Store) -> KnownChains | None:
+        """The facts about `keys`, from the cache, the index, or their files; None if no setting asks for facts.
 
         An index alone filters nothing: it may be there only to make a run start quickly.
         """
@@ -114,14 +120,35 @@ class Selection:
             return KnownChains(table, self.chain_data_cache, table.frequencies)
         if not self.is_applied:
             return None
-        if self.index is None:
+        if self.index is not None:
+            index = open_index(self.index)
+            return KnownChains(index.table, self.index, index.frequencies)
+        if self.sampling == "alphafold2":
             raise UserError(
                 f"{self.where}.sampling is alphafold2, but {self.where}.chain_data_cache and {self.where}.index are null; give "
                 "OpenFold's chain_data_cache.json or an index (evodsp data index), which have the lengths and cluster sizes, "
                 f"or set {self.where}.sampling to uniform"
             )
-        index = open_index(self.index)
-        return KnownChains(index.table, self.index, index.frequencies)
+        table = table_of(keys, read_facts(keys, store))
+        return KnownChains(table, "their files", table.frequencies)
+
+
+def read_facts(keys: Sequence[str], store: Store) -> list[ChainFacts]:
+    """What the files of each key say, nothing where they cannot be read; shows progress. An index keeps such facts."""
+    found = [ChainFacts()] * len(keys)
+    workers = 1 if len(keys) <= _IN_THIS_PROCESS else processes(None)
+    with progress("read for the filters", len(keys)) as advance:
+        for at, facts in LocalProcesses(workers).map(_facts, [(store, key) for key in keys]):
+            found[at] = ChainFacts() if isinstance(facts, WorkerEndedError) else facts
+            advance(1)
+    return found
+
+
+def _facts(store: Store, key: str) -> ChainFacts:
+    try:
+        return store.facts(key)
+    except (UserError, OSError):  # said when a sample is made of it
+        return ChainFacts()
 
 
 @dataclass(frozen=True)
@@ -133,6 +160,8 @@ class Selected:
     """The frequency with which each chain is drawn, in any unit; None: all are drawn equally often."""
     left_out: dict[str, int]
     """Numbers of chains that are left out, by reason; a reason without chains is absent."""
+    known: KnownChains | None = None
+    """The facts that the filters were applied to; None if they were not."""
 
     def line(self, kind: str) -> str:
         """A line that says how many chains are left, and why others are left out; '' if none is."""
@@ -141,15 +170,14 @@ class Selected:
         return f"{len(self.keys)} of {counted(total, f'{kind} chain')}; left out: {said}" if said else ""
 
 
-def select(keys: list[str], selection: Selection, name_of: Callable[[str], str]) -> Selected:
-    """Filter and weight the chains `keys`. A chain that several filters leave out is counted with the first. `name_of`: that of
-    their store."""
-    if (known := selection.known) is None:
+def select(keys: list[str], selection: Selection, store: Store) -> Selected:
+    """Filter and weight the chains `keys` of a store. A chain that several filters leave out is counted with the first."""
+    if (known := selection.known(keys, store)) is None:
         return Selected(keys, None, {})
     table, source = known.table, known.source
     reasons = left_out_by_filters(table, selection.filters, f"{selection.where}.filters")
     kept, kept_rows, counts = [], [], dict.fromkeys([f"not in {source}", *reasons], 0)
-    for key, row in zip(keys, table.rows_of(keys, name_of), strict=True):
+    for key, row in zip(keys, table.rows_of(keys, store.name_of), strict=True):
         if row is None:
             counts[f"not in {source}"] += 1
         elif (why := next((reason for reason, rows in reasons.items() if rows[row]), None)) is not None:
@@ -158,7 +186,7 @@ def select(keys: list[str], selection: Selection, name_of: Callable[[str], str])
             kept.append(key)
             kept_rows.append(row)
     weights = None if selection.sampling == "uniform" else known.frequencies()[kept_rows]
-    return Selected(kept, weights, {reason: count for reason, count in counts.items() if count})
+    return Selected(kept, weights, {reason: count for reason, count in counts.items() if count}, known)
 
 
 @dataclass(frozen=True)

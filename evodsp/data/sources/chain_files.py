@@ -20,6 +20,7 @@ from jaxtyping import Float32
 
 from evodsp.data.formats.mmcif import read_chain, read_confidence
 from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.metadata import ChainFacts, facts_of_file
 from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
 from evodsp.data.sources.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.sources.chain_folder import (
@@ -121,9 +122,9 @@ class ChainFiles:
             f"{nearest(key, self.keys())}"
         )
 
-    def resolution(self, key: str) -> float | None:
-        """See `Store`. Raises UserError as `chain` does."""
-        return self.chain(key).resolution
+    def facts(self, key: str) -> ChainFacts:
+        """See `Store`. The header is read. Raises UserError as `chain` does."""
+        return facts_of_file(self._structure_file(key), key)[0]
 
     def chain(self, key: str) -> Chain:
         """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""

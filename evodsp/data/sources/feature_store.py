@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from fsspec.core import url_to_fs
 
+from evodsp.data.index.metadata import ChainFacts, facts_of_chains
 from evodsp.data.records import Chain, Structure
 from evodsp.data.sources.parsed_chain import ParsedChain
 from evodsp.data.sources.record_codec import decode_chain, decode_parsed
@@ -177,9 +178,9 @@ class FeatureStore(StoredRecords):
         """The structure of the chain. Raises UserError as `parsed` does."""
         return self.parsed(key, with_hits=False).chain
 
-    def resolution(self, key: str) -> float | None:
+    def facts(self, key: str) -> ChainFacts:
         """See `Store`. Raises UserError as `parsed` does."""
-        return self.chain(key).resolution
+        return facts_of_chains([self.chain(key)])
 
 
 class StoredStructures:

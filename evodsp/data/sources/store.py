@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 from evodsp.data.index.column_folder import Index
+from evodsp.data.index.metadata import ChainFacts
 from evodsp.data.sources.layout import StructureListing
 from evodsp.errors import UserError
 
@@ -46,8 +47,8 @@ class Store(Protocol):
     def absence(self, key: str, lacking: Lacking) -> str:
         """The end of a message: that the store has not this part of the key, where it should be, and the fix."""
 
-    def resolution(self, key: str) -> float | None:
-        """The resolution in Å of the key's structure, None if the method has none. Raises UserError if it cannot be read."""
+    def facts(self, key: str) -> ChainFacts:
+        """What the key's structure says: sequence, resolution and release date. Raises UserError if it cannot be read."""
 
     def stale_sources(self) -> list[str]:
         """The sources of the index that have changed since it was made, as 'option path'; none without an index."""

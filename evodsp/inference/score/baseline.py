@@ -65,7 +65,7 @@ def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChai
         store = data.examiner.store
         presence = Presence(store)
         listed = presence.keys if data.training is None else data.training
-        keys = select([key for key in listed if presence.lacks(key) is None], data.selection, store.name_of).keys
+        keys = select([key for key in listed if presence.lacks(key) is None], data.selection, store).keys
         found = sequences(data.examiner.source, keys, {}, data.selection.chain_data_cache, _processes(keys))
         structures, where = store, data.place
     unknown = [key for key, sequence in found.items() if not sequence]
