@@ -560,3 +560,11 @@ def check_selection(filters: FilterConfig, sampling: str, where: str) -> None:
     check_numbers(filters, {"max_resolution": POSITIVE, "max_residue_share": FRACTION}, f"{where}.filters.")
     if sampling not in get_args(Sampling):
         raise SettingError(f"{where}.sampling", f"'{sampling}'", " or ".join(get_args(Sampling)))
+
+
+def check_exclusion(is_given: bool, has_identity: bool, where: str) -> None:
+    """Raise UserError if an identity is given, but nothing that is excluded by it."""
+    if has_identity and not is_given:
+        raise UserError(
+            f"{where}exclude_identity is given, but {where}exclude_like is null; give it, or leave exclude_identity out"
+        )

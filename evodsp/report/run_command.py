@@ -9,7 +9,7 @@ from dataclasses import replace
 from markupsafe import Markup
 
 from evodsp.files import write_text
-from evodsp.printing import show
+from evodsp.printing import show, tell
 from evodsp.progress import duration
 from evodsp.report.charts import Level, Moment, Series, lines
 from evodsp.report.page import Page
@@ -54,6 +54,8 @@ def run(config: ReportConfig, words: list[str]) -> int:
     for one in runs:
         cells = zip(_headings(runs), _cells(one, runs), strict=True)
         show("   ".join(f"{name} {value}" for name, value in cells))
+        if one.overlap:
+            tell(f"evodsp: warning: {one.name}: {one.overlap}")
     show(f"report: {config.output}")
     return 0
 
@@ -71,6 +73,8 @@ def page(runs: Sequence[Run]) -> Page:
         "Solid lines: training. Dashed lines: validation. A band shows the lowest and the highest value where a point stands "
         f"for several.{resumed}"
     )
+    for one in filter(lambda one: one.overlap, runs):
+        made.verdict(f"{f'{one.name}: ' if len(runs) > 1 else ''}{one.overlap}.", good=False)
     pace = [Series(one.name, *one.pace(), colour) for colour, one in enumerate(runs)]
     first, constant = _charts(runs, _series(runs, _FIRST) | {"Seconds a step": ("", pace)})
     made.charts(first)

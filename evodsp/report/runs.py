@@ -50,7 +50,9 @@ class Run:
     settings: dict[str, str]
     """Every setting by its dotted name; none if the folder has no config.yaml."""
     baseline: Baseline | None = None
-    """None if the folder has no baseline.json."""
+    """None if the folder has no baseline.json, or if validation chains are trained on."""
+    overlap: str = ""
+    """A line about validation chains that are trained on."""
 
     @property
     def columns(self) -> list[str]:
@@ -88,6 +90,17 @@ class Run:
         return [step for step, _ in found], [value for _, value in found]
 
 
+def overlap_line(trained_on: Mapping[str, str], chains: int) -> str:
+    """A line about scored chains that are training chains, or have the sequence of one. `trained_on`: they, each with that one;
+    `chains`: the number of scored chains."""
+    key, other = next(iter(trained_on.items()))
+    such = key if key == other else f"{key}, whose sequence {other} has"
+    return (
+        f"{len(trained_on):,} of {chains:,} scored chains are trained on, such as {such}: their scores do not say what the "
+        "model has learnt about other proteins"
+    )
+
+
 def read_runs(folders: Sequence[Path]) -> list[Run]:
     """The runs of the folders. Each has the shortest end of its path that tells it from the others as its name.
 
@@ -117,7 +130,7 @@ def _read(folder: Path, name: str) -> Run:
                 float(cell)
             except ValueError as error:
                 raise FileFormatError(path, f"{column} of step {step} is '{cell}', expected a number") from error
-    return Run(name, rows, _settings(folder / "config.yaml"), _baseline(folder / "baseline.json"))
+    return Run(name, rows, _settings(folder / "config.yaml"), *_baseline(folder / "baseline.json"))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
@@ -139,21 +152,24 @@ def _settings(path: Path) -> dict[str, str]:
     return {name: value for name, value in _flat("", content).items() if name not in _OF_ONE_START}
 
 
-def _baseline(path: Path) -> Baseline | None:
+def _baseline(path: Path) -> tuple[Baseline | None, str]:
+    """The bar, and the line about validation chains that are trained on."""
     if not path.is_file():
-        return None
+        return None, ""
     fix = "remove the file; the run writes it again when it resumes"
     content = read_json(path, fix)
     try:
+        chains = content["validation_chains"]
+        if not isinstance(chains, int):
+            raise TypeError(f"validation_chains is {shown(chains)}, expected a number")
+        if trained_on := content.get("trained_on"):
+            return None, overlap_line({str(key): str(other) for key, other in trained_on.items()}, chains)
         copies = {str(copy["chain"]): (str(copy["nearest"]), _score(copy["lddt_ca"])) for copy in content["copies"]}
         between = content.get("interface_lddt_ca")
         interface = None if between is None else _score(between)
-        found = Baseline(_score(content["lddt_ca"]), content["validation_chains"], copies, interface)
+        return Baseline(_score(content["lddt_ca"]), chains, copies, interface), ""
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise FileFormatError(path, f"not what copies of training chains score ({shown(error)}); {fix}") from error
-    if not isinstance(found.chains, int):
-        raise FileFormatError(path, f"validation_chains is {shown(found.chains)}, expected a number; {fix}")
-    return found
 
 
 def _score(value: Any) -> float:

@@ -1,5 +1,7 @@
 """The bar of a run, which its report draws: what copying the nearest training chain scores on the validation chains.
 
+Where one of these is trained on, by its name or its sequence, there is no bar, but a warning in log, report and model card.
+
 Rank 0 computes it before the first step and writes `baseline.json`. It may take 20 seconds, and nothing of it ends a run: a run
 without it lacks a line in its report.
 """
@@ -10,18 +12,22 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.similarity.comparison import ComparedKeys
+from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.similarity.comparison import ComparedKeys, Letters
 from evodsp.data.similarity.nearest import Bar, Copy, gathered
 from evodsp.data.similarity.nearest_complex import interface_lddt_ca
+from evodsp.data.similarity.pairs import plain
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.printing import tell
 from evodsp.reading.quoting import one_line
 from evodsp.reading.text_files import read_json
+from evodsp.report.runs import overlap_line
 from evodsp.training.chains import Chains
 
 SECONDS = 20.0
@@ -31,34 +37,79 @@ MOST_CHAINS = 10_000
 
 
 def write_baseline(path: Path, chains: Chains, cache: str | None) -> None:
-    """Write the bar of the validation chains, unless `path` has that of the same chains. `cache`: OpenFold's
-    chain_data_cache.json, which has sequences.
+    """Write the bar of the validation chains, unless `path` has that of the same chains; and warn of those that are trained on,
+    for which there is no bar. `cache`: OpenFold's chain_data_cache.json, which has sequences.
 
     A failure is one line on standard error.
     """
     try:
-        if _is_of(path, chains):
-            return
-        path.unlink(missing_ok=True)
-        if len(chains.train) == 1 and chains.train == chains.validation:
-            return  # a chain that is learnt by heart: there is no other to copy
-        found = _bar(chains, chains.samples.comparison(cache), time.monotonic() + SECONDS)
-        if not found.copies and found.without:
-            raise UserError("{}: {}".format(*next(iter(found.without.items()))))
-        write_text(path, json.dumps(_as_json(found, chains), indent=1) + "\n")
+        if not _is_of(path, chains):
+            path.unlink(missing_ok=True)
+            write_text(path, json.dumps(_content(chains, cache), indent=1) + "\n")
+        content = read_json(path, "remove it")
+        if both := content.get("trained_on"):
+            tell(f"evodsp: warning: {overlap_line(both, len(chains.validation))}")
     except Exception as error:  # whatever it is: the run does not need this file
         reason = one_line(str(error)) or type(error).__name__
         tell(f"evodsp: warning: the report will not say what copying the nearest training chain scores ({reason})")
 
 
-def _bar(chains: Chains, comparison: ComparedKeys, end: float) -> Bar:
-    """The bar. Raises UserError if it is not known by `end`."""
+def warn_of_overlap(chains: Chains, scored: Sequence[str], cache: str | None) -> None:
+    """Warn of chains that are scored and were trained on. What is not known within the limits of the bar is not said."""
+    both = _by_name(chains, scored)
+    with suppress(UserError):
+        both |= _by_sequence(_letters(chains, scored, chains.samples.comparison(cache), _end()), chains, scored)
+    if both:
+        tell(f"evodsp: warning: {overlap_line(both, len(scored))}")
+
+
+def _content(chains: Chains, cache: str | None) -> dict[str, Any]:
+    """What the file holds. Raises UserError if it is not known within the limits."""
+    end, comparison, both = _end(), chains.samples.comparison(cache), _by_name(chains, chains.validation)
+    try:
+        letters = _letters(chains, chains.validation, comparison, end)
+        both |= _by_sequence(letters, chains, chains.validation)
+        found = Bar([]) if both else _bar(letters, chains, comparison, end)
+    except UserError:
+        if not both:
+            raise
+        found = Bar([])
+    if not found.copies and found.without:
+        raise UserError("{}: {}".format(*next(iter(found.without.items()))))
+    return _as_json(found, chains, both)
+
+
+def _by_name(chains: Chains, scored: Iterable[str]) -> dict[str, str]:
+    """The scored chains that are training chains, too, each with the name that it has there."""
+    name_of = chains.store.name_of
+    trained = {name_of(key): key for key in [*chains.train, *(key.removeprefix(DISTILLED) for key in chains.distilled)]}
+    return {key: trained[name] for key in scored if (name := name_of(key)) in trained}
+
+
+def _by_sequence(letters: Letters, chains: Chains, scored: Iterable[str]) -> dict[str, str]:
+    """The scored chains whose sequence a training chain has, each with that chain. Of complexes all sequences count."""
+    alike = {key: frozenset(map(plain, letters[key])) for key in {*chains.train, *scored}}
+    trained = {alike[key]: key for key in reversed(chains.train) if alike[key]}
+    return {key: trained[alike[key]] for key in scored if alike[key] in trained}
+
+
+def _end() -> float:
+    return time.monotonic() + SECONDS
+
+
+def _letters(chains: Chains, scored: Sequence[str], comparison: ComparedKeys, end: float) -> dict[str, tuple[str, ...]]:
+    """The sequences of training chains and scored chains. Raises UserError if they are not known by `end`."""
     if len(chains.train) > MOST_CHAINS:
         raise UserError(f"more than {MOST_CHAINS:,} training chains; evodsp data doctor says it")
-    letters = comparison.listed(dict.fromkeys([*chains.train, *chains.validation]))
+    letters = comparison.listed(dict.fromkeys([*chains.train, *scored]))
     for key in [key for key, sequences in letters.items() if not sequences]:
         _check_time(end)
         letters[key] = comparison.read(key)
+    return letters
+
+
+def _bar(letters: Letters, chains: Chains, comparison: ComparedKeys, end: float) -> Bar:
+    """The bar. Raises UserError if it is not known by `end`."""
     targets, training = ({key: letters[key] for key in part} for part in (chains.validation, chains.train))
     found: dict[str, Copy | str] = {}
     for key, copy in comparison.copies(targets, training, workers=1):
@@ -72,15 +123,17 @@ def _check_time(end: float) -> None:
         raise UserError(f"it takes more than {SECONDS:g} s; evodsp data doctor says it")
 
 
-def _as_json(bar: Bar, chains: Chains) -> dict[str, Any]:
+def _as_json(bar: Bar, chains: Chains, both: dict[str, str]) -> dict[str, Any]:
     interface = interface_lddt_ca(bar)
+    means = {} if both else {"lddt_ca": bar.lddt_ca, "identity": bar.identity}
     return {
-        "lddt_ca": bar.lddt_ca,
+        **means,
         **({} if interface is None else {"interface_lddt_ca": interface}),
-        "identity": bar.identity,
+        "trained_on": both,
         "validation_chains": len(chains.validation),
         "training_chains": len(chains.train),
         "training_names": _checksum(chains.train),
+        "validation_names": _checksum(chains.validation),
         "copies": [dataclasses.asdict(copy) for copy in bar.copies],
         "without": bar.without,
     }
@@ -94,7 +147,7 @@ def _is_of(path: Path, chains: Chains) -> bool:
     """Whether a file of an earlier start has the bar of these chains."""
     try:
         content = read_json(path, "remove it")
-        known = [*(copy["chain"] for copy in content["copies"]), *content["without"]]
-        return sorted(known) == sorted(chains.validation) and content["training_names"] == _checksum(chains.train)
+        named = content["training_names"], content["validation_names"]
+        return named == (_checksum(chains.train), _checksum(chains.validation))
     except (UserError, OSError, KeyError, TypeError):
         return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,17 @@ from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
 from evodsp.data.samples.sample_source import ChainSamples, ComplexSamples, SampleSource
 from evodsp.data.samples.sampling import DISTILLED
-from evodsp.data.samples.selection import KnownChains, Presence, Selected, Selection, chain_list, select
+from evodsp.data.samples.selection import (
+    KnownChains,
+    Presence,
+    Selected,
+    Selection,
+    chain_list,
+    exclusion,
+    select,
+)
+from evodsp.data.similarity.comparison import ComparedChains
+from evodsp.data.similarity.exclusion import Exclusion
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore, StoredRecords
@@ -162,17 +172,28 @@ _OPEN: dict[ArrangementName, Callable[[DataConfig], SampleSource]] = {"monomer":
 def _look_up(config: DataConfig, quarantined: Container[str], samples: SampleSource) -> _Found:
     store, predicted = samples.store, samples.distillation
     presence = Presence(store)
-    listed = chain_list(config.train_chains) if config.train_chains is not None else presence.keys
     validation = chain_list(config.validation_chains) if config.validation_chains is not None else []
     test = chain_list(config.test_chains) if config.test_chains is not None else validation
-    if not listed:
+    if not presence.keys:
         raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another data.alignment_dir")
+    held_out = dict.fromkeys([*validation, *test])
+    listed = presence.training(None if config.train_chains is None else chain_list(config.train_chains), held_out)
+    if not listed:
+        raise UserError(
+            "data.train_chains is null, which takes all chains but validation and test chains, and there are no others; name "
+            "the training chains, or fewer of those"
+        )
+    if config.train_chains is None and (without := len(presence.keys) - len(listed)):
+        tell_first(
+            f"data.train_chains is null: {without:,} of {len(presence.keys):,} are validation or test chains and left out"
+        )
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     present = [key for key in listed if key not in missing]
     for name, keys in (("train", [] if present else listed), ("validation", validation), ("test", test)):
         for key in keys:
             _check_chain(key, presence, store, f"data.{name}_chains")
-    rules = _rules(config, "data")
+    excluded = exclusion(config.exclude_like, config.exclude_identity, samples.comparison(config.chain_data_cache))
+    rules = _rules(config, "data", excluded)
     train = _selected(present, rules, store, "training")
     distinct = dict.fromkeys([*train.keys, *validation, *test])
     read: dict[str, float] = {}
@@ -183,7 +204,7 @@ def _look_up(config: DataConfig, quarantined: Container[str], samples: SampleSou
                 tell_first(f"templates of {line}")
     distilled = Selected([], None, {})
     if predicted is not None:
-        distilled, absent = _look_up_distilled(config.distillation, predicted)
+        distilled, absent = _look_up_distilled(config.distillation, predicted, excluded, held_out)
         missing |= {DISTILLED + key: what for key, what in absent.items()}
     names = [DISTILLED + key for key in distilled.keys]
     resolutions = _resolutions([key for key in train.keys if key not in quarantined], store, train.known, read)
@@ -210,10 +231,12 @@ def _resolutions(
     return np.array(list(read.values()))
 
 
-def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -> tuple[Selected, dict[str, Lacking]]:
+def _look_up_distilled(
+    config: DistillationConfig, predicted: DistillationSet, excluded: Exclusion | None, held_out: Iterable[str]
+) -> tuple[Selected, dict[str, Lacking]]:
     """The chains of the self-distillation set that are drawn, and those that lack something."""
     presence = Presence(predicted.store)
-    listed = presence.keys if config.chains is None else chain_list(config.chains)
+    listed = presence.training(None if config.chains is None else chain_list(config.chains), held_out)
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     if len(missing) == len(listed):
         where = config.store or f"{config.alignment_dir} and {config.structure_dir}"
@@ -221,12 +244,15 @@ def _look_up_distilled(config: DistillationConfig, predicted: DistillationSet) -
             f"data.distillation: none of {counted(len(listed), 'chain')} has alignments and a structure in {where}"
         )
     present = [key for key in listed if key not in missing]
-    return _selected(present, _rules(config, "data.distillation"), predicted.store, "distillation"), missing
+    if excluded is not None:
+        excluded = replace(excluded, comparison=ComparedChains(predicted.source, config.chain_data_cache))
+    rules = _rules(config, "data.distillation", excluded)
+    return _selected(present, rules, predicted.store, "distillation"), missing
 
 
-def _rules(config: DataConfig | DistillationConfig, where: str) -> Selection:
+def _rules(config: DataConfig | DistillationConfig, where: str, excluded: Exclusion | None) -> Selection:
     return Selection(
-        where, config.chain_data_cache, config.index, config.filters, type(config)().filters, config.sampling
+        where, config.chain_data_cache, config.index, config.filters, type(config)().filters, config.sampling, excluded
     )
 
 
@@ -235,7 +261,8 @@ def _selected(keys: list[str], rules: Selection, store: Store, kind: str) -> Sel
     found = select(keys, rules, store)
     line = found.line(kind)
     if not found.keys:
-        raise UserError(f"{rules.where}.filters: {line}; change the filters or the chains")
+        names = f"{rules.where}.filters" if found.known is not None else "data.exclude_like"
+        raise UserError(f"{names}: {line}; change the filters or the chains")
     if line:
         tell_first(line)
     return found

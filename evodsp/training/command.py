@@ -30,7 +30,7 @@ from evodsp.model.matmul import float32_matmul
 from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
-from evodsp.training.baseline import write_baseline
+from evodsp.training.baseline import warn_of_overlap, write_baseline
 from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, use_checkpoint_io
 from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
 from evodsp.training.config import RunConfig
@@ -307,6 +307,11 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
     module, data, trainer = built.module, built.data, built.trainer
     overwrite = run.settings.run.overwrite
     if run.command != "fit":
+        scored, cache = (
+            run.chains.test if run.command == "test" else run.chains.validation,
+            run.settings.data.chain_data_cache,
+        )
+        long_from_first(lambda: warn_of_overlap(run.chains, scored, cache), built.world.group)
         getattr(trainer, run.command)(module, datamodule=data, verbose=False)
         return
     replace = overwrite and run.start is None

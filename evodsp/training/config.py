@@ -14,6 +14,7 @@ from evodsp.config import (
     MatmulPrecision,
     ModelConfig,
     Sampling,
+    check_exclusion,
     check_matmul,
     check_selection,
     leaves,
@@ -157,8 +158,8 @@ class DataConfig:
     """Index of both folders, made by `evodsp data index`; for complexes with --complexes true. With it a run on hundreds of
     thousands of chains starts at once, and all processes of a machine share it. null lists the folders."""
     train_chains: str | list[str] | None = None
-    """Chains to train on: a list of names, or a text file with one name per line; null takes all chains with alignments. Chains
-    without alignments or structure are left out."""
+    """Chains to train on: a list of names, or a text file with one name per line; null takes all chains with alignments but the
+    validation and test chains. Chains without alignments or structure are left out."""
     validation_chains: str | list[str] | None = None
     """Chains to validate on, in the same form; null for none."""
     test_chains: str | list[str] | None = field(default=None, metadata={"resume": "free"})
@@ -169,6 +170,11 @@ class DataConfig:
     filters: FilterConfig = field(default_factory=FilterConfig)
     """Which training chains are left out. They apply if one of them is not the default, if chain_data_cache is given, or if
     sampling is alphafold2."""
+    exclude_like: str | list[str] | None = None
+    """Chains or complexes of the same data, as a list or a text file, or a FASTA file: what resembles one of them is not
+    trained on. Usually those that are held out. null excludes nothing."""
+    exclude_identity: float = 0.4
+    """The largest share of identical residues with one of exclude_like that is trained on, of the shorter sequence."""
     sampling: Sampling = "uniform"
     """How training chains are drawn. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
     their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache or index."""
@@ -231,11 +237,13 @@ class DataConfig:
             "num_workers": COUNT,
             "assumed_resolution": POSITIVE,
             "template_max_identity": FRACTION,
+            "exclude_identity": FRACTION,
             "time_limit": POSITIVE,
             "max_quarantined": COUNT,
         }
         check_numbers(self, ranges, "data.")
         check_selection(self.filters, self.sampling, "data")
+        check_exclusion(self.exclude_like is not None, self.exclude_identity != DataConfig.exclude_identity, "data.")
         if self.pairing not in ("species", "entry"):
             raise SettingError("data.pairing", f"'{self.pairing}'", "species or entry")
         memory_size("data.prefetch", self.prefetch)

@@ -172,6 +172,8 @@ def _scores(run: Run, steps: int | None, raw: bool) -> Iterable[str]:
     if raw and run.settings.get("model.ema_decay", "null") != "null":
         yield "They are scores of the moving average, not of these raw weights."
     yield from ("", *_table("score", row))
+    if run.overlap:
+        yield from ("", f"**Warning:** {_plain(run.overlap)}.")
     if (bar := run.baseline) is not None:
         yield from ("", f"For comparison, {bar.name} scores an lDDT-CA of {bar.lddt_ca:.3f} on these chains.")
 

@@ -20,8 +20,8 @@ from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.doctor import complex_leaks
 from evodsp.data.doctor.complex_leaks import complex_overlap
 from evodsp.data.doctor.complexes import copies_in_one_place
-from evodsp.data.doctor.leaks import SHORTEST
 from evodsp.data.similarity.nearest_complex import CopiedComplex, complex_copies
+from evodsp.data.similarity.pairs import SHORTEST
 from tests.builders.complex_files import write_complex
 from tests.builders.random_sequences import changed, random_sequences
 

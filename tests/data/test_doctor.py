@@ -29,6 +29,7 @@ def folder(tmp_path: Path) -> Path:
     for key, letters in SEQUENCES.items():
         write_chain(tmp_path, key, letters)
     roots = f"data:\n  alignment_dir: {tmp_path}/alignments\n  structure_dir: {tmp_path}/mmcif_files\n"
+    roots += f"  train_chains: [{KEY}, {OTHER}]\n"
     (tmp_path / "tiny.yaml").write_text(TINY.replace("data:\n", roots))
     return tmp_path
 

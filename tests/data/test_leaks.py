@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.doctor.leaks import ALIGNED_WITH, SHORTEST, overlap
-from evodsp.data.similarity.pairs import identity
+from evodsp.data.doctor.leaks import ALIGNED_WITH, overlap
+from evodsp.data.similarity.pairs import SHORTEST, identity
 from tests.builders.random_sequences import changed, random_sequences
 from tests.builders.training_chains import TINY, write_chain
 
@@ -104,10 +105,43 @@ def test_the_doctor_reports_leaks(folder: Path, capsys: pytest.CaptureFixture[st
         in out
     )
     assert "1 others with equal sequences, highest identity 100.0% (2abc_A and 4abc_A);" in out
+    assert "warning: validation: 1 of 2 scored chains are trained on, such as 1abc_A: their scores do not say" in out
+    assert "warning: test: 1 of 2 scored chains are trained on, such as 4abc_A, whose sequence 2abc_A has" in out
+    assert (report["copied"], "copying the nearest" in out) == ([], False), "no bar where chains are trained on"
     page = (folder / "doctor" / "doctor.html").read_text()
     assert "Training, validation and test" in page
     for text in (out, page):
         assert "as a share of the shorter sequence" in text
+        assert "whose sequence 2abc_A has" in text
+
+
+def test_the_doctor_takes_the_options_of_a_run(folder: Path) -> None:
+    """Catches a data set of one's own that cannot be examined as it is trained on, held-out chains among the training chains,
+    and relatives of them that the doctor still counts."""
+    words = ["data", "doctor", f"--alignment_dir={folder}/alignments", f"--structure_dir={folder}/mmcif_files"]
+    words += [
+        f"--output={folder}/doctor",
+        "--workers=0",
+        "--validation_chains",
+        "[1abc_A]",
+        "--test_chains",
+        "[5abc_A]",
+    ]
+
+    def examined(*options: str) -> dict[str, Any]:
+        assert main([*words, *options]) == 0
+        found: dict[str, Any] = json.loads((folder / "doctor" / "doctor.json").read_text())
+        return found
+
+    report = examined()
+    assert report["summary"]["training chains that can be used"] == "3 of 3"
+    assert report["counts"]["of validation or test, left out"] == 2
+    assert [part["chains"] for part in report["overlaps"]] == [[], [], []]
+    (folder / "held_out.txt").write_text("1abc_A\n5abc_A\n")
+    report = examined("--exclude_like", str(folder / "held_out.txt"), "--exclude_identity", "0.8")
+    assert report["left_out"] == {"alike those of data.exclude_like (more than 80% identical)": 1}
+    assert {near["first"] for part in report["overlaps"] for near in part["nearest"]} <= {"2abc_A", "4abc_A", "1abc_A"}
+    assert main([*words, "--exclude_identity", "0.8"]) == 2, "an identity, and nothing that is excluded by it"
 
 
 def test_test_chains_are_read_as_validation_chains_are(folder: Path) -> None:

@@ -184,9 +184,10 @@ def test_the_doctor_names_the_bar(
         "1abc_A": one,
         "2abc_A": two,
         "3abc_A": f"{one[:15]}{'W' if one[15] != 'W' else 'V'}{one[16:]}",
-        "4abc_A": two,
+        "4abc_A": two[1:],
         "5abc_A": two[:20],
         "6abc_A": one,
+        "7abc_A": one[2:],
     }
     for key, letters in chains.items():
         write_chain(tmp_path, key, letters)
@@ -194,7 +195,7 @@ def test_the_doctor_names_the_bar(
     cache = {key: {"seq": letters, "resolution": 9.5 if key == "6abc_A" else 2.0} for key, letters in chains.items()}
     (tmp_path / "cache.json").write_text(json.dumps(cache))
     content["data"] |= {
-        "alignment_dir": f"{tmp_path}/alignments", "structure_dir": f"{tmp_path}/mmcif_files", "test_chains": ["2abc_A"],
+        "alignment_dir": f"{tmp_path}/alignments", "structure_dir": f"{tmp_path}/mmcif_files", "test_chains": ["7abc_A"],
         "train_chains": ["6abc_A", "1abc_A", "2abc_A"], "validation_chains": ["3abc_A", "4abc_A", "5abc_A"],
         "chain_data_cache": f"{tmp_path}/cache.json",
     }  # fmt: skip
@@ -206,7 +207,7 @@ def test_the_doctor_names_the_bar(
     nearest_of = {copy["chain"]: copy["nearest"] for copy in validation["copies"]}
     assert nearest_of == {"3abc_A": "1abc_A", "4abc_A": "2abc_A", "5abc_A": "2abc_A"}
     assert validation["identity"] == pytest.approx((29 / 30 + 1 + 1) / 3)
-    assert (test["set"], test["chains"], test["trained_on"]) == ("test", 1, ["2abc_A"])
+    assert (test["set"], test["chains"], test["trained_on"]) == ("test", 1, [])
     assert test["copies"][0]["nearest"] == "1abc_A"
     line = f"copying the nearest training chain scores lDDT-CA {validation['lddt_ca']:.3f}, at 99% identity (3 chains)"
     for text in (out, page):
@@ -218,10 +219,12 @@ def test_the_doctor_names_the_bar(
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "(2 of 3 chains, drawn by --seed)" in out
+    (tmp_path / "mmcif_files" / "2abc.cif").write_text("data_2ABC\n")
+    assert main(words) == 1
     said = (
-        "test: copying the nearest training chain scores nothing (1 chain; 1 have no copy, such as 2abc_A: there is no"
+        "test: copying the nearest training chain scores nothing (1 chain; 1 have no copy, such as 7abc_A: its nearest"
     )
-    assert said in out
+    assert said in capsys.readouterr().out
     assert json.loads((tmp_path / "doctor" / "doctor.json").read_text())["copied"][1]["lddt_ca"] is None
 
 

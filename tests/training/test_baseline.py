@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from evodsp.cli import main
+from evodsp.config import ModelConfig
 from evodsp.data.similarity.comparison import ComparedChains
+from evodsp.model.alphafold import AlphaFold
 from evodsp.report.runs import read_runs
 from evodsp.training import baseline
-from evodsp.training.baseline import write_baseline
+from evodsp.training.baseline import warn_of_overlap, write_baseline
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig
+from evodsp.weights.model_card import model_card
 from tests.builders.training_chains import write_chain
 
 LETTERS = "MKTAYIAKQRWLEGSHMDER"
@@ -33,8 +37,7 @@ def run_chains(tmp_path: Path) -> Chains:
 def test_the_bar_of_the_validation_chains(
     run_chains: Chains, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a bar of other chains, one bad chain that costs it, a start that computes again what is there, and a warning in
-    each run that learns one chain by heart."""
+    """Catches a bar of other chains, one bad chain that costs it, and a start that computes again what is there."""
     write_baseline(path := tmp_path / "baseline.json", run_chains, None)
     found = json.loads(path.read_text())
     assert (found["validation_chains"], found["training_chains"], found["without"]) == (2, 2, {})
@@ -51,11 +54,39 @@ def test_the_bar_of_the_validation_chains(
     write_baseline(path, run_chains, None)
     assert [copy["chain"] for copy in json.loads(path.read_text())["copies"]] == ["4abc_A"]
     assert list(json.loads(path.read_text())["without"]) == ["3abc_A"]
-    write_baseline(path, replace(run_chains, train=["1abc_A", "4abc_A"]), None)
-    assert json.loads(path.read_text())["copies"][0]["nearest"] == "1abc_A", "as many training chains, but others"
-    write_baseline(alone := tmp_path / "alone.json", replace(run_chains, train=["4abc_A"], validation=["4abc_A"]), None)
-    assert not alone.exists()
+    write_chain(tmp_path, "5abc_A", "YWVTSRQPNMLKIHGFEDCA")
+    write_baseline(path, replace(run_chains, train=["1abc_A", "5abc_A"]), None)
+    assert json.loads(path.read_text())["copies"][0]["nearest"] != "2abc_A", "as many training chains, but others"
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("most", [10_000, 0])
+def test_there_is_no_bar_for_chains_that_are_trained_on(
+    run_chains: Chains, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Catches '0.937, copying 0.052' of a chain that the run trains on, in its log, its report and its model card."""
+    monkeypatch.setattr(baseline, "MOST_CHAINS", most)
+    (tmp_path / "curve.csv").write_text("step,val/lddt_ca\n0,0.937\n")
+    write_chain(tmp_path, "6abc_A", f"W{LETTERS[1:]}")
+    trained = [*TRAIN, "6abc_A", *(["4abc_A"] if not most else [])]
+    same = {"3abc_A": "6abc_A"} if most else {"4abc_A": "4abc_A"}  # too many chains are compared by name only
+    such = "3abc_A, whose sequence 6abc_A has" if most else "4abc_A"
+    for _ in range(2):  # a run that resumes warns again
+        write_baseline(tmp_path / "baseline.json", overlapping := replace(run_chains, train=trained), None)
+        said = f"1 of 2 scored chains are trained on, such as {such}: their scores do not say"
+        assert f"evodsp: warning: {said}" in capsys.readouterr().err
+    found = json.loads((tmp_path / "baseline.json").read_text())
+    assert (found["trained_on"], found["copies"], "lddt_ca" in found) == (same, [], False)
+    warn_of_overlap(overlapping, VALIDATION, None)
+    assert said in capsys.readouterr().err
+    (run,) = read_runs([tmp_path])
+    assert run.baseline is None
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    assert said in capsys.readouterr().err
+    assert said in (tmp_path / "page.html").read_text()
+    card = model_card("a", AlphaFold(ModelConfig.preset("test")), tmp_path / "checkpoints" / "last.ckpt", {})
+    assert f"**Warning:** {said}" in card.replace("\\", "")
+    assert "copying the nearest" not in card
 
 
 def test_no_failure_ends_a_run(
@@ -98,7 +129,10 @@ def test_the_bar_of_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         validation_chains=["c002"],
     )
     write_baseline(tmp_path / "baseline.json", find_chains(data, arrangement="multimer"), None)
-    assert capsys.readouterr().err == ""
+    write_baseline(
+        tmp_path / "both.json", find_chains(replace(data, train_chains=["c002"]), arrangement="multimer"), None
+    )
+    assert "1 of 1 scored chains are trained on, such as c002" in capsys.readouterr().err
     found = json.loads((tmp_path / "baseline.json").read_text())
     assert [(copy["chain"], copy["nearest"]) for copy in found["copies"]] == [("c002", "c001")]
     assert found["interface_lddt_ca"] > 0.5

@@ -16,6 +16,8 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.samples.selection import Presence, chain_list
+from evodsp.data.similarity.comparison import ComparedChains
+from evodsp.data.similarity.exclusion import resembling
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
@@ -130,8 +132,10 @@ def test_a_run_with_an_index_lists_what_it_leaves_out(folder: Path, capsys: pyte
     fit = ["fit", "--config", str(folder / "tiny.yaml"), "--output", str(folder / "run"), "--trainer.max_steps=1"]
     assert main(fit) == 0
     assert (folder / "run" / "missing_chains.tsv").read_text() == "3abc_C\tno structure\n"
-    assert "evodsp: warning: 1 of 3 training chains are left out: 1 without structure" in capsys.readouterr().err
-    assert main([*fit, f"--data.train_chains=[{KEY}]", "--overwrite"]) == 0
+    said = capsys.readouterr().err
+    assert "data.train_chains is null: 1 of 3 are validation or test chains and left out" in said
+    assert "evodsp: warning: 1 of 2 training chains are left out: 1 without structure" in said
+    assert main([*fit, f"--data.train_chains=[{OTHER}]", "--overwrite"]) == 0
     assert not (folder / "run" / "missing_chains.tsv").exists()
     assert "warning" not in capsys.readouterr().err
     (folder / "index" / "lengths.npy").unlink()
@@ -231,3 +235,74 @@ def test_a_filter_that_is_given_is_applied(source: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=rf"data\.filters: 0 of 3 training chains; left out: 3 {reason}"):
             left(**filters)
+
+
+LETTERS = "MKTAYIAKQRWLEGSHMDERCNPFVY"
+RELATIVES = {
+    "1abc_A": LETTERS,
+    "2abc_A": f"{LETTERS[:-8]}WWWWWWWW",  # 18 of 26 residues are those of 1abc_A
+    "3abc_A": LETTERS[::-1],
+    "4abc_A": "ACDEFGHIKL",  # too short to be aligned
+    "5abc_A": "ACDEFGHIKL",
+}
+
+
+def relatives(folder: Path, **settings: object) -> DataConfig:
+    for key, letters in RELATIVES.items():
+        if not (folder / "alignments" / key).is_dir():
+            write_chain(folder, key, letters)
+    return config(folder, False, **settings)
+
+
+def test_without_a_list_all_chains_but_the_held_out_ones_are_trained_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches the documentation's own command for own proteins, which scored a chain that it had trained on."""
+    (tmp_path / "alignments").mkdir()
+    found = find_chains(relatives(tmp_path, validation_chains=["1abc_A"], test_chains=["2abc_A"]))
+    assert found.train == ["3abc_A", "4abc_A", "5abc_A"]
+    assert "data.train_chains is null: 2 of 5 are validation or test chains and left out" in capsys.readouterr().err
+    (tmp_path / "alignments" / "3abc_A").rename(
+        tmp_path / "alignments" / "3abc"
+    )  # the lists may call 3abc by its chain
+    assert find_chains(config(tmp_path, False, validation_chains=["3abc_A", "1abc_A"])).train == [
+        "2abc_A",
+        "4abc_A",
+        "5abc_A",
+    ]
+    with pytest.raises(UserError, match=r"data\.train_chains is null.* there are no others"):
+        find_chains(config(tmp_path, False, validation_chains=["3abc", *(key for key in RELATIVES if key != "3abc_A")]))
+
+
+def test_what_resembles_a_list_is_not_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches relatives of held-out chains that stay, others that go, copies too short for an alignment, and a chain of which
+    nobody knows whether it is one."""
+    (tmp_path / "alignments").mkdir()
+    (tmp_path / "targets.fasta").write_text(f">t\n{LETTERS}\n")
+    for source, identity, left in (
+        (["1abc_A"], 0.4, ["3abc_A", "4abc_A", "5abc_A"]),
+        (["1abc_A"], 0.7, ["2abc_A", "3abc_A", "4abc_A", "5abc_A"]),
+        (["4abc_A"], 0.4, ["1abc_A", "2abc_A", "3abc_A"]),
+        (str(tmp_path / "targets.fasta"), 0.4, ["3abc_A", "4abc_A", "5abc_A"]),
+    ):
+        data = relatives(tmp_path, exclude_like=source, exclude_identity=identity)
+        assert find_chains(data).train == left, source
+        said = f"left out: {5 - len(left)} alike those of data.exclude_like (more than {identity:.0%} identical)"
+        assert said in capsys.readouterr().err
+    unread = {"side_effect": lambda self, key: () if key == "3abc_A" else (RELATIVES[key],), "autospec": True}
+    with mock.patch.object(ComparedChains, "read", **unread):
+        assert find_chains(relatives(tmp_path, exclude_like=["1abc_A"])).train == ["4abc_A", "5abc_A"]
+        assert "1 of a sequence that cannot be compared with them" in capsys.readouterr().err
+        with pytest.raises(UserError, match=r"exclude_like: the sequence of '3abc_A' cannot be read"):
+            find_chains(relatives(tmp_path, exclude_like=["3abc_A"]))
+    with pytest.raises(UserError, match=r"data\.exclude_identity is given, but data\.exclude_like is null"):
+        relatives(tmp_path, exclude_identity=0.3)
+
+
+def test_complexes_that_resemble_others() -> None:
+    """Catches a complex that goes because of one chain, one that stays because it has more chains, and peptides that decide."""
+    one, two = LETTERS, LETTERS[::-1]
+    listed = {"held_out": (one, two, "ACD")}
+    training = {"same": (two, one), "more": (one, two, two[3:], "GG"), "half": (one, one), "none": ("WWW",)}
+    assert resembling(listed, training, 0.4) == {"same": "held_out", "more": "held_out"}
+    assert resembling({"peptide": ("ACD",)}, {"a": ("ACD", one), "b": (two,)}, 0.4) == {"a": "peptide"}

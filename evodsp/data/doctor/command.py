@@ -32,8 +32,9 @@ def run(settings: DoctorConfig, words: list[str]) -> int:
     """Examine and report; 0 if training can start, 1 if not."""
     check_output_folder(settings.output)
     data = data_of_run(settings)
-    predictions = None if data.distillation is None else _examined(data.distillation, {}, settings)
-    found = _examined(data.training, data.scored, settings, predictions)
+    held_out = [key for keys in data.scored.values() for key in keys]
+    predictions = None if data.distillation is None else _examined(data.distillation, {}, settings, held_out)
+    found = _examined(data.training, data.scored, settings, held_out, predictions)
     write_text(settings.output / "doctor.json", json.dumps(_as_json(found), indent=1) + "\n")
     write_text(settings.output / "doctor.html", _page(found).html())
     _print(found, settings.output / "doctor.html")
@@ -41,12 +42,16 @@ def run(settings: DoctorConfig, words: list[str]) -> int:
 
 
 def _examined(
-    data: DataSet, scored: dict[str, list[str]], settings: DoctorConfig, distillation: Diagnosis | None = None
+    data: DataSet,
+    scored: dict[str, list[str]],
+    settings: DoctorConfig,
+    held_out: list[str],
+    distillation: Diagnosis | None = None,
 ) -> Diagnosis:
     if (index := data.examiner.store.index) is not None:
         index.check()
     how = settings.sample, settings.seed, settings.workers, settings.max_bad
-    return diagnose(data, scored, *how, distillation)
+    return diagnose(data, scored, *how, distillation, held_out)
 
 
 def _sets(found: Diagnosis) -> list[Diagnosis]:
@@ -171,6 +176,8 @@ def _add_set(page: Page, found: Diagnosis) -> None:
         page.note(f"The index is older than {source}: make it again with evodsp data index.")
     if found.uncounted is not None:
         page.note(f"{found.uncounted}.")
+    for line in found.trained_on:
+        page.verdict(f"{line}.", good=False)
     if found.overlaps:
         _add_overlaps(page, found)
     if any(part.readable for part in found.copied):
@@ -342,6 +349,7 @@ def _print_set(console: Console, found: Diagnosis) -> None:
         console.print(printable(f"{key}: {state}: {reason}"), markup=False, highlight=False, soft_wrap=True)
     lines = [f"the index is older than {source}" for source in found.stale]
     lines += [] if found.uncounted is None else [found.uncounted]
+    lines += [f"warning: {line}" for line in found.trained_on]
     overlaps = [_overlap_line(part, found.data.examiner.unit) for part in found.overlaps]
     lines += [*overlaps, found.data.examiner.definition] if overlaps else []
     lines += [part.line for part in found.copied if part.readable]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from evodsp.data.doctor.leaks import DEFINITION, SHORTEST, Near, Overlap, nearest_sequences
-from evodsp.data.similarity.pairs import MOST_CELLS, Words, identity, plain
+from evodsp.data.doctor.leaks import DEFINITION, Near, Overlap, nearest_sequences
+from evodsp.data.similarity.pairs import MOST_CELLS, SHORTEST, Words, identity, plain
 from evodsp.progress import progress
 
 NEAR = 0.4

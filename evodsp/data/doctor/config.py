@@ -28,8 +28,16 @@ class DoctorConfig:
     """Folder of structures."""
     index: str | None = None
     """Index of both folders, made by `evodsp data index`."""
-    chains: str | None = None
-    """Text file of the training chains, one name per line; null takes those of the config, or all that have alignments."""
+    chains: str | list[str] | None = None
+    """Training chains, as data.train_chains; null takes those of the config, or all others that have alignments."""
+    validation_chains: str | list[str] | None = None
+    """Chains to validate on, as data.validation_chains; null takes those of the config."""
+    test_chains: str | list[str] | None = None
+    """Chains to test on, as data.test_chains; null takes those of the config."""
+    exclude_like: str | list[str] | None = None
+    """Chains whose likes are not trained on, as data.exclude_like; null takes those of the config."""
+    exclude_identity: float | None = None
+    """The largest share of identical residues with one of them, as data.exclude_identity; null takes that of the config."""
     sample: int = 200
     """Training chains that are read completely, drawn at random; 0 reads all. Validation chains are all read."""
     max_bad: float = 0.05
@@ -40,4 +48,8 @@ class DoctorConfig:
     """Processes that read; null takes one per core, 0 reads in the main process."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, {"sample": COUNT, "seed": COUNT, "workers": COUNT, "max_bad": FRACTION}, "--")
+        check_numbers(
+            self,
+            {"sample": COUNT, "seed": COUNT, "workers": COUNT, "max_bad": FRACTION, "exclude_identity": FRACTION},
+            "--",
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import combinations
@@ -28,6 +28,7 @@ from evodsp.data.samples.selection import CountedStructures, Presence, Selected,
 from evodsp.data.similarity.comparison import Letters, known_sequences
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.progress import progress
+from evodsp.report.runs import overlap_line
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DataSet:
 
     examiner: Examiner
     training: list[str] | None
-    """The names of its training chains; None for all chains with alignments."""
+    """The names of its training chains; None for all chains with alignments but those that are scored."""
     selection: Selection
     """The settings that decide which of them are drawn."""
     samples: float
@@ -103,6 +104,15 @@ class Diagnosis:
     """What copying scores on validation chains, and on test chains if they are others."""
     distillation: Diagnosis | None = None
     """The self-distillation set of the run."""
+    held_out: int = 0
+    """Chains that a set without a list leaves to validation and test."""
+
+    @property
+    def trained_on(self) -> list[str]:
+        """A line for each scored set of which a chain is trained on, or has the sequence of a training chain."""
+        both = {part.sets[1]: part.both for part in self.overlaps if part.sets[0] == self.data.kind and part.both}
+        sizes = {part.kind: len(part.missing) + len(part.examined) for part in self.scored}
+        return [f"{kind}: {overlap_line(chains, sizes[kind])}" for kind, chains in both.items()]
 
     @property
     def uncounted(self) -> str | None:
@@ -156,6 +166,7 @@ class Diagnosis:
             "without alignments": lacking["alignments"],
             "without a structure": lacking["structure"],
             **of_stores,
+            **({"of validation or test, left out": self.held_out} if self.held_out else {}),
             **{f"left out: {reason}": count for reason, count in self.selected.left_out.items()},
             "read": len(self.examined),
             "read, alignments of another sequence": states["mismatching"],
@@ -189,13 +200,15 @@ def diagnose(
     workers: int | None,
     max_bad: float,
     distillation: Diagnosis | None = None,
+    held_out: Iterable[str] = (),
 ) -> Diagnosis:
     """Examine the chains of a run. `sample`: the number of its training chains to read, 0 for all. `scored`: its validation
     and test chains, by the name of the set. `distillation`: the diagnosis of its self-distillation set.
+    `held_out`: the chains that are not trained on where the set has no list.
     """
     store = data.examiner.store
     presence = Presence(store)
-    listed = presence.keys if data.training is None else data.training
+    listed = presence.training(data.training, held_out)
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     usable = [key for key in listed if key not in missing]
     selected = select(usable, data.selection, store)
@@ -215,6 +228,8 @@ def diagnose(
     sets = {name: keys for name, keys in {data.kind: selected.keys, **scored}.items() if keys}
     letters = {} if len(sets) < 2 else _sequences(data, sets, found, number)
     table, known_from = _known(data, store, usable, selected, examined)
+    overlaps = _overlaps(data.examiner, sets, letters)
+    trained_on = {part.sets[1] for part in overlaps if part.sets[0] == data.kind and part.both}
     return Diagnosis(
         data,
         usable,
@@ -236,13 +251,14 @@ def diagnose(
         max(1, number),
         _unreadable_headers(store, listed),
         _unaligned(store, presence),
-        _overlaps(data.examiner, sets, letters),
+        overlaps,
         [
             copied(kind, _readable(keys, lacking_of, found), letters, selected.keys, data.examiner, seed, number)
             for kind, keys in scored.items()
-            if letters
+            if letters and kind not in trained_on
         ],
         distillation,
+        len(presence.keys) - len(listed) if data.training is None else 0,
     )
 
 

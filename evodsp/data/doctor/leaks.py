@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evodsp.data.similarity.pairs import MOST_CELLS, WORD, Words, identity, plain
+from evodsp.data.similarity.pairs import MOST_CELLS, SHORTEST, WORD, Words, identity, plain
 from evodsp.progress import progress
 
 ALIGNED_WITH = 3
 """Number of sequences of the other set that a chain is aligned with."""
-SHORTEST = 20
-"""Shorter sequences are compared for equality only: an alignment of a few residues is identical by chance."""
 DEFINITION = (
     "Identity: identical residues of an alignment (BLOSUM62, gaps 11 and 1, free at the ends) as a share of the shorter "
     f"sequence. Each chain is aligned with the {ALIGNED_WITH} sequences of the other set that have most words of {WORD} "
@@ -58,6 +56,11 @@ class Overlap:
     """Number of chains whose sequences are not known."""
     covered: list[Near] | None = None
     """Complexes of the second set that are known from the first (`complex_leaks`), the most alike first; None for chains."""
+
+    @property
+    def both(self) -> dict[str, str]:
+        """The chains of the second set that are in the first, or have the sequence of one there, each with that one."""
+        return {**{key: key for key in self.chains}, **{second: first for first, second in self.same_sequence}}
 
     @property
     def highest(self) -> float | None:

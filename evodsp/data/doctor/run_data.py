@@ -14,6 +14,7 @@ from evodsp.config import (
     LossConfig,
     ModelConfig,
     Sampling,
+    check_exclusion,
     check_selection,
 )
 from evodsp.data.complexes.source import RULES, ComplexFiles
@@ -25,14 +26,17 @@ from evodsp.data.doctor.examination import ChainExaminer, Examiner
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import open_predictions
-from evodsp.data.samples.selection import CountedStructures, Selection, chain_list
+from evodsp.data.samples.selection import CountedStructures, Selection, chain_list, exclusion
+from evodsp.data.similarity.exclusion import Exclusion
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.run_config_file import read_run_config
 
 # The defaults of `evodsp fit`.
-_EPOCH, _FRACTION, _MIN_PLDDT = 1000, 0.75, 50.0
+_EPOCH, _FRACTION, _MIN_PLDDT, _IDENTITY = 1000, 0.75, 50.0, 0.4
+_OVERRIDING = ("validation_chains", "test_chains", "exclude_like", "exclude_identity")
+"""Options that replace the settings of the same name."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,13 @@ class RunData:
 def data_of_run(settings: DoctorConfig) -> RunData:
     """The data that a run with these settings would read. Raises UserError that names a wrong setting."""
     block, loss = _block(settings.config), _loss(settings.config)
+    given = {name: value for name in _OVERRIDING if (value := getattr(settings, name)) is not None}
+    block = {**block, **given, **({} if settings.chains is None else {"train_chains": settings.chains})}
+    index = settings.index or block.get("index")
+    examiner = _EXAMINERS[_arrangement(settings.config)](settings, block, index)
+    share = float(block.get("exclude_identity", _IDENTITY))
+    check_exclusion(block.get("exclude_like") is not None, share != _IDENTITY, "data.")
+    excluded = exclusion(block.get("exclude_like"), share, examiner.comparison)
     of_set = _mapping(block, "distillation", "data")
     alignment_dir, structure_dir = of_set.get("alignment_dir"), of_set.get("structure_dir")
     min_plddt, fraction = float(of_set.get("min_plddt", _MIN_PLDDT)), float(of_set.get("fraction", _FRACTION))
@@ -55,9 +66,11 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     samples = float(block.get("samples_per_epoch") or _EPOCH)
     distillation = None
     if predictions is not None:
-        selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation")
+        predicted = ChainExaminer(predictions, of_set.get("chain_data_cache"))
+        others = None if excluded is None else replace(excluded, comparison=predicted.comparison)
+        selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation", others)
         distillation = DataSet(
-            ChainExaminer(predictions, of_set.get("chain_data_cache")),
+            predicted,
             _chains(of_set.get("chains")),
             selection,
             samples * fraction,
@@ -65,11 +78,10 @@ def data_of_run(settings: DoctorConfig) -> RunData:
             kind="distillation",
         )
         samples *= 1 - fraction
-    index = settings.index or block.get("index")
-    selection = _selection({**block, "index": index}, FilterConfig(), "data")
+    selection = _selection({**block, "index": index}, FilterConfig(), "data", excluded)
     training = DataSet(
-        _EXAMINERS[_arrangement(settings.config)](settings, block, index),
-        _chains(settings.chains or block.get("train_chains")),
+        examiner,
+        _chains(block.get("train_chains")),
         selection,
         samples,
         CountedStructures(loss, _number(block, "assumed_resolution")),
@@ -171,7 +183,7 @@ def _mapping(block: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _selection(block: dict[str, Any], filters: FilterConfig, where: str) -> Selection:
+def _selection(block: dict[str, Any], filters: FilterConfig, where: str, excluded: Exclusion | None) -> Selection:
     """The settings that filter and weight chains; `filters`: the ones that `evodsp fit` takes by default."""
     given, sampling = _mapping(block, "filters", where), cast(Sampling, block.get("sampling") or "uniform")
     default = filters
@@ -184,7 +196,7 @@ def _selection(block: dict[str, Any], filters: FilterConfig, where: str) -> Sele
             f"{where}.filters is {given}, but may hold numbers max_resolution and max_residue_share, and max_release_date; "
             "correct the config"
         ) from error
-    return Selection(where, block.get("chain_data_cache"), block.get("index"), filters, default, sampling)
+    return Selection(where, block.get("chain_data_cache"), block.get("index"), filters, default, sampling, excluded)
 
 
 def _chains(named: str | list[str] | None) -> list[str] | None:

@@ -9,7 +9,7 @@ such chains alone learns no confidence, and its `train/plddt` is 0. A message sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from evodsp.data.index.metadata import ChainFacts, cached_table, table_of
 from evodsp.data.index.opening import open_index
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.sampling import left_out_by_filters
+from evodsp.data.similarity.comparison import ComparedKeys
+from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import UserError
@@ -59,6 +61,14 @@ def chain_list(chains: str | list[str]) -> list[str]:
     return list(names)
 
 
+def exclusion(source: str | list[str] | None, share: float, comparison: ComparedKeys) -> Exclusion | None:
+    """What `data.exclude_like` names: keys of the run's data, or a FASTA file. `share`: `data.exclude_identity`."""
+    if source is None:
+        return None
+    listed = sequences_of_fasta(str(source)) if is_fasta(source) else sequences_of_keys(chain_list(source), comparison)
+    return Exclusion(listed, share, comparison)
+
+
 class Presence:
     """Looks keys up in time that does not grow with their number. Whether files can be read is not checked."""
 
@@ -70,11 +80,20 @@ class Presence:
 
     def lacks(self, key: str) -> Lacking | None:
         """The part that the key lacks; None if it has all."""
-        if key not in self._known and key.rpartition("_")[0] in self._known:
-            key = self._name_of(key)
-        if key not in self._known:
+        if (key := self.name_of(key)) not in self._known:
             return self._unknown
         return None if self._is_resolved(key) else "structure"
+
+    def name_of(self, key: str) -> str:
+        """The name of a key among `keys`, if it has one there."""
+        return self._name_of(key) if key not in self._known and key.rpartition("_")[0] in self._known else key
+
+    def training(self, listed: list[str] | None, held_out: Iterable[str]) -> list[str]:
+        """The keys to train on: `listed`, or without a list all but `held_out`."""
+        if listed is not None:
+            return listed
+        others = {self.name_of(key) for key in held_out}
+        return [key for key in self.keys if key not in others]
 
     def structures_without_alignments(self, structure_dir: Path) -> list[str]:
         """Entries of a folder of structures (lower case, sorted) that have no chain with alignments."""
@@ -104,6 +123,8 @@ class Selection:
     default: FilterConfig
     """The filters where none is given."""
     sampling: Sampling
+    excluded: Exclusion | None = None
+    """What is not trained on besides."""
 
     @property
     def is_applied(self) -> bool:
@@ -172,20 +193,27 @@ class Selected:
 
 def select(keys: list[str], selection: Selection, store: Store) -> Selected:
     """Filter and weight the chains `keys` of a store. A chain that several filters leave out is counted with the first."""
-    if (known := selection.known(keys, store)) is None:
-        return Selected(keys, None, {})
-    table, source = known.table, known.source
-    reasons = left_out_by_filters(table, selection.filters, f"{selection.where}.filters")
-    kept, kept_rows, counts = [], [], dict.fromkeys([f"not in {source}", *reasons], 0)
-    for key, row in zip(keys, table.rows_of(keys, store.name_of), strict=True):
-        if row is None:
-            counts[f"not in {source}"] += 1
-        elif (why := next((reason for reason, rows in reasons.items() if rows[row]), None)) is not None:
-            counts[why] += 1
-        else:
-            kept.append(key)
-            kept_rows.append(row)
-    weights = None if selection.sampling == "uniform" else known.frequencies()[kept_rows]
+    known = selection.known(keys, store)
+    counts: dict[str, int] = {}
+    kept, rows = keys, np.zeros(0, np.int64)
+    if known is not None:
+        reasons = left_out_by_filters(known.table, selection.filters, f"{selection.where}.filters")
+        absent, counts = f"not in {known.source}", dict.fromkeys([f"not in {known.source}", *reasons], 0)
+        found = []
+        for key, row in zip(keys, known.table.rows_of(keys, store.name_of), strict=True):
+            left_out = row is None or next((reason for reason, those in reasons.items() if those[row]), None)
+            if row is None or left_out is not None:
+                counts[absent if row is None else str(left_out)] += 1
+            else:
+                found.append((key, row))
+        kept, rows = [key for key, _ in found], np.array([row for _, row in found], np.int64)
+    if selection.excluded is not None:
+        alike, unread = selection.excluded.resembling(kept)
+        near = f"alike those of data.exclude_like (more than {selection.excluded.identity:.0%} identical)"
+        counts |= {near: len(alike), "of a sequence that cannot be compared with them": len(unread)}
+        stay = [place for place, key in enumerate(kept) if key not in alike and key not in set(unread)]
+        kept, rows = [kept[place] for place in stay], rows[stay] if known is not None else rows
+    weights = None if selection.sampling == "uniform" or known is None else known.frequencies()[rows]
     return Selected(kept, weights, {reason: count for reason, count in counts.items() if count}, known)
 
 

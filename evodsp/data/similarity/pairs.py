@@ -22,6 +22,8 @@ WORD = 4
 """Number of residues of a word."""
 MOST_CELLS = 10**8
 """Pairs whose lengths have a larger product are not aligned: it takes more than 100 MB."""
+SHORTEST = 20
+"""Sequences of fewer residues are compared for equality only: an alignment of a few residues is identical by chance."""
 _ALL_WORDS = UNKNOWN**WORD
 
 

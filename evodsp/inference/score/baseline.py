@@ -56,7 +56,8 @@ def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChai
         given = DoctorConfig(
             settings.output, settings.config, structure_dir=settings.structure_dir, chains=settings.train_chains
         )
-        data = data_of_run(given).training
+        run = data_of_run(given)
+        data = run.training
         if not isinstance(data.examiner, ChainExaminer):
             raise UserError(
                 f"--config {settings.config}: trains on complexes, but single chains are compared; give --complexes true with "
@@ -64,7 +65,7 @@ def training_chains(settings: ScoreConfig, train: Sequence[str]) -> TrainingChai
             )
         store = data.examiner.store
         presence = Presence(store)
-        listed = presence.keys if data.training is None else data.training
+        listed = presence.training(data.training, (key for keys in run.scored.values() for key in keys))
         keys = select([key for key in listed if presence.lacks(key) is None], data.selection, store).keys
         found = sequences(data.examiner.source, keys, {}, data.selection.chain_data_cache, _processes(keys))
         structures, where = store, data.place
