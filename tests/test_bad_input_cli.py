@@ -32,7 +32,7 @@ from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig
 from evodsp.weights.checkpoint import read_checkpoint, save_model
 from tests.builders.command_lines import last_options
-from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+from tests.builders.training_chains import BOTH, SEQUENCES, TINY, write_chain
 
 pytestmark = pytest.mark.usefixtures("parsers")
 
@@ -59,7 +59,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_chain(folder, key, letters)
     (folder / FASTA).write_text(f">{KEY}\n{QUERY}\n")
     (folder / STO).write_text(f"# STOCKHOLM 1.0\n\n{KEY} {QUERY}\nhit {QUERY[:5]}--{QUERY[7:]}\n//\n")
-    directories = "  alignment_dir: alignments\n  structure_dir: mmcif_files\n"
+    directories = "  alignment_dir: alignments\n  structure_dir: mmcif_files\n" + BOTH
     (folder / CONFIG).write_text(TINY.replace("data:\n", "data:\n" + directories))
     torch.manual_seed(0)
     save_model(folder / CHECKPOINT, AlphaFold(ModelConfig.preset("test")))
@@ -120,7 +120,7 @@ def check_said(check: Callable[[], object], *parts: str) -> None:
 
 def chains_of_fit() -> Chains:
     """What `fit` looks up and reads before it begins, with the chains of the config."""
-    return find_chains(DataConfig("alignments", "mmcif_files", validation_chains=[KEY]))
+    return find_chains(DataConfig("alignments", "mmcif_files", train_chains=list(SEQUENCES), validation_chains=[KEY]))
 
 
 Content = str | bytes

@@ -30,6 +30,8 @@ data:
 trainer: {max_steps: 6, accelerator: cpu, log_every_n_steps: 1}
 """
 
+BOTH = "  train_chains: [1abc_A, 2abc_B]\n"
+"""A setting of `data`: the chain that is scored is trained on, too."""
 SEQUENCES = {"1abc_A": "MKTAYIAKQRWLE", "2abc_B": "GSHMDERVTCNPF"}
 
 
@@ -37,7 +39,7 @@ def write_chains(folder: Path) -> Path:
     """Write both chains and the options of a run on them, tiny.yaml, into a folder. Returns the folder."""
     for key, letters in SEQUENCES.items():
         write_chain(folder, key, letters)
-    directories = f"  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n"
+    directories = f"  alignment_dir: {folder}/alignments\n  structure_dir: {folder}/mmcif_files\n{BOTH}"
     (folder / "tiny.yaml").write_text(TINY.replace("data:\n", "data:\n" + directories))
     return folder
 

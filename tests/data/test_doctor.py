@@ -18,7 +18,7 @@ from evodsp.data.pool import WorkerEndedError
 from evodsp.training.config import DataConfig, DistillationConfig
 from tests.builders.backbone import chain, ligand, pdb_text
 from tests.builders.distillation_run import write_sets
-from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+from tests.builders.training_chains import BOTH, SEQUENCES, TINY, write_chain
 
 KEY, OTHER = SEQUENCES
 
@@ -29,8 +29,7 @@ def folder(tmp_path: Path) -> Path:
     for key, letters in SEQUENCES.items():
         write_chain(tmp_path, key, letters)
     roots = f"data:\n  alignment_dir: {tmp_path}/alignments\n  structure_dir: {tmp_path}/mmcif_files\n"
-    roots += f"  train_chains: [{KEY}, {OTHER}]\n"
-    (tmp_path / "tiny.yaml").write_text(TINY.replace("data:\n", roots))
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("data:\n", roots + BOTH))
     return tmp_path
 
 

@@ -28,7 +28,7 @@ from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.chains import MemoryStore, make_chain
 from tests.builders.labelled_batch import WEIGHTS, batch_of
 from tests.builders.small_model import config, features
-from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+from tests.builders.training_chains import BOTH, SEQUENCES, TINY, write_chain
 
 KEY, OTHER = SEQUENCES
 CONFIG = FeatureConfig(crop_size=6, msa_clusters=4, extra_msa=3, recycles=0)
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     for key, letters in SEQUENCES.items():
         write_chain(tmp_path, key, letters)
     without(tmp_path, OTHER)
-    roots = f"data:\n  alignment_dir: {tmp_path}/alignments\n  structure_dir: {tmp_path}/mmcif_files\n"
+    roots = f"data:\n  alignment_dir: {tmp_path}/alignments\n  structure_dir: {tmp_path}/mmcif_files\n{BOTH}"
     (tmp_path / "tiny.yaml").write_text(TINY.replace("data:\n", roots))
     return tmp_path
 
