@@ -18,6 +18,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK
+from evodsp.inference import clashes
 from evodsp.inference.results import RANKING, TIMINGS, write_json, write_results
 from evodsp.inference.score.chain_mapping import ComplexComparison, chains_beside
 from evodsp.inference.score.complexes import Predicted, score_complex
@@ -73,7 +74,47 @@ def without_first(one: Chain, count: int) -> Chain:
 
 
 def scored(truth: Assembly, predicted: Assembly):
-    return score_complex("9abc", "held-out", truth, Predicted(predicted))
+    """Without the line about clashes: the walks of different chains cross."""
+    scores, interfaces, remarks = score_complex("9abc", "held-out", truth, Predicted(predicted))
+    return scores, interfaces, [line for line in remarks if "closer than 2 Å" not in line]
+
+
+def test_chains_that_lie_in_each_other_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches DockQ 0.39 of two chains on top of each other that stands in a table without a word."""
+    truth = assembly("ab")
+    a, b = truth.chains
+    inside, apart = (
+        dataclasses.replace(b, positions=b.positions + b.mask[..., None] * np.float32([shift, 0, 0]))
+        for shift in (-6.0, 200.0)
+    )
+    some = 0
+    for other in (inside, apart):
+        predicted = Assembly("x", ("A", "B"), (a, other))
+        scores, (interface,), remarks = score_complex("9abc", "held-out", truth, Predicted(predicted))
+        one, two = (chain.positions[chain.mask > 0.5] for chain in (a, other))
+        expected = int((np.linalg.norm(one[:, None] - two, axis=-1) < 2).sum())
+        some = max(some, expected)
+        assert scores.clashes == interface.clashes == expected
+        line = f"9abc: {expected} pairs of atoms clash (closer than 2 Å) in chains A and B: real chains do not come"
+        assert [text.startswith(line) for text in remarks] == ([True] if other is inside else [])
+    assert expected == 0
+    monkeypatch.setattr(clashes, "_MOST_AT_ONCE", 100)
+    assert sum(clashes.clashes_of([(chain.positions, chain.mask) for chain in (a, inside)]).values()) == some
+    assert clashes.clash_line({(0, 2): 1, (1, 2): 4}, "ABC").startswith(
+        "5 pairs of atoms clash (closer than 2 Å) in 2 pairs of"
+    )
+
+
+def test_a_bridge_of_two_chains_is_no_clash() -> None:
+    """Catches SG atoms of a disulphide bridge that are called a clash, and any other atom that is not."""
+    positions, mask = np.zeros((1, 37, 3)), np.zeros((1, 37))
+    mask[0, [ATOM_ORDER["SG"], ATOM_ORDER["CB"]]] = 1
+    positions[0, ATOM_ORDER["CB"]] = 9.0
+    moved = positions + np.array([1.95, 0, 0])
+    moved[0, ATOM_ORDER["CB"]] = 50.0
+    assert clashes.clashes_of([(positions, mask), (moved, mask)]) == {}
+    moved[0, ATOM_ORDER["CB"]] = [0, 1.9, 0]
+    assert clashes.clashes_of([(positions, mask), (moved, mask)]) == {(0, 1): 1}
 
 
 @pytest.mark.parametrize(

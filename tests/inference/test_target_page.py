@@ -291,3 +291,23 @@ def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     assert answer["stretched"] > 2000, "a chain with long bonds is not drawn"
     assert answer["note"].startswith("File: seed_2.cif · 57 of 57 peptide bonds are longer than 1.53 Å")
     assert answer["gap"] > 20, "a right-aligned heading runs into the one after it"
+
+
+def test_chains_that_lie_in_each_other_are_said(output: Path, tmp_path: Path) -> None:
+    """Catches a complex whose chains lie in each other, on a page of good pLDDT that says nothing of it."""
+    one = helix(0)
+    half = RESIDUES // 2
+    onto = {
+        shift: np.concatenate([one.positions[:half], one.positions[:half] + shift]) for shift in (np.float32(0.5), 90)
+    }
+    for shift, positions in onto.items():
+        mask = np.concatenate([one.mask[:half], one.mask[:half]])
+        both = replace(one, positions=(positions * mask[..., None]).astype(np.float32), mask=mask, lengths=(half, half))
+        (folder := tmp_path / f"{shift}").mkdir()
+        write_results(folder, {0: replace(both, aligned_error=None)}, "cif", {}, NAME)
+        write_json(folder / TIMINGS, {"name": NAME, "features_seconds": 1.0, "model_seconds": 3.25})
+        write_target_page(folder, [alignment()])
+        page = unescape(re.sub(r"<[^>]+>", " ", (folder / "report.html").read_text().partition("<script")[0]))
+        assert "clashes between chains, best seed" in page
+        assert ("pairs of atoms clash (closer than 2 Å) in chains A and B: real chains" in page) == (shift == 0.5)
+    assert "clashes" not in (output / "x" / "report.html").read_text()

@@ -25,6 +25,7 @@ from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
+from evodsp.inference.clashes import clash_line, clashes_of
 from evodsp.inference.complex_scores import PairScores, read_pair_scores
 from evodsp.inference.pages.backbone import peptide_bonds, view_of
 from evodsp.inference.pages.batch_page import INDEX, index_name
@@ -130,6 +131,8 @@ def target_page(
         figures["pTM, best seed"] = f"{entries[0]['ptm']:.2f}"
     if "iptm" in entries[0]:
         figures["ipTM, best seed"] = f"{entries[0]['iptm']:.2f}"
+    if len(chains) > 1:
+        figures["clashes between chains, best seed"] = f"{sum(_clashes(best.structure).values()):,}"
     figures |= {"residues": f"{length:,}", "residues with pLDDT above 70": f"{np.mean(best.plddt > 70):.0%}"}
     figures["sequences in the alignments" if found else "no alignments"] = (
         f"{found.sequences:,}" if found else "1 sequence"
@@ -222,11 +225,24 @@ def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> li
 
 
 def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int | Markup]]:
-    """What stands below the structure, for each prediction: a link to its file, and what is wrong with its backbone."""
+    """What stands below the structure, for each prediction: a link to its file, and what is wrong with its backbone and between
+    its chains."""
     return [
-        {"number": one.seed, "link": _link(entry), "note": peptide_bonds(one.structure).note}
+        {"number": one.seed, "link": _link(entry), "note": " ".join(_notes(one.structure))}
         for entry, one in zip(entries, seeds, strict=True)
     ]
+
+
+def _notes(structure: PredictedStructure) -> Iterator[str]:
+    if note := peptide_bonds(structure).note:
+        yield note
+    if line := clash_line(_clashes(structure), [chain.name for chain in structure.chains]):
+        yield f"{line}."
+
+
+def _clashes(structure: PredictedStructure) -> dict[tuple[int, int], int]:
+    """Pairs of atoms that clash, of each two chains."""
+    return clashes_of([(structure.positions[one.residues], structure.mask[one.residues]) for one in structure.chains])
 
 
 def _link(entry: Mapping[str, Any]) -> Markup:

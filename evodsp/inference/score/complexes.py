@@ -15,6 +15,7 @@ from evodsp.data.similarity.nearest_complex import ComplexCopy, TrainingComplexe
 from evodsp.data.sources.layout import names_of, structure_file
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
+from evodsp.inference.clashes import clash_line, clashes_of
 from evodsp.inference.results import RANKING, read_with_ranking
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
 from evodsp.inference.score.splits import predicted
@@ -47,6 +48,8 @@ class InterfaceRow:
     """Å; None if a chain is missing."""
     dockq: float
     """0..1."""
+    clashes: int
+    """Pairs of heavy atoms of the two predicted chains that are closer than 2 Å."""
     lddt_ca: float | None
     """lDDT-CA over the distances between the two chains, 0..1; None if none is below 15 Å."""
 
@@ -74,6 +77,8 @@ class ComplexRow:
     """lDDT-CA over the distances between chains, 0..1; None if none is below 15 Å."""
     lddt_ca: float
     """lDDT-CA of all residues, 0..1."""
+    clashes: int
+    """Pairs of heavy atoms of different predicted chains that are closer than 2 Å."""
     plddt: float | None
     """Mean pLDDT, 0..100; None for a structure file alone, as for the next two."""
     iptm: float | None
@@ -131,6 +136,7 @@ _COLUMNS = (
     ("fnat", "fnat", ".3f", "share of the contacts that the prediction has, 0 to 1"),
     ("interface_lddt_ca", "iLDDT-CA", ".3f", "how well distances up to 15 Å between chains are reproduced, 0 to 1"),
     ("lddt_ca", "lDDT-CA", ".3f", "how well all distances up to 15 Å are reproduced, 0 to 1"),
+    ("clashes", "clashes", "d", "pairs of heavy atoms of different predicted chains closer than 2 Å (real chains: none)"),
     ("plddt", "pLDDT", ".1f", "the model's confidence in its prediction, 0 to 100 (mean)"),
     ("iptm", "ipTM", ".3f", "its confidence in the interfaces, 0 to 1"),
     ("confidence", "confidence", ".3f", "0.8 ipTM + 0.2 pTM"),
@@ -195,7 +201,8 @@ def score_complex(
         raise UserError(f"{name}: no residue of the structure has a CA, so there is nothing to compare")
     mapping = comparison.mapping()
     names = [None if chain is None else predicted.assembly.names[chain] for chain in mapping.chains]
-    interfaces = [_interface(name, split, comparison, mapping, names, pair) for pair in comparison.interfaces]
+    clashes = clashes_of([(chain.positions, chain.mask) for chain in predicted.assembly.chains])
+    interfaces = [_interface(name, split, comparison, mapping, names, clashes, pair) for pair in comparison.interfaces]
     contacts = sum(one.contacts for one in interfaces)
     scores = ComplexRow(
         complex=name,
@@ -208,6 +215,7 @@ def score_complex(
         fnat=sum(one.recovered for one in interfaces) / contacts if contacts else None,
         interface_lddt_ca=comparison.interface_lddt_ca(mapping.chains),
         lddt_ca=comparison.lddt_ca(mapping.chains),
+        clashes=sum(clashes.values()),
         plddt=predicted.plddt,
         iptm=predicted.iptm,
         confidence=predicted.confidence,
@@ -215,7 +223,8 @@ def score_complex(
         mapping=" ".join(f"{true}:{ours or '-'}" for true, ours in zip(truth.names, names, strict=True)),
         mapped_by=mapping.by,
     )
-    return scores, interfaces, [f"{name}: {line}" for line in _remarks(comparison, mapping)]
+    said = [*_remarks(comparison, mapping), *filter(None, [clash_line(clashes, predicted.assembly.names)])]
+    return scores, interfaces, [f"{name}: {line}" for line in said]
 
 
 def _interface(
@@ -224,8 +233,10 @@ def _interface(
     comparison: ComplexComparison,
     mapping: ChainMapping,
     names: Sequence[str | None],
+    clashes: Mapping[tuple[int, int], int],
     pair: tuple[int, int],
 ) -> InterfaceRow:
+    ours = sorted(chain for n in pair if (chain := mapping.chains[n]) is not None)
     score = comparison.score(pair, mapping.chains)
     first, second = (comparison.truth.names[n] for n in pair)
     return InterfaceRow(
@@ -241,6 +252,7 @@ def _interface(
         interface_rmsd=score.interface_rmsd if math.isfinite(score.interface_rmsd) else None,
         ligand_rmsd=score.ligand_rmsd if math.isfinite(score.ligand_rmsd) else None,
         dockq=score.dockq,
+        clashes=clashes.get((ours[0], ours[-1]), 0) if ours else 0,
         lddt_ca=comparison.interface_lddt_ca(mapping.chains, pair),
     )
 
