@@ -209,6 +209,7 @@ class Reader:
         run([*words, "--workers=0", "--overwrite=true"])
 
     def doctor(self, words: list[str]) -> None:
+        words = [word.replace("[NAME]", "[s005_A]") for word in words]
         run([*(with_folders(words, Path("data")) if "DIR" in words else words), "--workers=0", "--sample=2"])
 
     def build(self, words: list[str]) -> None:
