@@ -14,10 +14,12 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
+from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.samples.selection import Presence, chain_list
 from evodsp.data.similarity.comparison import ComparedChains
 from evodsp.data.similarity.exclusion import resembling
+from evodsp.data.similarity.pairs import identity
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
@@ -279,15 +281,15 @@ def test_what_resembles_a_list_is_not_trained_on(tmp_path: Path, capsys: pytest.
     nobody knows whether it is one."""
     (tmp_path / "alignments").mkdir()
     (tmp_path / "targets.fasta").write_text(f">t\n{LETTERS}\n")
-    for source, identity, left in (
+    for source, share, left in (
         (["1abc_A"], 0.4, ["3abc_A", "4abc_A", "5abc_A"]),
         (["1abc_A"], 0.7, ["2abc_A", "3abc_A", "4abc_A", "5abc_A"]),
         (["4abc_A"], 0.4, ["1abc_A", "2abc_A", "3abc_A"]),
         (str(tmp_path / "targets.fasta"), 0.4, ["3abc_A", "4abc_A", "5abc_A"]),
     ):
-        data = relatives(tmp_path, exclude_like=source, exclude_identity=identity)
+        data = relatives(tmp_path, exclude_like=source, exclude_identity=share)
         assert find_chains(data).train == left, source
-        said = f"left out: {5 - len(left)} alike those of data.exclude_like (more than {identity:.0%} identical)"
+        said = f"left out: {5 - len(left)} alike those of data.exclude_like (more than {share:.0%} identical)"
         assert said in capsys.readouterr().err
     unread = {"side_effect": lambda self, key: () if key == "3abc_A" else (RELATIVES[key],), "autospec": True}
     with mock.patch.object(ComparedChains, "read", **unread):
@@ -306,3 +308,32 @@ def test_complexes_that_resemble_others() -> None:
     training = {"same": (two, one), "more": (one, two, two[3:], "GG"), "half": (one, one), "none": ("WWW",)}
     assert resembling(listed, training, 0.4) == {"same": "held_out", "more": "held_out"}
     assert resembling({"peptide": ("ACD",)}, {"a": ("ACD", one), "b": (two,)}, 0.4) == {"a": "peptide"}
+
+
+def test_a_run_on_complexes_holds_out_and_excludes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches complexes that are trained on although they are scored, or although they resemble those of a list."""
+    data = DataConfig(
+        alignment_dir=str(DATA / "dimers" / "alignments"),
+        structure_dir=str(DATA / "dimers" / "mmcif_files"),
+        validation_chains=["c001"],
+        exclude_like=["c001"],
+        exclude_identity=0.35,
+    )
+    found = find_chains(data, arrangement="multimer")
+    said = capsys.readouterr().err
+    assert "data.train_chains is null: 1 of 40 are validation or test chains and left out" in said
+    assert "38 of 39 training chains; left out: 1 alike those of data.exclude_like (more than 35% identical)" in said
+    assert len(found.train) == 38
+    nearest, chains = identities("c001", {*found.train})
+    assert nearest <= 0.35, chains
+
+
+def identities(entry: str, others: set[str]) -> tuple[float, str]:
+    """The highest, over some complexes, of the lowest identity of the entry's chains with theirs."""
+    files = ComplexFiles(DATA / "dimers" / "alignments", DATA / "dimers" / "mmcif_files")
+    own = [one.sequence for one in files.assembly_of(entry).chains]
+    found = [
+        (min(max(identity(one.sequence, letters) for one in files.assembly_of(key).chains) for letters in own), key)
+        for key in sorted(others)
+    ]
+    return max(found)

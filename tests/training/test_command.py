@@ -138,8 +138,9 @@ def test_validation_in_training_scores_the_average(
     common = ["--config", str(chains / "tiny.yaml"), "--output", str(output), "--ckpt_path", "last"]
     for command in ("validate", "test"):
         assert main([command, *common]) == 0
-        said = capsys.readouterr().out
+        said, warned = capsys.readouterr()
         assert rows(said) == in_training
+        assert "warning: 1 of 1 scored chains are trained on, such as 1abc_A: their scores" in warned
         assert said.splitlines()[-1] == f"scores: {output / command}.csv"
         check_file(output / f"{command}.csv", in_training, {"validate": "validation"}.get(command, command))
 
