@@ -147,7 +147,9 @@ def _without_run(path: Path | None) -> Iterable[str]:
 
 
 def _of_run(run: Run, checkpoint: Mapping[str, Any], raw: bool) -> Iterable[str]:
-    yield from ("## Data", "", *_table("setting", _chosen(run.settings, _DATA)), "")
+    excludes = run.settings.get("data.exclude_like", "null") != "null"
+    data = _chosen(run.settings, (*_DATA, *(["data.exclude_like", "data.exclude_identity"] if excludes else [])))
+    yield from ("## Data", "", *_table("setting", data), "")
     yield from ("## Recipe", "", *_table("setting", _chosen(run.settings, _RECIPE)), "")
     steps, samples = (value if type(value := checkpoint.get(key)) is int else None for key in _COUNTS)
     if steps is not None:

@@ -19,6 +19,8 @@ data:
   validation_chains: [1abc_A, 2abc_B]
   alignment_dir: ../other/alignments
   store: null
+  exclude_like: /home/someone/validation.txt
+  exclude_identity: 0.3
 model:
   ema_decay: 0.99
   loss: {backbone_fape: 2.0, violation: 0.0}
@@ -53,6 +55,9 @@ def test_data_recipe_and_scores_are_those_of_the_run(model: AlphaFold, run: Path
     assert rows["data.train_chains"] == "train.txt"
     assert rows["data.alignment_dir"] == "alignments"
     assert rows["data.validation_chains"] == r"\['1abc_A', '2abc_B'\]"
+    assert (rows["data.exclude_like"], rows["data.exclude_identity"]) == ("validation.txt", "0.3")
+    (run / "config.yaml").write_text(CONFIG.replace("/home/someone/validation.txt", "null"))
+    assert "exclude" not in model_card("a", model, run / "checkpoints" / "best.ckpt", checkpoint)
     assert rows["init_from"] == "first.ckpt"
     assert rows["model.optimizer.schedule"] == r"cosine \| \<b\>"
     assert rows["model.loss.backbone_fape"] == "2.0"
