@@ -82,8 +82,15 @@ def _content(chains: Chains, cache: str | None) -> dict[str, Any]:
 def _by_name(chains: Chains, scored: Iterable[str]) -> dict[str, str]:
     """The scored chains that are training chains, too, each with the name that it has there."""
     name_of = chains.store.name_of
-    trained = {name_of(key): key for key in [*chains.train, *(key.removeprefix(DISTILLED) for key in chains.distilled)]}
-    return {key: trained[name] for key in scored if (name := name_of(key)) in trained}
+    wanted = {key: name_of(key) for key in scored}
+    names = {*wanted.values()}
+    trained: dict[str, str] = {}
+    for key in (*chains.train, *(key.removeprefix(DISTILLED) for key in chains.distilled)):
+        if key in names:
+            trained[key] = key
+        elif key.rpartition("_")[0] in names:  # `name_of` looks files up, so it is asked only where the names may meet
+            trained[name_of(key)] = key
+    return {key: trained[name] for key, name in wanted.items() if name in trained}
 
 
 def _by_sequence(letters: Letters, chains: Chains, scored: Iterable[str]) -> dict[str, str]:

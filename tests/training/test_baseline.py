@@ -79,6 +79,10 @@ def test_there_is_no_bar_for_chains_that_are_trained_on(
     assert (found["trained_on"], found["copies"], "lddt_ca" in found) == (same, [], False)
     warn_of_overlap(overlapping, VALIDATION, None)
     assert said in capsys.readouterr().err
+    (tmp_path / "alignments" / "4abc_A").rename(tmp_path / "alignments" / "4abc")
+    for one, other in (("4abc", "4abc_A"), ("4abc_A", "4abc")):  # two names of one chain
+        warn_of_overlap(replace(run_chains, train=[other]), [one], None)
+        assert "1 of 1 scored chains are trained on, such as 4abc" in capsys.readouterr().err
     (run,) = read_runs([tmp_path])
     assert run.baseline is None
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
