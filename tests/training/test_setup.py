@@ -30,7 +30,12 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(commands: CommandPool, chains: Path, output: Path) -> list[dict[str, Any]]:
     """What `ReportSetup` prints on each of two ranks of a run with OPTIONS."""
     words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output)]
-    words += ["--trainer.max_steps=2", "--trainer.callbacks=tests.builders.observers.ReportSetup", *OPTIONS]
+    words += [
+        "--data.train_chains=[2abc_B]",
+        "--trainer.max_steps=2",
+        "--trainer.callbacks=tests.builders.observers.ReportSetup",
+        *OPTIONS,
+    ]
     outcomes: list[Outcome] = commands.evodsp(2, *words)
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     lines = [[line for line in outcome.out.splitlines() if line.startswith("SETUP ")] for outcome in outcomes]
