@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from evodsp.errors import UserError
-from evodsp.planner.device import Device, Links
+from evodsp.planner.device import Device, Links, is_tight
 from evodsp.planner.mesh import Estimate, TracedPass, Training, estimate, memory, traced
 from evodsp.planner.program import LEAST_KEPT, LEAST_RECOMPUTED, Program
 from evodsp.printing import counted
@@ -32,6 +32,8 @@ class Comparison:
     """The fastest one that fits; None if none does."""
     alone: Estimate
     """One device, whether it fits or not: what efficiency is measured against."""
+    fewer: Estimate | None = None
+    """A mesh of fewer devices that is no slower than the best one; None if there is none."""
 
     def efficiency(self, one: Estimate) -> float:
         """Samples a second of a device, relative to one device alone."""
@@ -69,12 +71,13 @@ def compare(
     training: Training, devices: int, device: Device, links: Links, sequence: int | None = None, auto: bool = True
 ) -> Comparison:
     """Plan the possible meshes, from small sequence groups to large ones, up to the first that is slower than an earlier one
-    which fits, because larger ones only communicate more.
+    which fits, because larger ones only communicate more. Smaller groups, with which devices have nothing to do, are planned
+    likewise, on fewer devices.
 
     `auto`: each mesh recomputes only as many Evoformer blocks as its memory demands. Otherwise as the model's config says.
     """
     groups = possible(training, devices, sequence)
-    estimates: list[Estimate] = []
+    smaller = [2**k for k in range(groups[0].bit_length()) if 2**k < groups[0]] if sequence is None else []
     with _no_collection():
         # PyTorch needs its compiler's module for shapes. Imported before the fork: each process would take a second for it.
         importlib.import_module("torch._dynamo")
@@ -82,16 +85,34 @@ def compare(
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.disable) as pool:
         planned = Planned(training, device, links, auto, pool)
         of_one = planned.start(1)
-        while groups and not _slower(estimates):
-            now, groups = groups[:2], groups[2:]
-            programs = [of_one if group == 1 else planned.start(group) for group in now]
-            estimates += [
-                planned.estimate(program.result(), devices // group, group)
-                for group, program in zip(now, programs, strict=True)
-            ]
+
+        def follow(groups: list[int]) -> list[Estimate]:
+            found: list[Estimate] = []
+            while groups and not _slower(found):
+                now, groups = groups[:2], groups[2:]
+                programs = [of_one if group == 1 else planned.start(group) for group in now]
+                found += [
+                    planned.estimate(program.result(), _data_ranks(training.global_batch, devices // group), group)
+                    for group, program in zip(now, programs, strict=True)
+                ]
+            return found
+
+        estimates = follow(groups)
+        best, fewer = _fastest(estimates), _fastest(follow(smaller))
         alone = planned.estimate(of_one.result(), 1, 1)
-    best = min((one for one in estimates if one.fits), key=lambda one: (one.step_s, one.sequence), default=None)
-    return Comparison(training, device, links, estimates, best, alone)
+    if best is None or fewer is None or fewer.step_s > best.step_s:
+        fewer = None
+    return Comparison(training, device, links, estimates, best, alone, fewer)
+
+
+def _data_ranks(batch: int, most: int) -> int:
+    """The largest divisor of a batch that is at most `most`."""
+    return next(ranks for ranks in range(most, 0, -1) if batch % ranks == 0)
+
+
+def _fastest(estimates: Sequence[Estimate]) -> Estimate | None:
+    """The fastest mesh that fits, of equally fast ones that of the smallest groups."""
+    return min((one for one in estimates if one.fits), key=lambda one: (one.step_s, one.sequence), default=None)
 
 
 @contextmanager
@@ -136,7 +157,11 @@ class Planned:
             traced_pass = self._recomputing_all(data, sequence)
         elif self._searches:
             traced_pass = replace(traced_pass, program=kept_in(program, self._blocks, kept))
-        return estimate(self._training, traced_pass, kept, data, sequence, self._device, self._links)
+        planned = (
+            estimate(training, traced_pass, kept, data, sequence, self._device, self._links)
+            for training in self._training.recorded(sequence)
+        )
+        return min(planned, key=lambda one: one.step_s)
 
     @property
     def _unsearched(self) -> int:
@@ -147,13 +172,14 @@ class Planned:
         return max(0, self._blocks - recomputed)
 
     def _most_kept(self, traced_pass: TracedPass, data: int, sequence: int) -> int | None:
-        """The largest number of kept blocks that fits, from `LEAST_KEPT` to all but `LEAST_RECOMPUTED`; None if none fits."""
+        """The largest number of kept blocks that fits with `MARGIN`, from `LEAST_KEPT` to all but `LEAST_RECOMPUTED`; None if
+        none does."""
         ranks, batches = data * sequence, self._training.global_batch // data
 
         def fits(kept: int) -> bool:
             program = kept_in(traced_pass.program, self._blocks, kept)
             items = replace(traced_pass, program=program).items
-            return memory(self._training, program, items, ranks, batches).total <= self._device.usable
+            return not is_tight(memory(self._training, program, items, ranks, batches).total, self._device.usable)
 
         least, most = LEAST_KEPT, self._blocks - LEAST_RECOMPUTED
         if fits(most):  # as a rule

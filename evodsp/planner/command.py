@@ -32,7 +32,7 @@ def run(settings: PlanConfig, words: list[str]) -> int:
 
 
 def _train(settings: PlanConfig, gpus: int, device: Device, links: Links) -> int:
-    training = replace(training_of(settings), on_gpu=device.on_gpu)
+    training = training_of(settings, device.on_gpu)
     if settings.recomputation == "none":
         training = replace(
             training,

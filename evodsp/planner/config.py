@@ -58,8 +58,8 @@ class PlanConfig:
     recomputation: Literal["auto", "all", "none"] = "auto"
     """Evoformer blocks that are computed again in the backward pass: all, none, or only as many as the memory demands."""
     cuda_graphs: bool | None = None
-    """Plan for a run whose stacks of blocks are CUDA graphs, whose launches take no time of the host; null: cuda_graphs of the
-    config, or false."""
+    """Plan for a run whose stacks of blocks are CUDA graphs, whose launches take no time of the host; null: with and without,
+    and the faster is taken, unless the config has cuda_graphs: true."""
     inside: str | None = None
     """Link between the devices of a node: nvlink3, nvlink4, nvlink5, nvl72, pcie, or the path of your own file; null: the
     device's usual one."""

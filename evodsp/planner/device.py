@@ -26,6 +26,15 @@ from evodsp.reading.yaml_files import read_yaml
 _CALLED = {"str": "text", "int": "a whole number", "bool": "true or false"}
 
 
+MARGIN = 0.03
+"""The share of a device's memory that a plan leaves free where it can: a count of bytes is no measurement."""
+
+
+def is_tight(counted: int, usable: int) -> bool:
+    """Whether so many bytes leave less than `MARGIN` of those that a device has."""
+    return counted > (1 - MARGIN) * usable
+
+
 @dataclass(frozen=True)
 class Device:
     """A GPU, or one process on a CPU."""

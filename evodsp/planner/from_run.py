@@ -20,10 +20,10 @@ Precision = Literal["bf16-mixed", "32-true"]
 _FEATURES = ("crop_size", "msa_clusters", "extra_msa", "max_templates", "recycles")
 
 
-def training_of(settings: PlanConfig) -> Training:
+def training_of(settings: PlanConfig, on_gpu: bool = True) -> Training:
     """The training that is planned. Raises UserError if the config file cannot be read, or its sizes do not go together."""
     with _wrong_types(settings):
-        return _training_of(settings)
+        return _training_of(settings, on_gpu)
 
 
 def model_of(settings: PlanConfig) -> ModelConfig:
@@ -45,7 +45,7 @@ def _wrong_types(settings: PlanConfig) -> Iterator[None]:
         ) from error
 
 
-def _training_of(settings: PlanConfig) -> Training:
+def _training_of(settings: PlanConfig, on_gpu: bool) -> Training:
     content = read_run_config(settings.config)
     block = _group(content, "model")
     sizes = _group(_group(content, "data"), "train")
@@ -86,9 +86,18 @@ def _training_of(settings: PlanConfig) -> Training:
         wire=parallel.wire,
         parameters=parallel.parameters,
         plan=from_dict(CommunicationPlan, _group(content, "plan"), "plan"),
-        graphs=bool(content.get("cuda_graphs")) if settings.cuda_graphs is None else settings.cuda_graphs,
+        graphs=_graphs(settings, content),
+        on_gpu=on_gpu,
+        config=settings.config,
     )
     return dataclasses.replace(training, options=_options(training, settings.preset, content))
+
+
+def _graphs(settings: PlanConfig, content: dict[str, Any]) -> bool | None:
+    """`Training.graphs`: by the option, or else true where the config says so. Compiled blocks are not recorded."""
+    if settings.cuda_graphs is not None or content.get("compile", "none") != "none":
+        return bool(settings.cuda_graphs)
+    return True if content.get("cuda_graphs") else None
 
 
 def _parallel(settings: PlanConfig, content: dict[str, Any]) -> ParallelConfig:
@@ -129,7 +138,6 @@ def _options(training: Training, preset: str | None, content: dict[str, Any]) ->
     """`Training.options`."""
     n = training.sizes
     planned = {
-        "cuda_graphs": training.graphs,
         "global_batch": training.global_batch,
         "max_samples": training.samples,
         "model.preset": preset,
@@ -145,7 +153,6 @@ def _options(training: Training, preset: str | None, content: dict[str, Any]) ->
     model = _model(preset or _group(content, "model").get("preset"), _group(content, "model"))
     features = FeatureConfig()
     defaults = {
-        "cuda_graphs": False,
         "max_samples": Training.samples,
         "model.preset": preset and "model_1",
         "model.templates.enabled": model.templates.enabled,
@@ -158,6 +165,8 @@ def _options(training: Training, preset: str | None, content: dict[str, Any]) ->
         for name, value in planned.items()
         if value is not None and value != _written(content, name, defaults.get(name))
     }
+    if (_group(content, "trainer").get("accelerator") == "cpu") == training.on_gpu:
+        differing["trainer.accelerator"] = "gpu" if training.on_gpu else "cpu"
     return {"trainer.precision": "bf16-mixed" if training.half else "32-true", **differing}
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from evodsp.config import LossConfig, ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParameterMode, WirePrecision
 from evodsp.parallel.ledger import Kind
-from evodsp.planner.device import Device, Links
+from evodsp.planner.device import Device, Links, is_tight
 from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
 from evodsp.planner.simulate import Item, Span, Times, forward_only, replayed, segment, simulate, spans, whole
@@ -40,12 +41,21 @@ class Training:
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     samples: int = 10_000_000
     """Samples of the whole training."""
-    graphs: bool = False
-    """Whether CUDA graphs launch the operators, which costs the host nothing."""
+    graphs: bool | None = False
+    """Whether CUDA graphs launch the stacks of blocks, which costs the host nothing; None: whichever is faster."""
     on_gpu: bool = True
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of `evodsp fit` that make it this run: those that its config, or a default, gives another value, and the
     precision."""
+    config: Path | None = None
+    """The config file that they go with."""
+
+    def recorded(self, sequence: int) -> tuple[Training, ...]:
+        """This training with and without graphs, as far as that is open and `evodsp fit` has them (`check_graphs` of
+        `evodsp.training.execution`): on a GPU, with samples of one rank and whole parameters."""
+        possible = self.on_gpu and sequence == 1 and self.parameters != "fsdp2"
+        chosen = {False, possible} if self.graphs is None else {possible and self.graphs}
+        return tuple(dataclasses.replace(self, graphs=graphs) for graphs in sorted(chosen))
 
     @property
     def passes(self) -> float:
@@ -100,10 +110,17 @@ class Estimate:
     global_batch: int
     block: Times
     """The forward pass of one Evoformer block by itself."""
+    graphs: bool = False
+    """Whether CUDA graphs launch the stacks."""
 
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.usable
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, but with less room than `MARGIN`."""
+        return self.fits and is_tight(self.memory.total, self.usable)
 
     @property
     def devices(self) -> int:
@@ -200,6 +217,7 @@ def estimate(
         update_s=update_s,
         global_batch=training.global_batch,
         block=block,
+        graphs=bool(training.graphs),
     )
 
 

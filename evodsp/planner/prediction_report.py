@@ -13,7 +13,7 @@ from typing import Any
 from evodsp.config import computes_in_half
 from evodsp.errors import UserError
 from evodsp.planner.config import PlanConfig
-from evodsp.planner.device import Device, Links
+from evodsp.planner.device import Device, Links, is_tight
 from evodsp.planner.from_run import model_of
 from evodsp.planner.prediction import (
     FEWEST_CHAINS,
@@ -24,7 +24,7 @@ from evodsp.planner.prediction import (
     working_memory_of,
 )
 from evodsp.planner.program import SampleSizes
-from evodsp.planner.report import add_memory, aligned
+from evodsp.planner.report import TIGHT, add_memory, aligned
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted
 from evodsp.report.charts import Series, lines
@@ -54,6 +54,10 @@ class PredictionPlan:
     def fits(self, share: PredictionNeeds) -> bool:
         """Whether a device has the memory."""
         return share.memory.total <= self.device.usable
+
+    def tight(self, share: PredictionNeeds) -> bool:
+        """Whether it fits, but hardly."""
+        return self.fits(share) and is_tight(share.memory.total, self.device.usable)
 
     def hourly(self, share: PredictionNeeds) -> float:
         """Structures that all devices make in an hour."""
@@ -150,12 +154,13 @@ def verdict(found: PredictionPlan) -> str:
             f"{(least.memory.total - found.device.usable) / GIB:.1f} more than there are. Take more or larger devices, or "
             "fewer rows"
         )
+    hardly = TIGHT * (found.tight(fastest) or found.tight(most))
     precision = "bf16" if found.what.half else "fp32"
     soonest = f"one structure soonest: --parallel.sequence {fastest.what.ranks}, {seconds(fastest):.3g} s"
     return (
         f"with --precision {precision} of evodsp predict, "
         f"{soonest}; many structures: --parallel.sequence {most.what.ranks}, {found.hourly(most):,.0f} an hour on "
-        f"{counted(found.devices, 'device')}"
+        f"{counted(found.devices, 'device')}{hardly}"
     )
 
 
@@ -171,6 +176,7 @@ def as_json(found: PredictionPlan) -> dict[str, Any]:
             {
                 "ranks": share.what.ranks,
                 "fits": found.fits(share),
+                "tight": found.tight(share),
                 "memory": {
                     **share.memory.parts,
                     "total": share.memory.total, "usable": found.device.usable, "largest_in": share.memory.at,
@@ -196,7 +202,8 @@ def _pass(times: Times) -> dict[str, Any]:
 def page(found: PredictionPlan) -> Page:
     """The page."""
     made = Page(f"Prediction on {found.devices} x {found.device.name}", _title(found))
-    made.verdict(verdict(found), bool(found.fitting))
+    taken = [share for share in (found.fastest, found.most) if share is not None]
+    made.verdict(verdict(found), bool(taken) and not any(map(found.tight, taken)))
     made.heading("Ranks that share a structure")
     made.table(_HEADINGS, _rows(found), set(_HEADINGS) - {"fits"})
     labels = [str(share.what.ranks) for share in found.shares]
@@ -211,9 +218,10 @@ def page(found: PredictionPlan) -> Page:
                     [Series("seconds", x, [seconds(share) for share in found.shares])],
                     "ranks of a structure",
                     "seconds",
+                    "zero",
                 ),
                 "Structures an hour on all devices": lines(
-                    [Series("structures", x, hourly)], "ranks of a structure", "structures an hour"
+                    [Series("structures", x, hourly)], "ranks of a structure", "structures an hour", "zero"
                 ),
             }
         )
@@ -234,7 +242,7 @@ def _rows(found: PredictionPlan) -> Sequence[tuple[str, ...]]:
         (
             str(share.what.ranks),
             f"{share.memory.total / GIB:.1f}",
-            "yes" if found.fits(share) else "NO",
+            "tight" if found.tight(share) else "yes" if found.fits(share) else "NO",
             f"{seconds(share):.3g}",
             f"{found.hourly(share):,.0f}",
             f"{seconds(found.alone) / (seconds(share) * share.what.ranks):.0%}",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evodsp.planner.choose import Comparison
+from evodsp.planner.device import MARGIN
 from evodsp.planner.mesh import Estimate
 from evodsp.planner.simulate import Interval
 from evodsp.printing import counted
@@ -15,10 +17,11 @@ from evodsp.report.page import Page
 GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "average", "features", "activations")
 _HEADINGS = (
-    "data x sequence", "GiB", "fits", "blocks kept", "step, s", "samples/s", "efficiency", "exposed", "launch-bound",
-    "days", "GPU-hours",
+    "data x sequence", "GiB", "fits", "blocks kept", "graphs", "step, s", "samples/s", "efficiency", "exposed",
+    "launch-bound", "days", "GPU-hours",
 )  # fmt: skip
-_NUMBERS = set(_HEADINGS) - {"data x sequence", "fits", "launch-bound"}
+_NUMBERS = set(_HEADINGS) - {"data x sequence", "fits", "graphs", "launch-bound"}
+TIGHT = f"; less than {MARGIN:.0%} of the memory is free, and a run may need more"
 LAUNCH_BOUND = 0.9
 """A pass is launch-bound where launching takes at least this share of its time."""
 
@@ -28,7 +31,8 @@ def text(compared: Comparison, gpus: int) -> list[str]:
     return [
         f"{gpus} x {compared.device.name}, {_what(compared)}. Times are a model's, not measured.",
         *aligned([_HEADINGS, *(_row(one, compared) for one in compared.estimates)]),
-        verdict(compared, gpus),
+        verdict(compared),
+        *([] if compared.best is None else [command(compared.best, compared)]),
         *advice(compared),
     ]
 
@@ -39,13 +43,13 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def verdict(compared: Comparison, gpus: int) -> str:
+def verdict(compared: Comparison) -> str:
     """Which mesh to take, or what is missing."""
     best = compared.best
     if best is not None:
         return (
-            f"take {_written(options(best, compared))} ({best.data} x {best.sequence}): {best.step_s:.2f} s a step, "
-            f"{best.memory.total / GIB:.1f} of {best.usable / GIB:.1f} GiB"
+            f"take {best.data} x {best.sequence}{' with CUDA graphs' * best.graphs}: {best.step_s:.2f} s a step, "
+            f"{best.memory.total / GIB:.1f} of {best.usable / GIB:.1f} GiB{TIGHT * best.tight}"
         )
     least = min(compared.estimates, key=lambda one: one.memory.total)
     missing = (least.memory.total - least.usable) / GIB
@@ -61,13 +65,17 @@ def advice(compared: Comparison) -> list[str]:
     if best is None:
         return []
     found = []
-    if _launch_bound(best) and not compared.training.graphs:
+    if (fewer := compared.fewer) is not None:
+        found.append(
+            f"{counted(fewer.devices, 'device')} {'are' if fewer.devices > 1 else 'is'} faster and cheaper: "
+            f"{fewer.data} x {fewer.sequence}{' with CUDA graphs' * fewer.graphs} takes {fewer.step_s:.2f} s a step and "
+            f"{_gpu_hours(fewer, compared)} GPU-hours in place of {_gpu_hours(best, compared)}; plan --gpus {fewer.devices}"
+        )
+    if _launch_bound(best):
         found.append(
             f"launching the operators takes {best.one.host:.2f} of {best.one.total:.2f} s of a pass: the host is the limit, "
-            "not the GPU (plan with --cuda_graphs to see what is left without it)"
+            "not the GPU"
         )
-    if compared.training.graphs and best.sequence > 1:
-        found.append("evodsp fit has CUDA graphs for --parallel.sequence 1 only: this plan says what they would bring")
     if compared.training.on_gpu and not compared.training.half:
         found.append(
             "products are in 32-true: --precision bf16-mixed plans the same run with --trainer.precision bf16-mixed"
@@ -92,6 +100,8 @@ def as_json(compared: Comparison) -> dict[str, Any]:
         },
         "best": None if compared.best is None else [compared.best.data, compared.best.sequence],
         "options": None if compared.best is None else options(compared.best, compared),
+        "command": None if compared.best is None else command(compared.best, compared),
+        "fewer_devices": None if compared.fewer is None else _numbers(compared.fewer, compared),
         "meshes": [_numbers(one, compared) for one in compared.estimates],
     }
 
@@ -101,6 +111,8 @@ def _numbers(one: Estimate, compared: Comparison) -> dict[str, Any]:
         "data": one.data,
         "sequence": one.sequence,
         "fits": one.fits,
+        "tight": one.tight,
+        "cuda_graphs": one.graphs,
         "memory": {
             **{part: getattr(one.memory, part) for part in PARTS},
             "total": one.memory.total, "usable": one.usable, "largest_in": one.memory.at,
@@ -128,16 +140,17 @@ def _numbers(one: Estimate, compared: Comparison) -> dict[str, Any]:
 def page(compared: Comparison, gpus: int) -> Page:
     """The page."""
     made = Page(f"Plan for {gpus} x {compared.device.name}", f"{_what(compared)}. Times are a model's, not measured.")
-    made.verdict(verdict(compared, gpus), compared.best is not None)
-    for line in advice(compared):
+    best = compared.best
+    made.verdict(verdict(compared), best is not None and not best.tight)
+    for line in [*([] if best is None else [command(best, compared)]), *advice(compared)]:
         made.note(line)
-    shown = compared.best or min(compared.estimates, key=lambda one: one.memory.total)
+    shown = best or min(compared.estimates, key=lambda one: one.memory.total)
     made.figures(
         {
             "seconds a step": f"{shown.step_s:.2f}",
             "samples a second": f"{shown.samples_per_s:.1f}",
             f"days for {compared.training.samples:,} samples": _days(shown, compared),
-            "GPU-hours": f"{compared.hours(shown) * shown.devices:,.0f}",
+            "GPU-hours": _gpu_hours(shown, compared),
             "GiB a device": f"{shown.memory.total / GIB:.1f}",
             "of a pass is exposed communication": f"{shown.one.exposed / shown.one.total:.0%}",
         }
@@ -154,9 +167,13 @@ def page(compared: Comparison, gpus: int) -> Page:
                     [Series("efficiency", x, [compared.efficiency(one) for one in compared.estimates])],
                     "ranks of a sample",
                     "efficiency",
+                    "zero",
                 ),
                 "Seconds of a sample": lines(
-                    [Series("seconds", x, [one.sample_s for one in compared.estimates])], "ranks of a sample", "seconds"
+                    [Series("seconds", x, [one.sample_s for one in compared.estimates])],
+                    "ranks of a sample",
+                    "seconds",
+                    "zero",
                 ),
             }
         )
@@ -199,16 +216,21 @@ def _row(one: Estimate, compared: Comparison) -> list[str]:
     return [
         f"{one.data} x {one.sequence}",
         f"{one.memory.total / GIB:.1f}",
-        "yes" if one.fits else "NO",
+        "tight" if one.tight else "yes" if one.fits else "NO",
         f"{one.kept_blocks}/{compared.training.model.evoformer.blocks}",
+        "yes" if one.graphs else "no",
         f"{one.step_s:.2f}",
         f"{one.samples_per_s:.1f}",
         f"{compared.efficiency(one):.0%}",
         f"{one.one.exposed / one.one.total:.0%}",
         "yes" if _launch_bound(one) else "no",
         _days(one, compared),
-        f"{compared.hours(one) * one.devices:,.0f}",
+        _gpu_hours(one, compared),
     ]
+
+
+def _gpu_hours(one: Estimate, compared: Comparison) -> str:
+    return f"{compared.hours(one) * one.devices:,.0f}"
 
 
 def _days(one: Estimate, compared: Comparison) -> str:
@@ -225,14 +247,22 @@ def options(one: Estimate, compared: Comparison) -> dict[str, str]:
     blocks = compared.training.model.evoformer.blocks
     recomputed = {0: "true", blocks: "false"}.get(one.kept_blocks, str(blocks - one.kept_blocks))
     return {
+        # On one machine evodsp takes all GPUs by itself; on several the launcher says how many there are.
+        **({"trainer.devices": str(one.devices)} if one.devices <= compared.links.per_node else {}),
         "parallel.sequence": str(one.sequence),
+        "cuda_graphs": str(one.graphs).lower(),
         **compared.training.options,
         "model.evoformer.checkpoint": recomputed,
     }
 
 
-def _written(of_fit: Mapping[str, str]) -> str:
-    return " ".join(f"--{name} {value}" for name, value in of_fit.items())
+def command(one: Estimate, compared: Comparison) -> str:
+    """The command line that trains what was planned."""
+    config = compared.training.config
+    words = ["evodsp", "fit", *([] if config is None else ["--config", str(config)])]
+    return shlex.join(
+        [*words, *(word for name, value in options(one, compared).items() for word in (f"--{name}", value))]
+    )
 
 
 def _what(compared: Comparison) -> str:

@@ -224,8 +224,8 @@ def lines(
 ) -> Markup:
     """A chart of the series. Its title, which the page writes above it, is `y_label`, so that the axis needs none.
 
-    `scale` of y: linear, log, or auto (log if all values are positive and differ much). `levels`: finite values to compare the
-    series with. `moments`: places of x; those beside the series are left out.
+    `scale` of y: linear, zero (linear from 0), log, or auto (log if all values are positive and differ much). `levels`: finite
+    values to compare the series with. `moments`: places of x; those beside the series are left out.
 
     Raises ValueError if no series has a finite point, or if one has not as many x as y.
     """
@@ -234,7 +234,7 @@ def lines(
     if not drawn:
         raise ValueError("no finite point to draw")
     values = [value for _, points in drawn for point in points for value in (point.low, point.high)]
-    values += [level.value for level in levels]
+    values += [level.value for level in levels] + [0.0] * (scale == "zero")
     log = scale == "log" or (scale == "auto" and min(values) > 0 and max(values) / min(values) >= _LOG_FROM)
     ends = [point.x for _, points in drawn for point in points]
     frame = Frame(_WIDTH, 220, left=46, right=14, top=12, bottom=40)

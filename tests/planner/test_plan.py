@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shlex
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,14 @@ from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
 from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, _update_s, estimate, memory
 from evodsp.planner.prediction import PlannedPrediction, prediction_memory, prediction_times
+from evodsp.planner.prediction_report import page as prediction_page
 from evodsp.planner.prediction_report import plan_prediction, verdict
 from evodsp.planner.program import Program, Repeat, SampleSizes
+from evodsp.planner.report import page
 from evodsp.planner.simulate import Item, Span, Times
 from evodsp.run_config_file import read_run_config
+from evodsp.training.command import TrainingCLI
+from evodsp.training.execution import check_compilation, check_graphs
 
 SMALL = Training(ModelConfig.preset("small"), LossConfig(), SampleSizes(32, 16, 32), global_batch=12)
 LINKS = Links(load_link("nvlink4"), load_link("infiniband"), 8)
@@ -124,13 +130,67 @@ def test_the_fastest_mesh_that_fits_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     assert found.best is not None
     assert found.best.sequence == 4
     fake(monkeypatch, times, dict.fromkeys(times, 101))
-    assert compare(SMALL, 12, load_device("h100"), LINKS, auto=False).best is None
+    nothing = compare(SMALL, 12, load_device("h100"), LINKS, auto=False)
+    assert (nothing.best, nothing.fewer) == (None, None)
     fake(monkeypatch, times, dict.fromkeys(times, 100))
     assert [one.sequence for one in compare(SMALL, 12, load_device("h100"), LINKS, auto=False).estimates] == [1, 2]
 
 
+def test_fewer_devices_that_are_faster_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a sample on four GPUs that one GPU with CUDA graphs computes sooner, planned without a word; and advice to take
+    fewer that are slower, that do not fit, or that are more than were asked about."""
+    times = {1: 1.0, 2: 2.0, 4: 1.5, 8: 3.0}
+
+    def fewer(gpus: int, **needs: int) -> tuple[int, int] | None:
+        fake(monkeypatch, times, dict.fromkeys(times, 90) | {int(k[1:]): v for k, v in needs.items()})
+        one = compare(SMALL, gpus, load_device("h100"), LINKS, auto=False).fewer
+        return None if one is None else (one.data, one.sequence)
+
+    assert fewer(48) == (12, 1)
+    assert fewer(16) == (12, 1)  # 4 x 4 of 16, because 16 does not divide the batch
+    assert fewer(48, k1=101) is None, "12 x 2 is slower than 12 x 4"
+    assert fewer(12) is None, "one GPU a sample takes all of them"
+    times[1] = 1.6
+    assert fewer(48) is None
+
+
+def test_graphs_are_planned_where_a_run_has_them() -> None:
+    """Catches a plan without graphs of a run that would be faster with them, and one with graphs that `evodsp fit` refuses."""
+
+    def graphs(sequence: int = 1, **changes: object) -> list[bool | None]:
+        return [one.graphs for one in dataclasses.replace(SMALL, **changes).recorded(sequence)]
+
+    assert (graphs(graphs=None), graphs(graphs=True), graphs(graphs=False)) == ([False, True], [True], [False])
+    assert (graphs(2, graphs=None), graphs(2, graphs=True)) == ([False], [False])
+    assert graphs(graphs=True, parameters="fsdp2") == graphs(graphs=None, on_gpu=False) == [False]
+
+
+def test_a_plan_with_little_room_is_not_green(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a green tick for a count of bytes that is 1 % below the memory."""
+    for needs, tight in ((97, False), (98, True), (100, True), (101, False)):
+        fake(monkeypatch, {1: 1.0}, {1: needs})
+        found = compare(SMALL, 1, load_device("h100"), LINKS, sequence=1, auto=False)
+        assert found.estimates[0].tight is tight
+        if found.best is not None:
+            made = dataclasses.replace(found.best, one=Times(total=1.0), block=Times())
+            html = page(dataclasses.replace(found, estimates=[made], best=made, alone=made), 1).html()
+            assert ("less than 3% of the memory is free" in html) == tight == ("✓" not in html)
+
+
+def test_a_prediction_with_little_room_is_not_green() -> None:
+    """Catches the same in the plan of a prediction."""
+    what = PlannedPrediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
+    found = plan_prediction(what, 1, load_device("h100"), LINKS)
+    needs = found.alone.memory.total / 2**30
+    for share, tight in ((0.96, False), (0.98, True)):
+        device = dataclasses.replace(found.device, memory_gib=needs / share, fragmentation=0.0, reserved_gib=0.0)
+        html = prediction_page(dataclasses.replace(found, device=device)).html()
+        assert ("less than 3% of the memory is free" in html) == tight == ("✓" not in html)
+
+
 def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a search that ends one block too early or too late, and a mesh that recomputes although there is room."""
+    """Catches a search that ends one block too early or too late, a mesh that recomputes although there is room, and one that
+    fills the last percent of the memory although it need not."""
     blocks = 48
     training = dataclasses.replace(SMALL, model=ModelConfig.preset("model_3"))
     monkeypatch.setattr(choose, "traced", _mixed)
@@ -148,7 +208,7 @@ def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None
         found = planned._most_kept(TracedPass(_mixed(training, 1, 4), []), 1, 1)
         return 0 if found is None else found
 
-    assert [kept(gib) for gib in (0.0, 2.9, 3.0, 3.9, 4.0, 43.7, 1e6)] == [0, 0, 3, 3, 4, 43, 44]
+    assert [kept(gib / 0.97) for gib in (0.0, 2.9, 3.01, 3.9, 4.01, 43.7, 1e6)] == [0, 0, 3, 3, 4, 43, 44]
 
 
 @pytest.mark.parametrize(("setting", "kept"), [(True, 0), (False, 48), (10, 38), (60, 0)])
@@ -173,10 +233,11 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     words = [f"--{name}={value}" for name, value in sizes.items()]
     assert main(["plan", *words, "--output", str(output)]) == 0
     printed = capsys.readouterr().out
+    assert "take 2 x 1 with CUDA graphs: " in printed
     assert (
-        "take --parallel.sequence 1 --trainer.precision bf16-mixed --global_batch 4 --model.preset small "
-        "--data.train.crop_size 32 --data.train.msa_clusters 16 --data.train.extra_msa 32 "
-        "--model.evoformer.checkpoint true (2 x 1)"
+        "\nevodsp fit --trainer.devices 2 --parallel.sequence 1 --cuda_graphs true --trainer.precision bf16-mixed "
+        "--global_batch 4 --model.preset small --data.train.crop_size 32 --data.train.msa_clusters 16 "
+        "--data.train.extra_msa 32 --model.evoformer.checkpoint true\n"
     ) in printed
     assert "not measured" in printed
     numbers = json.loads(output.with_suffix(".json").read_text())
@@ -191,6 +252,49 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
         assert text in html
     assert "Time line" not in html, "a time line of one bar"
     assert "http://" not in html.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (None, ""),
+        ("trainer: {accelerator: cpu}\ndata: {train: {crop_size: null}}\ncompile: blocks", ""),
+        ("cuda_graphs: true\nparallel: {sequence: 1}", "--sequence 2"),
+        ("cuda_graphs: true\nmodel: {optimizer: {clip: batch}}", "--parameters fsdp2"),
+    ],
+)
+def test_the_command_of_a_plan_runs(
+    config: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches advice that evodsp refuses: graphs on shared samples, with compiled blocks or on a CPU, other meshes."""
+    output, made = tmp_path / "plan.html", tmp_path / "my run.yaml"
+    small = f"--gpus 2 --preset small --residues 32 --msa 16 --extra_msa 32 --global_batch 4 {words}".split()
+    if config is not None:
+        made.write_text(config)
+        small += ["--config", str(made)]
+    assert main(["plan", *small, "--output", str(output)]) == 0
+    numbers = json.loads(output.with_suffix(".json").read_text())
+    assert numbers["command"] in capsys.readouterr().out.splitlines()
+    program, fit, *options = shlex.split(numbers["command"])
+    assert (program, fit) == ("evodsp", "fit")
+    assert main([fit, *options, "--print_config"]) == 0
+    run = TrainingCLI("fit", options).settings
+    check_graphs(run.run, run.parallel, run.data, run.trainer["accelerator"] != "cpu")
+    check_compilation(run.run, run.parallel, run.plan, run.data, True)
+    data, sequence = numbers["best"]
+    assert (int(run.trainer["devices"]), run.parallel.sequence, run.run.global_batch) == (data * sequence, sequence, 4)
+    assert run.run.cuda_graphs is (numbers["meshes"][0]["cuda_graphs"]) is (sequence == 1 and not config)
+
+
+def test_the_charts_of_a_plan_begin_at_zero(tmp_path: Path) -> None:
+    """Catches an axis that begins at the smallest value, so that 10 % more looks like ten times as much."""
+    words = ["--preset", "small", "--residues", "32", "--msa", "16", "--extra_msa", "32", "--gpus", "2"]
+    for number, more in enumerate((["--global_batch", "4"], ["--predict", "true"])):
+        output = tmp_path / f"{number}.html"
+        assert main(["plan", *words, *more, "--output", str(output)]) == 0
+        charts = re.findall(r"<svg[^>]*by ranks of a.*?</svg>", output.read_text(), re.DOTALL)
+        assert len(charts) == 2
+        assert all(re.search(r'<text[^>]*text-anchor="end"[^>]*>0</text>', chart) for chart in charts)
 
 
 def test_one_mesh_is_a_table_and_its_time_line_has_both_lanes(tmp_path: Path) -> None:
@@ -369,7 +473,7 @@ def test_what_ranks_send_and_hold_is_that_of_the_config(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (changed.parameters, changed.wire, changed.graphs) == ("replicate", "same", False)
     assert changed.options == {
-        "trainer.precision": "32-true", "cuda_graphs": "false", "global_batch": "32", "model.preset": "model_3",
+        "trainer.precision": "32-true", "global_batch": "32", "model.preset": "model_3",
         "parallel.parameters": "replicate", "parallel.wire": "same", "data.train.crop_size": "100",
         "data.train.max_templates": "0",
     }  # fmt: skip
