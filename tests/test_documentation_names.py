@@ -23,6 +23,7 @@ import yaml
 
 import evodsp
 from evodsp.config import EvoformerConfig
+from evodsp.parallel.config import WHEN_TO_RAISE
 from evodsp.planner.traffic import StackSizes, inner_block
 from scripts.examples.synthetic.config import SynthesisConfig
 from tests.builders.pages import INCLUDED, PAGES, ROOT, check_make, extras, prose, run_quietly, spans, text_of
@@ -309,3 +310,29 @@ def test_the_table_of_a_block_is_what_it_communicates() -> None:
     assert sorted(written) == sorted(moved)
     assert f"Twelve collectives and {sum(moved):.0f} MiB" in page
     assert len(moved) == 12
+
+
+def test_examples_begin_with_one_gpu_a_sample() -> None:
+    """Catches an example that spreads a sample over GPUs where one GPU a sample is up to 19 times as fast, one without the
+    sentence that says when to spread it, and a second wording of that sentence."""
+    folders = (("configs", "*.yaml"), ("scripts/examples/slurm", "README.md"), ("scripts/examples/slurm", "fit.sbatch"))
+    files = [path.relative_to(ROOT).as_posix() for folder, name in folders for path in (ROOT / folder).glob(name)]
+    advised = []
+    for name in [*PAGES, *files]:
+        text = text_of(name).replace("\\\n", " ")
+        examples = re.findall(
+            r"^.*(?:evodsp fit|fit\.sbatch) .*--(?:parallel\.sequence|cuda_graphs) .*$", text, re.MULTILINE
+        )
+        if not (examples := [one for one in examples if "EVODSP_COMMAND=predict" not in one]) or name.endswith(
+            "/dimers.yaml"
+        ):
+            continue
+        advised.append(name)
+        spread = [one for one in examples if re.search(r"--parallel\.sequence (?!1\b)", one)]
+        assert all("configs/quickstart.yaml" in one for one in spread), f"{name}: {spread}"
+        said = " ".join(re.sub(r"[`#]", "", text).split())
+        assert said.lower().count(WHEN_TO_RAISE.lower()) == said.lower().count("raise parallel.sequence above") == 1, (
+            name
+        )
+    assert {"README.md", "docs/cluster.md", "docs/training.md", *files[-2:]} < set(advised)
+    assert {f"configs/{recipe}.yaml" for recipe in ("af2_initial", "af2_finetune", "multimer")} < set(advised)

@@ -22,7 +22,7 @@ from evodsp.model.frozen import check_patterns
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
-from evodsp.parallel.config import ParallelConfig
+from evodsp.parallel.config import WHEN_TO_RAISE, ParallelConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.mesh import data_ranks
 from evodsp.printing import counted
@@ -116,7 +116,31 @@ class CheckedRun:
         """Warnings before training starts, one a line."""
         rule = CountedStructures(self.settings.model.loss, self.settings.data.assumed_resolution)
         line = rule.line(self.chains.resolutions, len(self.chains.train), "training chains")
-        return [*self.chains.notes(self.folder.missing), *([] if line is None else [line])]
+        lines = (line, self._idle_gpus, self._shared_samples)
+        return [*self.chains.notes(self.folder.missing), *(line for line in lines if line is not None)]
+
+    @property
+    def _idle_gpus(self) -> str | None:
+        """The GPUs of the machine that a run on the CPU leaves alone."""
+        gpus = torch.cuda.device_count()
+        if not gpus or self.settings.trainer["accelerator"] != "cpu":
+            return None
+        mesh = f"--trainer.devices {self.ranks}" if self.ranks <= gpus else "--trainer.devices 1 --parallel.sequence 1"
+        return (
+            f"this run trains on the CPU, because trainer.accelerator is cpu, and the machine has {counted(gpus, 'GPU')}; "
+            f"add --trainer.accelerator gpu {mesh}"
+        )
+
+    @property
+    def _shared_samples(self) -> str | None:
+        """That ranks share samples although each could have one of its own."""
+        sequence, ranks, samples = self.settings.parallel.sequence, self.batching.data_ranks, self.batching.samples
+        if sequence == 1 or ranks >= samples:
+            return None
+        return (
+            f"parallel.sequence is {sequence}, so {counted(ranks, 'data rank')} {'takes' if ranks == 1 else 'take'} the "
+            f"{samples} samples of a step one after another; {WHEN_TO_RAISE}"
+        )
 
     @property
     def last_step(self) -> int:

@@ -12,6 +12,7 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig, leaves
+from evodsp.parallel.config import WHEN_TO_RAISE
 from evodsp.parallel.mesh import init_mesh
 from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI
@@ -22,6 +23,7 @@ from scripts.benchmarks.fake_ranks import fake_group
 from tests.builders.training_chains import SEQUENCES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+TURNS = f"one after another; {WHEN_TO_RAISE}"
 
 EVERY_STAGE = {
     # 1.11.3: training protocol
@@ -175,6 +177,8 @@ def test_the_recipe_is_the_same_on_every_mesh(
     for variable, value in launched.items():
         monkeypatch.setenv(variable, str(value))
     run = checked(name, tmp_path, chains, f"--parallel.sequence={sequence}")
+    said = f"parallel.sequence is {sequence}, so {ranks // sequence} data ranks take the 128 samples of a step"
+    assert f"{said} {TURNS}" in run.notes
     assert (run.ranks, run.batching.data_ranks, run.batching.accumulate) == (ranks, ranks // sequence, accumulate)
     assert run.last_step == {"af2_initial": 78_125, "af2_finetune": 11_719, "af2_finetune_ptm": 11_719}[name]
     config, batch, step = run.settings.model.optimizer, run.batching.samples, 40_000 // 128
@@ -187,6 +191,32 @@ def test_the_recipe_is_the_same_on_every_mesh(
             assert (mesh.data, mesh.data_rank) == (ranks // sequence, rank // sequence)
             world = Mock(spec=World, data_ranks=mesh.data, data_rank=mesh.data_rank, reads=True)
         assert samples_of_a_step(run, world, step) == list(whole[rank // sequence :: ranks // sequence])
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "said"),
+    [
+        ((), 0, []),
+        ((), 4, ["and the machine has 4 GPUs; add --trainer.accelerator gpu --trainer.devices 1"]),
+        (("--parallel.sequence=2",), 2, ["add --trainer.accelerator gpu --trainer.devices 2"]),
+        (("--parallel.sequence=2",), 1, ["has 1 GPU; add --trainer.accelerator gpu --trainer.devices 1 --parallel.sequence 1"]),
+        (("--parallel.sequence=2", "--global_batch=4"), 0, [f"1 data rank takes the 4 samples of a step {TURNS}"]),
+        (("--trainer.accelerator=gpu", "--trainer.devices=1"), 4, []),
+        (("--trainer.accelerator=gpu", "--trainer.devices=4", "--parallel.sequence=2", "--global_batch=2"), 4, []),
+    ],
+)  # fmt: skip
+def test_a_run_says_what_makes_it_slow(
+    options: tuple[str, ...], gpus: int, said: list[str], chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a config for CPUs that leaves the GPUs of a machine alone in silence, ranks that share samples one after another,
+    and such a line about the demonstration on two ranks, or about a run that uses its ranks well."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
+    lists = {name: ["1abc_A"] for name in ("train_chains", "validation_chains")}
+    settings = settings_of("quickstart", tmp_path, f"--output={tmp_path}/run", *options, **folders, **lists)
+    notes = [note for note in check_run("fit", settings).notes if "resolution" not in note]
+    assert len(notes) == len(said)
+    assert all(note.endswith(end) for note, end in zip(notes, said, strict=True)), notes
 
 
 def samples_of_a_step(run: CheckedRun, world: World, step: int) -> list[int]:
