@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,15 +80,24 @@ def write_rows(rows: Sequence[DataclassInstance], path: Path, kind: type[Datacla
     ]
     if path.suffix not in (".csv", ".json"):
         raise UserError(f"{path}: scores can be written as .csv or .json, not as '{path.suffix}'; rename it")
-    text = json.dumps(values, indent=2) + "\n" if path.suffix == ".json" else _csv(values, kind)
-    write_text(path, text)
+    columns = [field.name for field in dataclasses.fields(kind)]
+    write_text(path, json.dumps(values, indent=2) + "\n" if path.suffix == ".json" else csv_text(columns, values))
 
 
-def _csv(values: Sequence[Mapping[str, object]], kind: type[DataclassInstance]) -> str:
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
+    """A table as CSV: every table that evodsp writes. A text that a spreadsheet would compute, such as the name `=2+3`, begins
+    with an apostrophe, which says that it is text."""
     file = io.StringIO()
-    writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(kind)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(
-        {name: printable(value) if isinstance(value, str) else value for name, value in row.items()} for row in values
-    )
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerows([map(_csv_cell, columns), *(map(_csv_cell, map(row.get, columns)) for row in rows)])
     return file.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return f"'{printable(value)}" if value.startswith(_COMPUTED) else printable(value)
+
+
+_COMPUTED = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet computes."""

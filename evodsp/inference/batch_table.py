@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterator
 from pathlib import Path
 
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.inference.results import read_plddt, read_with_ranking, result_folders
+from evodsp.score_tables import csv_text
 
 TABLE, BESIDE_TABLE = "predictions.csv", "predictions_evodsp.csv"
 _COLUMNS = ("target", "rank", "model", "seed", "residues", "mean_plddt", "ptm", "iptm", "structure")
@@ -20,11 +19,7 @@ def write_batch_table(output: Path) -> Path:
 
     A predictions.csv that evodsp has not written is the user's: the table is then predictions_evodsp.csv.
     """
-    file = io.StringIO()
-    table = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-    table.writeheader()
-    table.writerows(_rows(output))
-    path, text = output / TABLE, file.getvalue()
+    path, text = output / TABLE, csv_text(_COLUMNS, _rows(output))
     if path.is_file():
         there = path.read_text(encoding="utf-8", errors="replace")
         if there == text:

@@ -31,6 +31,16 @@ class RankAddress:
     port: int
     hosts_store: bool
     """Whether this process has to create the store."""
+    told_by: str = "WORLD_SIZE"
+    """The variable that tells the number of ranks."""
+
+    @property
+    def hint(self) -> str:
+        """What to do if the others do not come."""
+        alone = (
+            f" (in an interactive step, `srun --pty`, only task 0 runs: unset {self.told_by} to train in one process)"
+        )
+        return f"check that all of them were started{alone if self.told_by.startswith('SLURM') else ''}"
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,7 @@ class Starter:
             # All ranks must derive the same port, and two runs on one machine should get different ones.
             _number(environment, "MASTER_PORT") if port else 15000 + zlib.crc32(".".join(job).encode()) % 15000,
             hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            told_by=self.ranks,
         )
 
 

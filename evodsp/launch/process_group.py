@@ -38,6 +38,9 @@ rank reads an alignment or saves a checkpoint, and short enough not to waste a s
 MEETING_S = 600.0
 """How long ranks wait for each other at the start; some machines boot or import more slowly than others."""
 
+_SAID_S = 5.0
+"""After this time rank 0 says for whom it waits."""
+
 # Within this time a launcher names a dead rank and ends the others.
 _GRACE_S = 5.0
 _POLL_S = 0.02
@@ -114,18 +117,21 @@ def _fresh_part(store: dist.Store, here: RankAddress, timeout_s: float) -> str:
         store.add(f"arrived/{name}", 1)
         return name
     answered = dict[int, str]()
-    deadline = time.monotonic() + timeout_s
+    begun, told = time.monotonic(), False
     while store.add(f"arrived/{mine}", 0) < here.ranks - 1:
         # The request may be left over from an earlier attempt, so each rank is answered again when its request changes.
         for rank in range(1, here.ranks):
             if store.check([f"asks/{rank}"]) and (asked := _drawn(store, f"asks/{rank}")) != answered.get(rank):
                 store.set(f"answer/{asked}", mine)
                 answered[rank] = asked
-        if time.monotonic() > deadline:
-            missing = ", ".join(str(rank) for rank in range(1, here.ranks) if rank not in answered)
+        waited = time.monotonic() - begun
+        missing = ", ".join(str(rank) for rank in range(1, here.ranks) if rank not in answered) or "unknown"
+        if waited > _SAID_S and not told:
+            told = True
+            tell(f"evodsp: rank 0 waits for rank {missing} of {here.ranks}, as {here.told_by} says; {here.hint}")
+        if waited > timeout_s:
             raise UserError(
-                f"of {here.ranks} ranks, rank {missing or 'unknown'} did not arrive within {timeout_s:g} s; "
-                "check that all of them were started"
+                f"of {here.ranks} ranks ({here.told_by}), rank {missing} did not arrive within {timeout_s:g} s; {here.hint}"
             )
         time.sleep(_POLL_S)
     return mine

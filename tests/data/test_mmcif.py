@@ -248,6 +248,20 @@ def test_confidence_of_a_chain_that_is_not_there(tmp_path: Path):
         read_confidence(path, "Q")
 
 
+def test_coordinates_are_within_reach(tmp_path: Path):
+    """Catches a coordinate of 1e8 Å, which float32 holds to 8 Å, in a sample or a template."""
+    path = tmp_path / "a.cif"
+    for x, refused in ((99_999, False), (-1e8, True), (1e8, True)):
+        path.write_text(entry({"A": "1:GLY"}, [atom("CA", "GLY", 1, x)]))
+        if not refused:
+            assert x_of(read_chain(path, "A"), 0, "CA") == pytest.approx(x, abs=0.01)
+            continue
+        with pytest.raises(
+            UserError, match=r"a\.cif: atom GLY 1 CA is at 1e\+08 Å, but coordinates reach at most 100,000 Å"
+        ):
+            read_chain(path, "A")
+
+
 def test_messages_quote_little_of_a_file(tmp_path: Path):
     """Catches a message as long as the broken value that it names."""
     path = tmp_path / "a.cif"

@@ -5,9 +5,13 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from evodsp.inference.batch_table import write_batch_table
+import pytest
+
+from evodsp.inference import batch_table
+from evodsp.inference.batch_table import _COLUMNS, write_batch_table
 from evodsp.inference.predict import predict
 from evodsp.inference.results import RANKING, result_folders
+from evodsp.score_tables import ChainScores, write_rows
 from tests.builders.prediction import silent
 
 from .conftest import Workplace
@@ -27,6 +31,25 @@ def test_each_prediction_has_a_line(workplace: Workplace) -> None:
         assert (output / first["structure"]) == result.structure()
         assert {first["seed"], second["seed"]} == {"0", "1"}
     assert [row["residues"] for row in rows[::2]] == ["22", "10"]
+
+
+def test_names_that_a_spreadsheet_computes_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a record `=2+3` that a spreadsheet shows as 5, in predictions.csv and in the tables of scores, and a number
+    below 0 that is turned into a text."""
+    names = ["=2+3", "+1+1", "-1", "@SUM(1)", "\t=1", "\r=1", "a=1"]
+    row = dict.fromkeys(_COLUMNS, -1.5)
+    monkeypatch.setattr(batch_table, "_rows", lambda _: [row | {"target": name} for name in names])
+    scores = [ChainScores(name, "=test", 1, 1, -1.5, 0.0, 0.0, 0.0, 0.0) for name in names]
+    write_rows(scores, tmp_path / "scores.csv", ChainScores)
+    tables = {write_batch_table(tmp_path): ("target", "mean_plddt"), tmp_path / "scores.csv": ("chain", "plddt")}
+    for path, (name, number) in tables.items():
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        found = [row[name] for row in rows]
+        assert all(text.startswith("'") for text in found[:-1])
+        assert [found[0], found[-1]] == ["'=2+3", "a=1"]
+        assert {row[number] for row in rows} == {"-1.5"}
+    assert rows[0]["split"] == "'=test"
 
 
 def test_a_users_own_table_stays(workplace: Workplace) -> None:

@@ -127,7 +127,27 @@ def test_a_rank_that_never_comes_is_named() -> None:
         RANK=0, WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
     )  # fmt: skip
     _, error = process.communicate(timeout=60)
-    assert "of 3 ranks, rank 1, 2 did not arrive within 2 s" in error
+    assert "of 3 ranks (WORLD_SIZE), rank 1, 2 did not arrive within 2 s" in error
+
+
+def test_an_interactive_step_says_that_its_tasks_wait() -> None:
+    """Catches the shell of `srun -n 4 --pty`, whose other tasks have ended, in which evodsp says nothing for ten minutes."""
+    variables = {
+        "JOB_ID": 77,
+        "STEP_ID": 0,
+        "STEP_NUM_TASKS": 4,
+        "PROCID": 0,
+        "LOCALID": 0,
+        "STEP_NODELIST": "localhost",
+    }
+    process = begin(
+        [sys.executable, "-c", "from evodsp.launch.process_group import start; start('gloo', meeting_s=9.0)"],
+        MASTER_PORT=free_port(), **{f"SLURM_{name}": value for name, value in variables.items()},
+    )  # fmt: skip
+    _, error = process.communicate(timeout=60)
+    first = error.splitlines()[0]
+    assert first.startswith("evodsp: rank 0 waits for rank 1, 2, 3 of 4, as SLURM_STEP_NUM_TASKS says; ")
+    assert "unset SLURM_STEP_NUM_TASKS" in first
 
 
 def test_sigterm_to_the_launcher_ends_its_ranks() -> None:

@@ -48,7 +48,7 @@ def test_hostile_files_are_one_line(name: str, tmp_path: Path) -> None:
     text, message = HOSTILE[name]
     (path := tmp_path / "x.yaml").write_text(text)
     start = time.process_time()
-    for read in (read_yaml, read_run_config):
+    for read in (read_yaml, read_run_config, compose_yaml):
         with pytest.raises(
             UserError, match=rf"x\.yaml{message}" if message[0] == ":" else rf"x\.yaml.*{message}"
         ) as error:

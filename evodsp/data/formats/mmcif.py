@@ -40,6 +40,8 @@ from evodsp.reading.text_files import read_bytes
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
 _CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
 _RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+_FARTHEST = 100_000
+"""Å. Farther out float32 does not hold hundredths of an Å, and no assembly is so large."""
 _LARGEST = 1e9
 _MOST_DIGITS = 9
 
@@ -301,7 +303,16 @@ class _Entry:
         slots, best = _first_of_each(residue[known] * 37 + _ATOM_INDICES[found[known]], occupancy[known])
         chosen = rows[known[best]]
         positions, mask = np.zeros((length * 37, 3), np.float32), np.zeros(length * 37, np.float32)
-        positions[slots] = np.stack([self.numbers(f"Cartn_{axis}", chosen) for axis in "xyz"], axis=-1)
+        placed = np.stack([self.numbers(f"Cartn_{axis}", chosen) for axis in "xyz"], axis=-1)
+        if (far := np.flatnonzero(np.abs(placed).max(axis=-1, initial=0) > _FARTHEST)).size:
+            row = chosen[far[:1]]
+            tags = ("label_comp_id", "auth_seq_id", "label_atom_id")
+            place = " ".join(str(self.column(tag, row, "?")[0]) for tag in tags)
+            message = (
+                f"atom {place} is at {np.abs(placed[far[0]]).max():g} Å, but coordinates reach at most {_FARTHEST:,} Å"
+            )
+            raise FileFormatError(self.path, f"{message}; correct the file, or leave the chain out")
+        positions[slots] = placed
         mask[slots] = 1.0
         return positions.reshape(length, 37, 3), mask.reshape(length, 37)
 
