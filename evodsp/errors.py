@@ -25,6 +25,10 @@ class UserError(Exception):
         super().__init__(one_line(" ".join(message.splitlines())))
 
 
+class MachineError(UserError):
+    """The machine lacks something that every file needs: a run ends, and leaves no chain out."""
+
+
 class SettingError(UserError):
     """A setting with a wrong value. `key` is its dotted name, such as 'model.evoformer.blocks'."""
 

@@ -25,7 +25,7 @@ from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
-from evodsp.errors import UserError
+from evodsp.errors import MachineError, UserError
 from evodsp.reading.quoting import shown
 
 Result = TypeVar("Result")
@@ -127,7 +127,12 @@ class Pool(Generic[Result]):
         ours, theirs = self._context.Pipe()
         lifeline, held = self._context.Pipe(duplex=False)
         process = self._context.Process(target=_work, args=(theirs, lifeline, self._function), daemon=True)
-        process.start()
+        try:
+            process.start()
+        except (EOFError, ConnectionError) as error:
+            raise MachineError(
+                "the process that starts workers was killed (out of memory?); start again, or take fewer workers"
+            ) from error
         theirs.close()
         lifeline.close()
         return _Worker(process, ours, held)
@@ -252,7 +257,7 @@ def _outcome(function: Callable[..., Any], job: tuple[Any, ...]) -> tuple[str, A
     try:
         return "result", function(*job)
     except UserError as error:
-        return "mistake", UserError(str(error))
+        return "mistake", (MachineError if isinstance(error, MachineError) else UserError)(str(error))
     except OSError as error:
         plain = (error.errno, error.strerror, error.filename) if error.errno else (str(error),)
         return "mistake", OSError(*plain)

@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 
 from evodsp.data.samples.dataset import RecordDataset, Sample, collate
 from evodsp.data.samples.sample_pool import SampleMaker
-from evodsp.errors import UserError
+from evodsp.errors import MachineError, UserError
 from evodsp.features.batch import with_features
 from evodsp.printing import logger
 from evodsp.training.quarantine import FailedChain, Quarantine
@@ -198,8 +198,8 @@ class TrainingLoader:
             request = self._requests[index] = _Request(key, maker.submit(index, key))
         while True:
             if request.future.done() and (error := request.future.exception()) is not None:
-                if not isinstance(error, UserError):
-                    raise error  # a bug must not pass for a bad chain
+                if not isinstance(error, UserError) or isinstance(error, MachineError):
+                    raise error  # neither a bug nor a full machine must pass for a bad chain
                 request.failed[request.key] = str(error)
                 if len(request.failed) > self.quarantine.room:
                     return request  # the run is about to end: do not try every chain of a disk that is gone
@@ -289,6 +289,8 @@ class WholeChainLoader:
             requests += [self.maker.submit(i, self.samples.key_of(i)) for i in self.share[len(requests) : place + 2]]
             try:
                 yield collate([{**requests[place].result(), "sample_index": torch.tensor(index)}])
+            except MachineError:
+                raise
             except UserError as error:
                 yield error
             requests[place] = Future()  # drops the sample

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,10 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.pool import Pool, _work
+from evodsp.data.pool import Pool, _outcome, _work
 from evodsp.data.samples.dataset import ChainDataset
 from evodsp.data.samples.sample_pool import SamplePool, _packed, layout_of, pack, packed_bytes, unpack
-from evodsp.errors import FileFormatError, UserError
+from evodsp.errors import FileFormatError, MachineError, UserError
 from tests.builders.chains import MemoryStore
 
 
@@ -168,6 +169,31 @@ def test_workers_that_cannot_start_are_an_error(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="workers end before they begin"):
         pool.submit(0, "good").result(timeout=120)
     pool.close()
+
+
+def test_a_killed_server_of_workers_is_one_line() -> None:
+    """Catches `EOFError: unexpected EOF` with a traceback where the process that starts workers was killed."""
+
+    class Killed(ForkServerContext.Process):  # type: ignore[misc, name-defined]
+        def start(self) -> None:
+            raise EOFError("unexpected EOF")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ForkServerContext, "Process", Killed)
+        with pytest.raises(MachineError, match="the process that starts workers was killed"):
+            SamplePool(Planted(), 1)
+
+
+def test_full_shared_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches torch's traceback in a container with 64 MB of shared memory, and a chain that is left out because of it."""
+
+    def full(self: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    kind, error = _outcome(partial(_packed, Planted()), (0, "good"))
+    assert (kind, type(error)) == ("mistake", MachineError)
+    assert re.search(r"/dev/shm.* --shm-size 8g.*--data.num_workers 0", str(error))
 
 
 def test_a_packed_sample_is_the_sample() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from evodsp.data.pool import Pool
 from evodsp.data.samples.dataset import RecordDataset, Sample
-from evodsp.errors import UserError
+from evodsp.errors import MachineError, UserError
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 """Names, types and shapes of tensors, in the order in which they lie in the memory."""
@@ -117,7 +117,14 @@ def _packed(samples: RecordDataset, index: int, key: str) -> tuple[Any, torch.Te
     torch.set_num_threads(1)
     sample = samples.make(index, key)
     layout = layout_of(sample)
-    memory = torch.empty(packed_bytes(layout), dtype=torch.uint8).share_memory_()
+    memory = torch.empty(size := packed_bytes(layout), dtype=torch.uint8)
+    try:
+        memory = memory.share_memory_()
+    except RuntimeError as error:  # torch's words for no room
+        raise MachineError(
+            f"/dev/shm, the shared memory, has no room for a sample of {size / 2**20:,.1f} MiB; make room there (in "
+            "a container: --ipc host or --shm-size 8g), or read samples without workers: --data.num_workers 0"
+        ) from error
     pack(sample, memory)
     return layout, memory
 
