@@ -6,8 +6,10 @@ named, and the others go on (`evodsp.inference.failures`).
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +36,8 @@ from evodsp.inference.relaxation import missing_relaxations, relax_prediction
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
 from evodsp.inference.run_log import Report
 from evodsp.inference.seeds import Finished, predict_seeds
-from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first
+from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first
+from evodsp.lock import holder, lock
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels, use_memory
@@ -77,6 +80,42 @@ def predict_records(
     if inputs.targets:
         for failure in failures:
             report(f"failed: {failure.reason}")
+    with ExitStack() as held:
+        if inputs.targets:
+            names = {target.query.name for target in inputs.targets}
+            on_first(lambda: held.enter_context(_alone(config.output, names, report)), everyone)
+        return _predict_targets(inputs, failures, config, device, report, group, groups)
+
+
+@contextmanager
+def _alone(output: Path, names: Collection[str], report: Report) -> Iterator[None]:
+    """Hold the lock of these records in the output folder: two runs would remove each other's unfinished files. A run of other
+    records goes on beside this one, and is named. Folders that were made for the lock and hold nothing else are removed."""
+    created = [folder for folder in (output, *output.parents) if not folder.exists()]
+    same = output / f".predict-{hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:16]}.lock"
+    try:
+        with lock(same, output, "predicts the same records there"):
+            for other in sorted(output.glob(".predict-*.lock")):
+                if other != same and (by := holder(other)) is not None:
+                    report(f"{by} predicts into {output} too; its records must be others")
+            yield
+    finally:
+        for folder in created:
+            with suppress(OSError):  # it is used
+                folder.rmdir()
+
+
+def _predict_targets(
+    inputs: RunInputs,
+    failures: list[RecordFailure],
+    config: PredictConfig,
+    device: torch.device,
+    report: Report,
+    group: Group | None,
+    groups: Groups | None,
+) -> Outcome:
+    """Predict the targets with all models, and write what is about all of them. `failures`: those of the inputs."""
+    everyone = group if groups is None else groups.everyone
     names = {target.query.name for target in inputs.targets}  # other runs may be writing other records here
     from_first(partial(remove_partial, config.output, names), everyone)
     results: dict[str, PredictionResult] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from evodsp.inference import jobs, results, seeds, target_msas
 from evodsp.inference import predict as module
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
-from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.predict import _alone, predict, predict_records
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
@@ -459,3 +460,20 @@ def test_naming_a_gpu_does_not_touch_it(monkeypatch):
         assert device_of(name).type == "cuda"
     with pytest.raises(UserError, match="'cuda:2', which PyTorch cannot use"):
         device_of("cuda:2")
+
+
+def test_a_second_run_says_that_the_first_is_at_work(workplace: Workplace) -> None:
+    """Catches two runs of one command, each of which removes what the other has not finished, and a run of other records in the
+    same folder that is refused, or that says nothing of the first."""
+    output, said = workplace.config.output, list[str]()
+    with _alone(output, {"alpha_A", "beta_A"}, said.append):
+        with pytest.raises(
+            UserError, match=rf"--output {output}: process {os.getpid()} on .* predicts the same records there; "
+        ):
+            predict(workplace.config, silent)
+        with _alone(output, {"gamma_A"}, said.append):
+            pass
+    assert [line.rpartition(" predicts ")[2] for line in said] == [f"into {output} too; its records must be others"]
+    assert not output.exists()
+    predict(workplace.config, silent)
+    assert not list(output.glob(".predict*"))
