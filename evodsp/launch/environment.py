@@ -11,7 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from evodsp.errors import UserError
 
@@ -31,7 +31,7 @@ class RankAddress:
     port: int
     hosts_store: bool
     """Whether this process has to create the store."""
-    told_by: str = field(default="WORLD_SIZE", compare=False)
+    told_by: str = "WORLD_SIZE"
     """The variable that tells the number of ranks."""
 
     @property

@@ -109,7 +109,7 @@ def test_mpirun_of_mpich(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="does not tell its ranks where they meet: set MASTER_PORT for all of them"):
         place()
     given(monkeypatch, MASTER_PORT=29511)
-    assert place() == RankAddress(1, 2, 1, "localhost", 29511, hosts_store=False)
+    assert place() == RankAddress(1, 2, 1, "localhost", 29511, hosts_store=False, told_by="PMI_SIZE")
 
 
 def test_mpirun_on_several_machines_is_told_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_mpirun_on_several_machines_is_told_where_ranks_meet(monkeypatch: pytest
     with pytest.raises(UserError, match=r"mpirun of Open MPI does not tell .* set MASTER_ADDR for all"):
         place()
     given(monkeypatch, MASTER_ADDR="gpu003", MASTER_PORT=29500)
-    assert place() == RankAddress(1, 4, 1, "gpu003", 29500, hosts_store=False)
+    assert place() == RankAddress(1, 4, 1, "gpu003", 29500, hosts_store=False, told_by="OMPI_COMM_WORLD_SIZE")
 
 
 @pytest.mark.parametrize("ranks", ["OMPI_COMM_WORLD", "PMI"])
