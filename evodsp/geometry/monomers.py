@@ -6,17 +6,11 @@ searches were made with it: pyroglutamate (PCA) is E, D-amino acids are their L 
 
 from __future__ import annotations
 
-import csv
-from importlib import resources
+from evodsp.geometry.residues import read_table
 
-
-def _read() -> dict[str, str]:
-    table = resources.files("evodsp.geometry") / "tables" / "monomer_letters.csv"
-    lines = (line for line in table.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    return {name: row["letter"] for row in csv.DictReader(lines) for name in row["names"].split()}
-
-
-MONOMER_LETTERS: dict[str, str] = _read()
+MONOMER_LETTERS: dict[str, str] = {
+    name: row["letter"] for row in read_table("monomer_letters.csv") for name in row["names"].split()
+}
 """Letter of each monomer's name (upper case) that has one."""
 
 

@@ -35,15 +35,15 @@ _RESTYPE_NUMBER = {residue_name(letter): number for letter, number in RESTYPE_OR
 _TYPES, _ATOM14, _ATOM37, _GROUPS, _CHIS = LETTERS_WITH_X, 14, len(ATOM_TYPES), 8, 4
 
 
-def _read_table(name: str) -> list[dict[str, str]]:
+def read_table(name: str) -> list[dict[str, str]]:
     """Rows of a packaged table; lines that begin with # are comments."""
     text = (resources.files("evodsp.geometry") / "tables" / name).read_text(encoding="utf-8")
     return list(csv.DictReader(line for line in text.splitlines() if not line.startswith("#")))
 
 
-_ATOMS = _read_table("rigid_group_atoms.csv")
-_CHI_ANGLES = _read_table("chi_angles.csv")
-_AMBIGUOUS = _read_table("ambiguous_atoms.csv")
+_ATOMS = read_table("rigid_group_atoms.csv")
+_CHI_ANGLES = read_table("chi_angles.csv")
+_AMBIGUOUS = read_table("ambiguous_atoms.csv")
 
 
 def _atom14_names() -> dict[str, tuple[str, ...]]:
@@ -195,9 +195,9 @@ def _distance_bounds() -> tuple[Float32[np.ndarray, "21 14 14"], Float32[np.ndar
     }
     bonds = {
         (row["residue"], frozenset((row["atom1"], row["atom2"]))): (float(row["length"]), float(row["deviation"]))
-        for row in _read_table("bond_lengths.csv")
+        for row in read_table("bond_lengths.csv")
     }
-    angles = _read_table("bond_angles.csv")
+    angles = read_table("bond_angles.csv")
     first, second = (
         np.array([bonds[row["residue"], frozenset((row["atom2"], row[end]))] for row in angles]).T
         for end in ("atom1", "atom3")

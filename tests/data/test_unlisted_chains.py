@@ -209,15 +209,15 @@ def test_two_monomers_at_one_place(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize(("listed", "atoms"), [("PRO", [False, True]), ("SER", [True, False]), ("TYR", [False, True])])
 def test_two_monomers_where_seqres_lists_one(tmp_path: Path, listed: str, atoms: list[bool]) -> None:
-    """Catches atoms of two monomers in one residue of a PDB file, and a sequence that is not that of SEQRES."""
+    """Catches atoms of two monomers in one residue of a PDB file, and a letter that is not that of the residue's atoms."""
     (tmp_path / "a.pdb").write_text(pdb_text([*SEEN_TWICE, "TER"], f"SEQRES   1 A    3  GLY {listed} ALA\n"))
     found = read_chain(tmp_path / "a.pdb", "A")
-    assert found.sequence == {"PRO": "GPA", "SER": "GSA", "TYR": "GYA"}[listed]
+    assert found.sequence == {"PRO": "GPA", "SER": "GSA", "TYR": "GPA"}[listed]
     assert [bool(found.mask[1, ATOM_ORDER[name]]) for name in ("OG", "CG")] == atoms
 
 
 def test_of_two_polymers_under_one_author_id_the_longer(tmp_path: Path) -> None:
-    """Catches the first, or the last, of two polymers taken that have the same author chain id."""
+    """Catches the first, or the last, of two polymers of one author chain id taken, and the other lost in silence."""
     second = {"label_asym_id": "B", "auth_asym_id": "A"}
     atoms = [atom("CA", "GLY", 1, 1), atom("CA", "TRP", 1, 2, **second), atom("CA", "LYS", 3, 3, **second)]
     for names in ({"A": "1:GLY 2:SER", "B": "1:TRP 2:SER 3:LYS"}, {"B": "1:TRP 2:SER 3:LYS", "A": "1:GLY 2:SER"}):
@@ -225,7 +225,9 @@ def test_of_two_polymers_under_one_author_id_the_longer(tmp_path: Path) -> None:
         assert sequences(read_structure(tmp_path / "a.cif").chains) == {"A": "WSK"}
     longer_first = [atom("CA", "TRP", 1, 2), atom("CA", "LYS", 3, 3), atom("CA", "GLY", 1, 1, **second)]
     (tmp_path / "a.cif").write_text(entry({"A": "1:TRP 2:SER 3:LYS", "B": "1:GLY 2:SER"}, longer_first))
-    assert sequences(read_structure(tmp_path / "a.cif").chains) == {"A": "WSK"}
+    found = read_structure(tmp_path / "a.cif").chains
+    assert sequences(found) == {"A": "WSK"}
+    assert found["A"].notes == ("two polymers are chain 'A', and the longer one is read: label_asym_id A, not B",)
 
 
 def test_missing_occupancy_is_one(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from gemmi import cif
 from jaxtyping import Float64
 
-from evodsp.data.formats.structure_block import rows_of
+from evodsp.data.formats.cif_values import rows_of
 from evodsp.errors import FileFormatError, nearest
 from evodsp.reading.quoting import LONGEST_REASON, quoted, shown
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -26,8 +25,11 @@ from gemmi import cif
 from jaxtyping import Bool, Float32, Float64, Int64
 
 from evodsp.data.formats.assemblies import IDENTITY, Motion, copies_in, has_assemblies
-from evodsp.data.formats.structure_block import block_without_atoms, is_pdb, read_block, rows_of, unquoted, values_of
-from evodsp.data.formats.unlisted_chains import is_amino_acid
+from evodsp.data.formats.cif_values import rows_of, unquoted, values_of
+from evodsp.data.formats.completed_chains import some
+from evodsp.data.formats.forcefield_names import HEAVY_ATOMS, is_heavy, letters_of
+from evodsp.data.formats.listed_sequences import MOST_DIFFERENT, sequences_of_chains, sequences_of_entities
+from evodsp.data.formats.structure_block import block_without_atoms, is_pdb, read_block
 from evodsp.data.records import Assembly, Chain, Structure
 from evodsp.data.sources.layout import entry_of
 from evodsp.errors import FileFormatError, UserError, nearest
@@ -43,7 +45,8 @@ _RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_r
 _FARTHEST = 100_000
 """Å. Farther out float32 does not hold hundredths of an Å, and no assembly is so large."""
 _LARGEST = 1e9
-_MOST_DIGITS = 9
+_SAME_PLACE, _REACH = 2.0, 12.0
+"""Longest distance in Å between two locations of one residue's CA, and of any of its atoms."""
 
 
 def read_structure(path: str | Path) -> Structure:
@@ -136,7 +139,7 @@ def read_header(path: str | Path) -> Header:
         return Header(whole.resolution, whole.release_date, sequences, {})
     monomers = {
         entity: _letters([names[0] for _, names in sorted(of_number.items())])
-        for entity, of_number in _monomers(path, block).items()
+        for entity, of_number in sequences_of_entities(path, block).items()
     }
     found: dict[str, str] = {}
     entities: dict[str, str] = {}
@@ -165,13 +168,14 @@ class _Entry:
     rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
     notes: dict[str, tuple[str, ...]]  # author chain id -> remarks for the user on its residues
     breaks: Mapping[str, tuple[int, ...]]  # author chain id -> see `Chain.breaks`
+    unlisted: Mapping[str, tuple[str, ...]]  # author chain id -> residues that the listed sequence does not have
 
     @classmethod
     def read(cls, path: str | Path) -> _Entry:
         completed = read_block(path)
         block = completed.block
-        seqres = _protein_sequences(path, block)
-        asym_of_chain, rows_of_asym = _chain_rows(block, seqres)
+        seqres = sequences_of_chains(path, block)
+        asym_of_chain, rows_of_asym, shorter = _chain_rows(block, seqres)
         if not asym_of_chain:
             raise FileFormatError(path, "no protein chain with coordinates; use an entry that holds a protein")
         return cls(
@@ -184,8 +188,9 @@ class _Entry:
             seqres=seqres,
             asym_of_chain=asym_of_chain,
             rows_of_asym=rows_of_asym,
-            notes=_notes(path, completed.notes, asym_of_chain),
+            notes=_notes(path, (*completed.notes, *shorter), asym_of_chain),
             breaks=completed.breaks,
+            unlisted=completed.unlisted,
         )
 
     def name_of(self, chain_id: str) -> str:
@@ -258,9 +263,14 @@ class _Entry:
         rows, residue, names, occupancy = rows[kept], residue[kept], names[kept], occupancy[kept]
 
         length = len(numbers)
-        positions, mask = self._atom37(rows, residue, names, occupancy, length)
-        _name_arginine_nitrogens(positions, mask, residue_names == "ARG")
         seen, first = np.unique(residue, return_index=True)
+        notes = self._differences(chain_id, rows[first], listed, seen, names[first])
+        residue_names[seen] = [
+            own if _is_another(own, listed[at]) and monomer_letter(own) != "X" else name
+            for at, own, name in zip(seen.tolist(), names[first].tolist(), residue_names[seen].tolist(), strict=True)
+        ]
+        positions, mask, on_atoms = self._atom37(rows, residue, names, occupancy, length)
+        _name_arginine_nitrogens(positions, mask, residue_names == "ARG")
         residue_number, insertion_code = np.zeros(length, np.int32), np.full(length, "", dtype="U8")
         residue_number[seen] = self.numbers("auth_seq_id", rows[first], "0")
         insertion_code[seen] = self.column("pdbx_PDB_ins_code", rows[first], "")
@@ -283,7 +293,7 @@ class _Entry:
                 for index, number in enumerate(numbers.tolist())
                 if len(monomers[number]) > 1
             ),
-            notes=self.notes[chain_id],
+            notes=self.notes[chain_id] + _said(self.path, (*notes, *on_atoms)),
             breaks=self.breaks.get(chain_id),
         )
 
@@ -294,8 +304,9 @@ class _Entry:
         names: np.ndarray,
         occupancy: Float64[np.ndarray, " n"],
         length: int,
-    ) -> tuple[Float32[np.ndarray, "L 37 3"], Float32[np.ndarray, "L 37"]]:
-        """Positions and mask of the given atom rows; `residue` and `names` are each row's index and monomer."""
+    ) -> tuple[Float32[np.ndarray, "L 37 3"], Float32[np.ndarray, "L 37"], tuple[str, ...]]:
+        """Positions and mask of the given atom rows; `residue` and `names` are each row's index and monomer. The third: remarks
+        on atoms that occur twice, and on those that no slot holds."""
         atoms = self.column("label_atom_id", rows, "")
         atoms[(atoms == "SE") & (names == "MSE")] = "SD"
         found = np.searchsorted(_ATOM_NAMES, atoms).clip(max=len(_ATOM_NAMES) - 1)
@@ -303,28 +314,102 @@ class _Entry:
         slots, best = _first_of_each(residue[known] * 37 + _ATOM_INDICES[found[known]], occupancy[known])
         chosen = rows[known[best]]
         positions, mask = np.zeros((length * 37, 3), np.float32), np.zeros(length * 37, np.float32)
-        placed = np.stack([self.numbers(f"Cartn_{axis}", chosen) for axis in "xyz"], axis=-1)
-        if (far := np.flatnonzero(np.abs(placed).max(axis=-1, initial=0) > _FARTHEST)).size:
-            row = chosen[far[:1]]
-            tags = ("label_comp_id", "auth_seq_id", "label_atom_id")
-            place = " ".join(str(self.column(tag, row, "?")[0]) for tag in tags)
-            message = (
-                f"atom {place} is at {np.abs(placed[far[0]]).max():g} Å, but coordinates reach at most {_FARTHEST:,} Å"
-            )
-            raise FileFormatError(self.path, f"{message}; correct the file, or leave the chain out")
-        positions[slots] = placed
+        positions[slots] = self._places(chosen)
         mask[slots] = 1.0
-        return positions.reshape(length, 37, 3), mask.reshape(length, 37)
+        notes = self._lost(rows, atoms, names, known)
+        if len(slots) < len(known):
+            notes += self._repeated(rows[known], residue[known] * 37 + _ATOM_INDICES[found[known]], atoms[known])
+        return positions.reshape(length, 37, 3), mask.reshape(length, 37), notes
+
+    def _places(self, rows: Int64[np.ndarray, " n"]) -> Float64[np.ndarray, "n 3"]:
+        """Positions of these rows in Å. Raises FileFormatError for one that is out of reach."""
+        placed = np.stack([self.numbers(f"Cartn_{axis}", rows) for axis in "xyz"], axis=-1)
+        if (far := np.flatnonzero(np.abs(placed).max(axis=-1, initial=0) > _FARTHEST)).size:
+            atom = self.column("label_atom_id", rows[far[:1]], "?")[0]
+            found = f"atom {atom} of {self._label(int(rows[far[0]]))} is at {np.abs(placed[far[0]]).max():g} Å"
+            fix = "correct the file, or leave the chain out"
+            raise FileFormatError(self.path, f"{found}, but coordinates reach at most {_FARTHEST:,} Å; {fix}")
+        return placed
+
+    def _label(self, row: int) -> str:
+        """A row's residue in messages, such as GLY 201A."""
+        tags = ("label_comp_id", "auth_seq_id", "pdbx_PDB_ins_code")
+        name, number, code = (str(self.column(tag, np.array([row]), "")[0]) for tag in tags)
+        return f"{name} {number}{code}"
+
+    def _differences(
+        self, chain_id: str, rows: Int64[np.ndarray, " n"], listed: list[list[str]], seen: np.ndarray, names: np.ndarray
+    ) -> tuple[str, ...]:
+        """Remarks on residues of which the atoms say something else than the list. `rows`, `seen`, `names`: a row, the index
+        and the name of each residue with atoms. Raises FileFormatError if they are many: the list is another protein's."""
+        other: list[str] = []
+        unnamed: list[str] = []
+        for row, at, name in zip(rows.tolist(), seen.tolist(), names.tolist(), strict=True):
+            if _is_another(name, listed[at]):
+                group = unnamed if monomer_letter(name) == "X" else other
+                group.append(f"{self._label(row)} for {listed[at][0]}")
+        unlisted = list(self.unlisted.get(chain_id, ()))
+        if len(other) + len(unlisted) > max(1, MOST_DIFFERENT * len(seen)):
+            found = f"{len(other) + len(unlisted):,} of its {len(seen):,} residues differ ({some(other + unlisted)})"
+            fix = "correct SEQRES (_entity_poly_seq), or remove it"
+            raise FileFormatError(
+                self.path, f"the sequence listed of chain '{quoted(chain_id)}' is not that of its atoms: {found}; {fix}"
+            )
+        lists = f"the sequence listed of chain '{quoted(chain_id)}'"
+        groups = {
+            f"{lists} has other residues than its atoms, whose names are taken": other,
+            f"{lists} names residues that are unknown in its atoms, and is taken": unnamed,
+            f"{lists} lacks residues that have atoms, which are put into it": unlisted,
+        }
+        return tuple(f"{note}: {some(labels)}" for note, labels in groups.items() if labels)
+
+    def _lost(
+        self, rows: Int64[np.ndarray, " n"], atoms: np.ndarray, names: np.ndarray, known: Int64[np.ndarray, " k"]
+    ) -> tuple[str, ...]:
+        """A remark on heavy atoms of amino acids that no slot holds; modified residues have such, of course."""
+        others = np.ones(len(rows), bool)
+        others[known] = False
+        heavy = [name for name in np.unique(atoms[others]).tolist() if is_heavy(name)]
+        lost = np.flatnonzero(others & np.isin(atoms, heavy) & np.isin(names, list(HEAVY_ATOMS))) if heavy else ()
+        labels = [f"{atoms[at]} of {self._label(int(rows[at]))}" for at in lost]
+        return (f"atoms that no amino acid has under their names are left out: {some(labels)}",) if labels else ()
+
+    def _repeated(
+        self, rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"], atoms: np.ndarray
+    ) -> tuple[str, ...]:
+        """A remark on atoms that occur twice in one alternative location. Raises FileFormatError where they are far apart: they
+        are another residue's."""
+        locations, code = np.unique(self.column("label_alt_id", rows, ""), return_inverse=True)
+        _, first, inverse = np.unique(slots * len(locations) + code, return_index=True, return_inverse=True)
+        again = np.flatnonzero(first[inverse] != np.arange(len(rows)))
+        if not again.size:
+            return ()
+        apart = np.linalg.norm(self._places(rows[again]) - self._places(rows[first[inverse[again]]]), axis=-1)
+        labels = [f"{atoms[at]} of {self._label(int(rows[at]))}" for at in again]
+        if (far := np.flatnonzero(apart > np.where(atoms[again] == "CA", _SAME_PLACE, _REACH))).size:
+            found = (
+                f"{labels[far[0]]} occurs twice, {apart[far[0]]:.1f} Å apart, in one chain ({len(far):,} such atoms)"
+            )
+            raise FileFormatError(self.path, f"{found}; give copies of a chain names of their own")
+        said = "atoms occur twice without an alternative location, and the one of highest occupancy is taken"
+        return (f"{said}: {some(labels)}",)
 
 
 def _notes(path: str | Path, notes: Iterable[tuple[str, str]], chains: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The notes of each chain, which are logged too. A note about a chain that is no protein is given to all chains."""
     found: dict[str, tuple[str, ...]] = dict.fromkeys(chains, ())
     for name, note in notes:
-        _say(f"{path}: {note}")
+        _said(path, (note,))
         for chain in [name] if name in found else found:
             found[chain] += (note,)
     return found
+
+
+def _said(path: str | Path, notes: tuple[str, ...]) -> tuple[str, ...]:
+    """The notes, which are logged too."""
+    for note in notes:
+        _say(f"{path}: {note}")
+    return notes
 
 
 @lru_cache(maxsize=1024)
@@ -342,8 +427,7 @@ def _one_monomer_each(
     """The name of each of the L residues, and which rows are its: of several monomers, the one of highest occupancy.
 
     `residue`, `names`, `occupancy`: the residue, monomer and occupancy of each row. `listed`: the monomers of each residue in
-    SEQRES. If SEQRES lists one and the rows have several (PDB files), that one is taken if it was seen; SEQRES gives the
-    name.
+    SEQRES. If SEQRES lists one and the rows have several (PDB files), that one is taken if it was seen.
     """
     unique, codes = np.unique(names, return_inverse=True)
     seen = np.unique(residue * len(unique) + codes) // max(1, len(unique))
@@ -360,6 +444,11 @@ def _one_monomer_each(
     chosen[residue[at[best]]] = names[at[best]]
     residue_names[several] = chosen[several]
     return residue_names, ~mixed[residue] | (names == chosen[residue])
+
+
+def _is_another(name: str, listed: list[str]) -> bool:
+    """Whether a residue's name stands for none of its listed monomers."""
+    return name not in listed and letters_of(name).isdisjoint(map(monomer_letter, listed))
 
 
 def _first_of_each(
@@ -381,51 +470,15 @@ def _name_arginine_nitrogens(
     positions[swapped, _NH1], positions[swapped, _NH2] = positions[swapped, _NH2], positions[swapped, _NH1]
 
 
-def _protein_sequences(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
-    """SEQRES of every protein polymer: label_asym_id -> sequence number -> monomers (several: microheterogeneity)."""
-    of_entity = _monomers(path, block)
-    asyms = rows_of(block, "_struct_asym.id", "_struct_asym.entity_id")
-    return {asym: of_entity[entity] for asym, entity in asyms if entity in of_entity}
-
-
-def _monomers(path: str | Path, block: cif.Block) -> dict[str, dict[int, list[str]]]:
-    """SEQRES of every protein entity: entity -> sequence number -> monomers."""
-    types = {entity: kind.lower() for entity, kind in rows_of(block, "_entity_poly.entity_id", "_entity_poly.type")}
-    of_entity: dict[str, dict[int, list[str]]] = {}
-    for entity, number, monomer in rows_of(
-        block, "_entity_poly_seq.entity_id", "_entity_poly_seq.num", "_entity_poly_seq.mon_id"
-    ):
-        kind = types.get(entity, "polypeptide")
-        if "polypeptide" not in kind and kind != "other":
-            continue
-        if len(number) > _MOST_DIGITS or not re.fullmatch(r"-?\d+", number):
-            raise FileFormatError(
-                path, f"_entity_poly_seq.num is {shown(number)} but must be a number; correct the file"
-            )
-        of_entity.setdefault(entity, {}).setdefault(int(number), []).append(monomer)
-    if not types:
-        return {entity: listed for entity, listed in of_entity.items() if any(_are_amino_acids(listed))}
-    # python-modelcif, with which programs write predictions, calls a chain of glycine alone, which has no hand, `other`.
-    return {
-        entity: listed
-        for entity, listed in of_entity.items()
-        if types.get(entity) != "other" or all(_are_amino_acids(listed))
-    }
-
-
-def _are_amino_acids(listed: Mapping[int, list[str]]) -> Iterator[bool]:
-    """Whether each monomer of an entity is an amino acid."""
-    return (is_amino_acid(name) for names in listed.values() for name in names)
-
-
 def _letters(monomers: list[str]) -> str:
     return "".join(monomer_letter(name) for name in monomers)
 
 
 def _chain_rows(
     block: cif.Block, seqres: dict[str, dict[int, list[str]]]
-) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    """(author chain id -> label_asym_id, label_asym_id -> rows of _atom_site in the first model) of protein polymers."""
+) -> tuple[dict[str, str], dict[str, np.ndarray], list[tuple[str, str]]]:
+    """(author chain id -> label_asym_id, label_asym_id -> rows of _atom_site in the first model) of protein polymers, and
+    remarks on those that are not read."""
     asym = np.array(list(block.find_values("_atom_site.label_asym_id")))
     numbers = np.array(list(block.find_values("_atom_site.label_seq_id")))
     used = (numbers != ".") & (numbers != "?")  # ligands and water have no position in the polymer
@@ -435,14 +488,20 @@ def _chain_rows(
     authors = block.find_values("_atom_site.auth_asym_id") or block.find_values("_atom_site.label_asym_id")
     asym_of_chain: dict[str, str] = {}
     rows_of_asym: dict[str, np.ndarray] = {}
+    notes = []
     names, codes = np.unique(asym, return_inverse=True)
     for code, name in enumerate(map(unquoted, names.tolist())):
         if name in seqres and (rows := np.flatnonzero(used & (codes == code))).size:
             author = unquoted(authors[int(rows[0])])
             # One author id on two polymers (rare): the longer one is meant.
+            if author in asym_of_chain:
+                pair = sorted((name, asym_of_chain[author]), key=lambda one: len(seqres[one]))
+                which = f"label_asym_id {quoted(pair[1])}, not {quoted(pair[0])}"
+                said = f"two polymers are chain '{quoted(author)}', and the longer one is read: {which}"
+                notes.append((author, said))
             if author not in asym_of_chain or len(seqres[name]) > len(seqres[asym_of_chain[author]]):
                 asym_of_chain[author], rows_of_asym[name] = name, rows
-    return asym_of_chain, rows_of_asym
+    return asym_of_chain, rows_of_asym, notes
 
 
 def _resolution(block: cif.Block) -> float | None:

@@ -6,16 +6,22 @@ gemmi completes PDB files, and mmCIF files without polymer sequences, to full mm
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import gemmi
+import numpy as np
 from gemmi import cif
 
-from evodsp.data.formats.unlisted_chains import FoundChain, Site, find_chain
-from evodsp.errors import FileFormatError
+from evodsp.data.formats.cif_values import holds, rows_of, unquoted
+from evodsp.data.formats.completed_chains import Completed, completed, is_assembly
+from evodsp.data.formats.forcefield_names import AMINO_ACID_OF, amino_acid_name
+from evodsp.data.formats.listed_sequences import listed_name, sequences_of_chains
+from evodsp.data.formats.record_parts import AtomRecord, ChainPart, PartPlace, are_plain, is_ensemble, places
+from evodsp.data.formats.unlisted_chains import is_known
+from evodsp.errors import FileFormatError, UserError
 from evodsp.reading.quoting import LONGEST_REASON, quoted
 from evodsp.reading.text_files import read_bytes
 
@@ -31,48 +37,295 @@ _OPTIONAL = tuple(
 )
 _ATOM_COLUMNS = tuple(tag for tag in (*_NEEDED, *_OPTIONAL) if tag.startswith("_atom_site."))
 _PARSE_ERROR = re.compile(r"[^:]*:(\d+)(?::\d+\(\d+\))?:? ?(.*)", re.DOTALL)
-_NUMBERED = re.compile(rb"^(?:ATOM  |HETATM)[^\n]{70}[ \d]{3}\d[ \r]*$", re.MULTILINE)
+_NUMBERED = re.compile(r"^(?:ATOM  |HETATM)[^\n]{70}[ \d]{3}\d[ \r]*$", re.MULTILINE)
 """Atoms of PDB files before 1996, whose lines end with the entry's name and their number: later files have elements there."""
 _NUMBERED_COLUMNS = 72
 """Number of columns before the entry's name."""
-_NAMED = 5
-"""Most residues that a message names."""
-
-
-@dataclass(frozen=True)
-class Completed:
-    """The mmCIF block with the atoms of a file. `notes`: (author chain id, remark for the user). `breaks`: by author chain id,
-    for the chains of which the file lists no sequence, the residues behind which they break (see `Chain.breaks`)."""
-
-    block: cif.Block
-    notes: tuple[tuple[str, str], ...] = ()
-    breaks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+_MARK, _END_OF_PLACE = 4, 54
+"""Columns of a segment, and the last one of a place."""
+_ATOMS, _WITH_RESIDUES = ("ATOM", "HETA"), ("ATOM", "HETA", "TER")
+"""Records of atoms, and those that name a residue in the same columns."""
+_PLACE_COLUMNS = (
+    *("pdbx_PDB_model_num", "auth_asym_id", "label_asym_id", "auth_seq_id", "pdbx_PDB_ins_code"),
+    *("label_comp_id", "label_atom_id", "label_alt_id", "group_PDB"),
+)
+_SUBSTITUTES = {
+    "label_atom_id": "auth_atom_id",
+    "label_comp_id": "auth_comp_id",
+    "auth_asym_id": "label_asym_id",
+    "label_asym_id": "auth_asym_id",
+    "auth_seq_id": "label_seq_id",
+}
+"""Columns of _atom_site that are needed, and those that say the same."""
+_DEFAULTS = {
+    "label_asym_id": "",
+    "auth_asym_id": "",
+    "label_alt_id": "",
+    "label_seq_id": "",
+    "pdbx_PDB_ins_code": "",
+    "pdbx_PDB_model_num": "1",
+    "occupancy": "1",
+    "group_PDB": "ATOM",
+}
 
 
 def read_block(path: str | Path) -> Completed:
     """The mmCIF block with the atoms of a file, whatever its format."""
     data = read_bytes(path)
     try:
-        if is_pdb(path):
-            text = data.decode().encode("ascii", "replace")  # gemmi counts columns in bytes
-            longest = _NUMBERED_COLUMNS if _NUMBERED.search(text) else 0
-            completed = _completed(gemmi.read_pdb_string(text, max_line_length=longest))
-        else:
-            block = next((b for b in cif.read_string(data) if _holds(b, "_atom_site.Cartn_x")), cif.Block(""))
-            completed = Completed(block)
-            if _holds(block, "_atom_site.Cartn_x") and not _holds(block, *_NEEDED):
-                completed = _completed(gemmi.make_structure_from_block(block))
+        read = _read_pdb(data.decode()) if is_pdb(path) else _read_cif(path, data)
+    except UserError:
+        raise
     except Exception as error:  # gemmi raises any exception at all
         raise _not_valid(path, error) from error
-    block = completed.block
-    if not _holds(block, "_atom_site.Cartn_x"):
+    block = read.block
+    if not holds(block, "_atom_site.Cartn_x"):
         raise FileFormatError(path, "no atoms (no _atom_site records); download the entry again or use another one")
     lengths = {len(block.find_values(tag)) for tag in _ATOM_COLUMNS} - {0}
     if len(lengths) > 1:
         raise FileFormatError(
             path, f"columns of _atom_site differ in length {sorted(lengths)}; download the entry again"
         )
-    return completed
+    return read
+
+
+def _read_pdb(text: str) -> Completed:
+    text = text.encode("ascii", "replace").decode()  # gemmi counts columns in bytes
+    lines = [
+        "" if _kind(line) == "ANIS" else line for line in text.split("\n")
+    ]  # gemmi refuses some; nothing reads them
+    if _NUMBERED.search(text):
+        lines = [line[:_NUMBERED_COLUMNS] for line in lines]
+    _split_at_ends(lines)
+    _shorten_names(lines)
+    lines = _molecule(lines)
+    records, at = _records_of(lines)
+    found = places(records)
+    marks = {} if are_plain(found) else _mark(lines, at, found)
+    structure = gemmi.read_pdb_string("\n".join(lines))
+    listed = {
+        entity.name: [[listed_name(name) for name in names.split(",")] for names in entity.full_sequence]
+        for entity in structure.entities
+        if entity.full_sequence
+    }
+
+    def place_of(model: int, chain: gemmi.Chain, residue: gemmi.Residue) -> PartPlace:
+        return marks[residue.segment] if marks else PartPlace(ChainPart(str(model), chain.name.strip()))
+
+    return completed(structure, place_of, listed)
+
+
+def _molecule(lines: list[str]) -> list[str]:
+    """The lines without the models that are other models of the first one's molecule; trajectories have thousands."""
+    models = [at for at, line in enumerate(lines) if _kind(line) == "MODE"]
+    if len(models) < 2:
+        return lines
+    kept = (*_ATOMS, "MODE", "ENDM")
+    alpha = [
+        line for line in lines if _kind(line) in kept and (_kind(line) not in _ATOMS or line[12:16].strip() == "CA")
+    ]
+    with contextlib.suppress(RuntimeError, ValueError):  # the reader of the whole file says what is wrong
+        if is_ensemble(_records_of(alpha)[0]) and not is_assembly(gemmi.read_pdb_string("\n".join(alpha))):
+            return lines[: models[1]]
+    return lines
+
+
+def _split_at_ends(lines: list[str]) -> None:
+    """Make MODEL records of END records that more atoms follow, at the first of which gemmi would stop."""
+    kinds = [_kind(line) for line in lines]
+    last = max((at for at, kind in enumerate(kinds) if kind in _ATOMS), default=0)
+    ends = [at for at, kind in enumerate(kinds[:last]) if kind == "END"]
+    for number, at in enumerate(ends, 2):
+        lines[at] = "" if "MODE" in kinds else f"ENDMDL\nMODEL {number:8}"
+
+
+def _kind(line: str) -> str:
+    """The record that a line is, by its first four letters as for gemmi: behind them may stand a long serial number."""
+    return line[:4].rstrip().upper()
+
+
+def _shorten_names(lines: list[str]) -> None:
+    """Write residue names of four letters, in columns 18 to 21, as the names of their amino acids. Column 21 is the first
+    letter of a chain's name where other names stand before it, too."""
+    wide = [
+        (at, line[20:22], line[17:21])
+        for at, line in enumerate(lines)
+        if line[20:21].strip() and _kind(line) in _WITH_RESIDUES
+    ]
+    others = {chain for _, chain, name in wide if name not in AMINO_ACID_OF}
+    for at, chain, name in wide:
+        if chain not in others:
+            lines[at] = f"{lines[at][:17]}{AMINO_ACID_OF[name]} {lines[at][21:]}"
+
+
+def _records_of(lines: Iterable[str]) -> tuple[list[AtomRecord], list[int]]:
+    """The atom records of a PDB file, and the place of each among the lines."""
+    records: list[AtomRecord] = []
+    numbers, model, end = [], 0, 0
+    for at, line in enumerate(lines):
+        kind = _kind(line)
+        if kind in _ATOMS:
+            fields = line[20:22], line[72:76], line[22:27], line[17:20], line[12:16], line[16:17]
+            chain, segment, number, name, atom, altloc = map(str.strip, fields)
+            records.append(AtomRecord(str(model), chain, "", segment, number, name, atom, altloc, kind == "HETA", end))
+            numbers.append(at)
+        elif kind == "TER":
+            end += 1
+        elif kind in ("ENDM", "MODE"):
+            model += bool(records) and records[-1].model == str(model)
+    return records, numbers
+
+
+def _mark(lines: list[str], numbers: Sequence[int], found: Sequence[PartPlace]) -> dict[str, PartPlace]:
+    """Write the place of each atom record where segments stand, which gemmi keeps apart; returns the place of each mark."""
+    marks: dict[PartPlace, str] = {}
+    for at, place in zip(numbers, found, strict=True):
+        mark = marks.setdefault(place, np.base_repr(len(marks), 36).zfill(_MARK))
+        line = lines[at].rstrip("\r")
+        if len(line) >= _END_OF_PLACE:  # a shorter one is damaged
+            line = line if line[_END_OF_PLACE:60].strip() else f"{line[:_END_OF_PLACE]}  1.00{line[60:]}"
+            lines[at] = f"{line[:72]:72}{mark}{line[76:]:4}"
+    return {mark: place for place, mark in marks.items()}
+
+
+def _read_cif(path: str | Path, data: bytes) -> Completed:
+    block = next((b for b in cif.read_string(data) if holds(b, "_atom_site.Cartn_x")), cif.Block(""))
+    if not holds(block, "_atom_site.Cartn_x"):
+        return Completed(block)
+    listed = sequences_of_chains(path, block)
+    if holds(block, *_NEEDED) and _is_plain(block, listed):
+        return Completed(block)
+    columns = _columns(path, block)
+    models = columns["pdbx_PDB_model_num"]
+    alpha = {tag: [text for text, atom in zip(texts, columns["label_atom_id"], strict=True) if atom == "CA"]
+             for tag, texts in (columns.items() if models[0] != models[-1] else ())}  # fmt: skip
+    if alpha and is_ensemble(_records_of_columns(alpha, listed)) and not is_assembly(_structure(block, alpha)):
+        columns = {tag: [text for text, model in zip(texts, models, strict=True) if model == models[0]]
+                   for tag, texts in columns.items()}  # fmt: skip
+    records = _records_of_columns(columns, listed)
+    found = places(records)
+    marks: dict[PartPlace, str] = {}
+    columns["auth_asym_id"] = [marks.setdefault(place, str(len(marks))) for place in found]
+    place_of_mark = {mark: place for place, mark in marks.items()}
+    sequences = {asym: [names for _, names in sorted(of_number.items())] for asym, of_number in listed.items()}
+    return completed(
+        _structure(block, columns),
+        lambda _, chain, __: place_of_mark[chain.name],
+        sequences,
+    )
+
+
+def _records_of_columns(columns: Mapping[str, list[str]], listed: Container[str]) -> list[AtomRecord]:
+    """The atom records of an mmCIF file. `listed`: the entity chains of which it lists the sequences."""
+    of_chain: dict[str, set[str]] = {}
+    for chain, asym in set(zip(columns["auth_asym_id"], columns["label_asym_id"], strict=True)):
+        if asym in listed:
+            of_chain.setdefault(chain, set()).add(asym)
+    only = {chain: min(several) for chain, several in of_chain.items() if len(several) == 1}
+    return [
+        AtomRecord(
+            *(model, chain, asym if asym in listed else only.get(chain, ""), "", number + code, name, atom, altloc),
+            het == "HETATM",
+            0,
+        )
+        for model, chain, asym, number, code, name, atom, altloc, het in zip(
+            *(columns[tag] for tag in _PLACE_COLUMNS), strict=True
+        )
+    ]
+
+
+def _structure(block: cif.Block, columns: Mapping[str, list[str]]) -> gemmi.Structure:
+    """The structure with these columns as its atoms."""
+    block.set_mmcif_category("_atom_site.", {tag: [text or None for text in texts] for tag, texts in columns.items()})
+    return gemmi.make_structure_from_block(block)
+
+
+def _columns(path: str | Path, block: cif.Block) -> dict[str, list[str]]:
+    """The columns of _atom_site by their names, without quotes, '' for '?' and '.'. Those that are absent and follow from
+    others are added; raises FileFormatError, naming the column, for one that does not."""
+    found = {
+        tag: ["" if text is None or text is False else str(text) for text in texts]
+        for tag, texts in block.get_mmcif_category("_atom_site.").items()
+    }
+    length = len(found["Cartn_x"])
+    for tag, other in _SUBSTITUTES.items():
+        if tag not in found and other not in found and tag not in _DEFAULTS:
+            raise FileFormatError(path, f"the table of atoms has no column _atom_site.{tag}; add it")
+        pair = (found.get(name, [_DEFAULTS.get(name, "")] * length) for name in (tag, other))
+        found[tag] = [own or instead for own, instead in zip(*pair, strict=True)]
+    for tag in ("Cartn_y", "Cartn_z"):
+        if tag not in found:
+            raise FileFormatError(path, f"the table of atoms has no column _atom_site.{tag}; add it")
+    for tag, default in _DEFAULTS.items():
+        found[tag] = [text or default for text in found.get(tag, [default] * length)]
+    found.setdefault("id", list(map(str, range(1, length + 1))))
+    elements = found.get("type_symbol", [""] * length)
+    pairs = zip(elements, found["label_atom_id"], strict=True)
+    found["type_symbol"] = [element or atom.lstrip("0123456789'\"")[:1] for element, atom in pairs]
+    return found
+
+
+def _is_plain(block: cif.Block, listed: Mapping[str, Mapping[int, list[str]]]) -> bool:
+    """Whether a file that lists sequences can be read as it stands: monomers have the PDB's names, each residue of a listed
+    chain has its number, each amino acid is in a list, and all models hold the same chains."""
+    tags = ("label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id")
+    asyms, numbers, names, atoms = (list(block.find_values(f"_atom_site.{tag}")) for tag in tags)
+    if len({len(asyms), len(numbers), len(names), len(atoms)}) > 1:
+        return True  # the reader refuses it
+    if not AMINO_ACID_OF.keys().isdisjoint(names):
+        of_name: dict[str, set[str]] = {}
+        for name, atom in zip(names, atoms, strict=True):
+            if name in AMINO_ACID_OF:
+                of_name.setdefault(name, set()).add(unquoted(atom))
+        if any(amino_acid_name(name, own) != name for name, own in of_name.items()):
+            return False
+    alpha = [at for at, atom in enumerate(atoms) if atom == "CA" and is_known(names[at])]
+    models = list(block.find_values("_atom_site.pdbx_PDB_model_num"))
+    if len(models) == len(atoms) and models[0] != models[-1]:
+        seen: dict[str, list[tuple[str, str, str]]] = {}
+        for at in alpha:
+            seen.setdefault(models[at], []).append((asyms[at], numbers[at], names[at]))
+        residues = (
+            AtomRecord(model, asym, "", "", number, name, "CA", "", False, 0)
+            for model, own in seen.items()
+            for asym, number, name in own
+        )
+        if any(own != seen[models[alpha[0]]] for own in seen.values()) and not is_ensemble(residues):
+            return False
+        alpha = [at for at in alpha if models[at] == models[0]]
+    return not _are_unlisted(block, listed, [(at, asyms[at], numbers[at], names[at]) for at in alpha])
+
+
+def _are_unlisted(
+    block: cif.Block, listed: Mapping[str, Mapping[int, list[str]]], residues: Sequence[tuple[int, str, str, str]]
+) -> bool:
+    """Whether an amino acid that is no ligand lacks its number, or its chain a list. `residues`: the row of CA, the
+    label_asym_id, the label_seq_id and the name of each."""
+    polymers = {*block.find_values("_entity_poly.entity_id"), *block.find_values("_entity_poly_seq.entity_id")}
+    chains = {
+        asym for asym, entity in rows_of(block, "_struct_asym.id", "_struct_asym.entity_id") if entity in polymers
+    }
+    odd = [one for one in residues if cif.is_null(one[2]) or unquoted(one[1]) not in chains]
+    groups = block.find_values("_atom_site.group_PDB")
+    if any(len(groups) > at and groups[at] == "ATOM" for at, *_ in odd):
+        return True
+    authors = block.find_values("_atom_site.auth_asym_id") or block.find_values("_atom_site.label_asym_id")
+    own_numbers = block.find_values("_atom_site.auth_seq_id")
+    if not odd or len(own_numbers) <= odd[-1][0] or len(authors) <= odd[-1][0]:
+        return False
+    for at, _, _, name in odd:
+        same = [
+            one for one in residues if one not in odd and authors[one[0]] == authors[at] and unquoted(one[1]) in listed
+        ]
+        places = {int(number): int(own_numbers[row]) for row, _, number, _ in same}
+        number = int(own_numbers[at])
+        near = min(places, key=lambda place: abs(places[place] - number), default=None)
+        if near is not None:
+            expected = near + number - places[near]
+            monomers = listed[unquoted(same[0][1])].get(expected, ())
+            if expected not in places and unquoted(name) in monomers:
+                return True
+    return False
 
 
 def block_without_atoms(path: str | Path, data: bytes) -> cif.Block | None:
@@ -85,7 +338,7 @@ def block_without_atoms(path: str | Path, data: bytes) -> cif.Block | None:
     except Exception as error:
         raise _not_valid(path, error) from error
     needed = ("_entity_poly.pdbx_strand_id", "_entity_poly_seq.mon_id")
-    return next((block for block in blocks if _holds(block, *needed)), None)
+    return next((block for block in blocks if holds(block, *needed)), None)
 
 
 def is_pdb(path: str | Path) -> bool:
@@ -98,94 +351,3 @@ def _not_valid(path: str | Path, error: Exception) -> FileFormatError:
     line, reason = (int(found.group(1)), found.group(2)) if found else (None, str(error))
     message = f"not a valid structure file, or truncated ({quoted(reason, LONGEST_REASON)}); download it again"
     return FileFormatError(path, message, line)
-
-
-def _completed(structure: gemmi.Structure) -> Completed:
-    """The first model as mmCIF with entities. A protein chain without a listed sequence is given the one of its residues."""
-    while len(structure) > 1:
-        del structure[-1]
-    for chain in structure[0]:
-        chain.name = chain.name.strip()
-    chains = [(chain.name, chain, find_chain(chain)) for chain in structure[0]]
-    for _, chain, found in chains:
-        _declare(chain, found)
-    structure.setup_entities()
-    listed = {
-        subchain
-        for entity in structure.entities
-        if entity.entity_type == gemmi.EntityType.Polymer and entity.full_sequence
-        for subchain in entity.subchains
-    }
-    structure.assign_label_seq_id(force=True)
-    notes, breaks = [], {}
-    for number, (name, chain, found) in enumerate(chains):
-        if found.left_out:
-            notes.append((name, _left_out(name, found)))
-        if not listed.isdisjoint(residue.subchain for residue in chain) or not found.sites:
-            continue
-        _number(structure, chain, found, f"{number}?")
-        breaks[name] = found.breaks
-        if found.breaks:
-            notes.append((name, _broken(name, found)))
-    return Completed(structure.make_mmcif_document().sole_block(), tuple(notes), breaks)
-
-
-def _declare(chain: gemmi.Chain, found: FoundChain) -> None:
-    """Say which residues are the polymer's if the file does not: gemmi would end a chain without TER at its first HETATM."""
-    if found.sites and all(residue.entity_type == gemmi.EntityType.Unknown for residue in chain):
-        for residue in chain:
-            residue.entity_type = gemmi.EntityType.Water if residue.is_water() else gemmi.EntityType.NonPolymer
-        for site in found.sites:
-            for residue in site.residues:
-                residue.entity_type = gemmi.EntityType.Polymer
-
-
-def _number(structure: gemmi.Structure, chain: gemmi.Chain, found: FoundChain, name: str) -> None:
-    """Make a chain's sites an entity called `name`, and number them."""
-    for entity in structure.entities:
-        entity.subchains = [s for s in entity.subchains if s not in {residue.subchain for residue in chain}]
-    for residue in chain:
-        residue.label_seq, residue.subchain = None, f"{name}x"
-    for number, site in enumerate(found.sites, 1):
-        for residue in site.residues:
-            residue.label_seq, residue.subchain, residue.entity_id = number, name, name
-    entity = gemmi.Entity(name)
-    entity.entity_type, entity.polymer_type = gemmi.EntityType.Polymer, gemmi.PolymerType.PeptideL
-    entity.subchains = [name]
-    entity.full_sequence = [",".join(dict.fromkeys(r.name for r in site.residues)) for site in found.sites]
-    structure.entities.append(entity)
-
-
-def _left_out(name: str, found: FoundChain) -> str:
-    what = f"residues with N, CA and C that no peptide bond joins to chain '{name}' are left out"
-    return f"{what}: {_some(found.left_out)}"
-
-
-def _broken(name: str, found: FoundChain) -> str:
-    what = f"the file lists no sequence of chain '{name}', which breaks behind {_some([found.sites[i] for i in found.breaks])}"
-    return f"{what}; its alignment says which residues are missing, and without one nothing stands for them"
-
-
-def _some(sites: list[Site]) -> str:
-    more = f" and {len(sites) - _NAMED:,} more" if len(sites) > _NAMED else ""
-    return ", ".join(site.label for site in sites[:_NAMED]) + more
-
-
-def unquoted(text: str) -> str:
-    """The value of a CIF token. A single quote character, which gemmi writes for odd insertion codes of PDB files, is kept."""
-    return cif.as_string(text) if len(text) > 1 else text
-
-
-def _holds(block: cif.Block, *tags: str) -> bool:
-    """Whether every tag has at least one value."""
-    return all(len(block.find_values(tag)) > 0 for tag in tags)
-
-
-def rows_of(block: cif.Block, *tags: str) -> list[tuple[str, ...]]:
-    """Unquoted values of the given columns of one category."""
-    return [tuple(unquoted(text) for text in row) for row in block.find(list(tags))]
-
-
-def values_of(block: cif.Block, tag: str) -> list[str]:
-    """Unquoted values of a tag that are neither '?' nor '.'."""
-    return [unquoted(text) for text in block.find_values(tag) if not cif.is_null(text)]

@@ -7,8 +7,9 @@ if a peptide bond joins it: ligands such as a free glycine do not. Nothing stand
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise, product
 from math import dist, floor
 
@@ -57,21 +58,23 @@ class FoundChain:
     def breaks(self) -> tuple[int, ...]:
         """The indices of the sites behind which the chain breaks."""
         pairs = enumerate(pairwise(self.sites))
-        return tuple(i for i, (a, b) in pairs if len(a.carbon) and len(b.nitrogen) and not _bonded(a, b))
+        return tuple(i for i, (a, b) in pairs if len(a.carbon) and len(b.nitrogen) and not bonded(a, b))
 
 
+@lru_cache
 def is_amino_acid(name: str) -> bool:
     """Whether a monomer is an amino acid, by gemmi's table."""
     residue = gemmi.find_tabulated_residue(name)
     return residue is not None and residue.is_amino_acid()
 
 
-def find_chain(chain: gemmi.Chain) -> FoundChain:
-    """The residues of one author chain that are its polymer's; none if it holds no protein."""
-    sites = list(_sites(chain))
+def find_chain(chain: gemmi.Chain, listed: Container[str] = ()) -> FoundChain:
+    """The residues of one author chain that are its polymer's; none if it holds no protein. `listed`: the monomers of its
+    sequence, if the file lists it; those that the file calls the polymer's need no peptide bond."""
+    sites = list(_sites(chain, listed))
     pieces: list[list[Site]] = []
     for site in sites:
-        if pieces and _bonded(pieces[-1][-1], site):
+        if pieces and bonded(pieces[-1][-1], site):
             pieces[-1].append(site)
         else:
             pieces.append([site])
@@ -86,31 +89,40 @@ def find_chain(chain: gemmi.Chain) -> FoundChain:
     )
 
 
-def _sites(chain: gemmi.Chain) -> Iterator[Site]:
+def _sites(chain: gemmi.Chain, listed: Container[str]) -> Iterator[Site]:
     """The places of the amino acids of a chain, and of residues that may be modified ones."""
     group: list[gemmi.Residue] = []
     for residue in chain:
         if not (
-            _is_known(residue.name) or (_atoms(residue, "CA").size and _ends(residue)[0].size + _ends(residue)[1].size)
+            is_known(residue.name)
+            or _is_listed(residue, listed)
+            or (_atoms(residue, "CA").size and _ends(residue)[0].size + _ends(residue)[1].size)
         ):
             continue
         if group and (residue.seqid != group[0].seqid or not _same_place(group[0], residue)):
-            yield _site(group)
+            yield _site(group, listed)
             group = []
         group.append(residue)
     if group:
-        yield _site(group)
+        yield _site(group, listed)
 
 
-def _site(residues: list[gemmi.Residue]) -> Site:
+def _site(residues: list[gemmi.Residue], listed: Container[str]) -> Site:
     nitrogen, carbon = (np.concatenate(ends) for ends in zip(*map(_ends, residues), strict=True))
-    atoms = [residue for residue in residues if residue.het_flag != "H" and _is_known(residue.name)]
+    atoms = [residue for residue in residues if residue.het_flag != "H" and is_known(residue.name)]
     certain = any(residue.entity_type not in _BEHIND_THE_END for residue in atoms)
+    certain = certain or any(_is_listed(residue, listed) for residue in residues)
     alpha = np.concatenate([_atoms(residue, "CA") for residue in residues])
     return Site(tuple(residues), bool(atoms), certain, nitrogen, alpha, carbon)
 
 
-def _is_known(name: str) -> bool:
+def _is_listed(residue: gemmi.Residue, listed: Container[str]) -> bool:
+    """Whether the file says that the residue is the listed polymer's."""
+    is_polymer = residue.entity_type == gemmi.EntityType.Polymer or residue.label_seq is not None
+    return is_polymer and residue.name in listed
+
+
+def is_known(name: str) -> bool:
     """Whether a monomer is an amino acid or was one. AlphaFold2's table of letters cannot tell: it has bases too."""
     return is_amino_acid(name) or name in protein_letters_3to1_extended
 
@@ -148,7 +160,7 @@ def _same_place(first: gemmi.Residue, second: gemmi.Residue) -> bool:
     return first.name == second.name and not all(_atoms(r, name).size for r in (first, second) for name in _BACKBONE)
 
 
-def _bonded(first: Site, second: Site) -> bool:
+def bonded(first: Site, second: Site) -> bool:
     """Whether a peptide bond leads from the first to the second."""
     if len(first.carbon) and len(second.nitrogen):
         return _within(first.carbon, second.nitrogen, _PEPTIDE_BOND)
@@ -181,7 +193,7 @@ def _joined(found: list[Site], others: list[list[Site]]) -> tuple[list[Site], li
     placed: set[int] = set()
     for number in queue:  # the queue grows
         slots = [s for s in before[number] if s in preceding] + [preceding[s] for s in behind[number] if s in preceding]
-        free = (s for s in slots if s < 0 or following[s] < 0 or not _bonded(sites[s], sites[following[s]]))
+        free = (s for s in slots if s < 0 or following[s] < 0 or not bonded(sites[s], sites[following[s]]))
         if number in placed or (slot := next(free, None)) is None:
             continue
         placed.add(number)
