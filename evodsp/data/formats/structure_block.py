@@ -1,7 +1,7 @@
 """The mmCIF block of a structure file, whatever its format (mmCIF, PDB; gzipped or not).
 
-gemmi completes PDB files, and mmCIF files without polymer sequences, to full mmCIF, so that one reader
-(`evodsp.data.formats.mmcif`) assembles all of them.
+A plain mmCIF file is taken as it stands. Of all others, PDB files and mmCIF files that lack sequences, numbers or columns,
+`completed_chains` makes full mmCIF, so that one reader (`evodsp.data.formats.mmcif`) assembles all of them.
 """
 
 from __future__ import annotations
