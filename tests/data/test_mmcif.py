@@ -257,7 +257,7 @@ def test_coordinates_are_within_reach(tmp_path: Path):
             assert x_of(read_chain(path, "A"), 0, "CA") == pytest.approx(x, abs=0.01)
             continue
         with pytest.raises(
-            UserError, match=r"a\.cif: atom GLY 1 CA is at 1e\+08 Å, but coordinates reach at most 100,000 Å"
+            UserError, match=r"a\.cif: atom CA of GLY 1 is at 1e\+08 Å, but coordinates reach at most 100,000 Å"
         ):
             read_chain(path, "A")
 
