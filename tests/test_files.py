@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.files import whole_file, whole_folder
+from tests.builders.pages import ROOT
 
 
 def test_a_file_appears_only_when_its_block_ends(tmp_path: Path) -> None:
@@ -36,8 +37,9 @@ def test_a_link_stays_a_link_to_the_new_file(tmp_path: Path) -> None:
 def test_a_text_is_utf8_in_any_locale(tmp_path: Path) -> None:
     """Catches a run's config with a path such as Prüfung, which could not be written, or read again, in another locale."""
     program = f"from evodsp.files import write_text; write_text({str(tmp_path / 'a.txt')!r}, 'Pr\\u00fcfung\\n')"
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    # -S: in this locale Python itself cannot read what an editable install writes about a folder called Müller.
+    subprocess.run([sys.executable, "-S", "-c", program], env=environment, check=True)
     assert (tmp_path / "a.txt").read_bytes() == "Prüfung\n".encode()
 
 

@@ -12,9 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts.benchmarks.calling_lines import EVODSP, calling_lines, folder_of
-
-LIGHTNING = folder_of("lightning")
+from scripts.benchmarks.calling_lines import calling_lines
 
 
 class HostWaits(TorchDispatchMode):
@@ -69,7 +67,7 @@ class HostWaits(TorchDispatchMode):
         )
 
     def add(self, name: str) -> None:
-        lines = islice(calling_lines(sys._getframe(2), EVODSP, LIGHTNING), 2)
+        lines = islice(calling_lines(sys._getframe(2), "lightning"), 2)
         self.waits.append(f"{name} {' < '.join(f'{file}:{line}' for file, line in lines)}")
 
 

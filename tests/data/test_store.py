@@ -27,7 +27,7 @@ def test_alignment_database(tmp_path: Path):
     files = {"uniref90_hits.sto": STO, "uniprot_hits.sto": STO, "bfd.a3m": A3M, "pdb70_hits.hhr": "x"}
     store = ChainFiles(database(tmp_path, {"2xyz_B": {"bfd.a3m": ">q\nWW\n"}, "1abc_A": files}))
     assert store.keys() == ["1abc_A", "2xyz_B"]
-    assert names(store.alignments("1abc_A")) == ["bfd.a3m", "uniref90_hits.sto"]
+    assert names(store.alignments("1abc_A")) == ["uniref90_hits.sto", "bfd.a3m"]
     assert store.query("2xyz_B") == ProteinSequence("2xyz_B", "WW")
 
 
@@ -80,7 +80,7 @@ def test_store_on_real_data(real_data: Path):
     assert store.keys() == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B", "6KWC_1", "query73_A"]
     assert [key for key in store.keys() if store.has_structure(key)] == ["102m_A", "1k1a_A", "2q2k_A", "2q2k_B"]  # noqa: SIM118
     alignments = store.alignments("2q2k_A")
-    assert names(alignments) == ["bfd_uniclust_hits.a3m", "mgnify_hits.sto", "uniref90_hits.sto"]
+    assert names(alignments) == ["uniref90_hits.sto", "bfd_uniclust_hits.a3m", "mgnify_hits.sto"]
     assert store.chain("2q2k_B").sequence == store.query("2q2k_A").letters == decode(alignments[0].residues[0])
     assert len(store.query("6KWC_1")) == 191
     assert len(store.alignments("102m_A", store.query("102m_A"))[0]) == 869

@@ -26,7 +26,13 @@ def store(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(chains: Path, **changes: object) -> DataConfig:
     folders = {"alignment_dir": str(chains / "alignments"), "structure_dir": str(chains / "mmcif_files")}
-    given: dict = {**folders, "samples_per_epoch": 4, "validation_chains": list(SEQUENCES), **changes}
+    given: dict = {
+        **folders,
+        "samples_per_epoch": 4,
+        "train_chains": list(SEQUENCES),
+        "validation_chains": list(SEQUENCES),
+        **changes,
+    }
     return DataConfig(**given)
 
 

@@ -66,6 +66,7 @@ def data_config(searched: Path, **changes) -> DataConfig:
     defaults = {
         "template_structure_dir": str(searched / "mmcif_files"), "max_template_date": "2100-01-01", "samples_per_epoch": 6,
         "train": with_templates, "validation": with_templates, "validation_chains": list(SEQUENCES),
+        "train_chains": list(SEQUENCES),
     }  # fmt: skip
     return DataConfig(**folders, **{**defaults, **changes})
 
