@@ -28,6 +28,7 @@ from evodsp.errors import UserError
 from evodsp.inference.chains import MOST_CHAINS, chain_name
 from evodsp.inference.failures import RecordFailure
 from evodsp.packaged import where_packaged
+from evodsp.reading.text_files import text_blocks
 
 STANDARD_INPUT = Path("-")
 _FASTA = (".fasta", ".fa", ".faa", ".fas")
@@ -208,7 +209,7 @@ def _record_of_a3m(path: Path, name: str, piped: bytes | None) -> InputRecord:
     several = query_of_complex(path, piped)
     chains: tuple[ProteinSequence, ...] = ()
     if several is None:
-        letters, alternatives = query_of_a3m(path, piped)
+        letters, alternatives = query_of_a3m(path, text_blocks(path, piped))
     else:
         _check_number(name, sum(several.copies))
         copied = zip(several.sequences, several.copies, strict=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from gzip import GzipFile
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,8 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 # A gzipped file may unpack to this many bytes. The largest public alignments have some hundred million; an archive made to fill
 # the memory (a decompression bomb) has no such limit.
 LARGEST_UNPACKED = 1 << 32
-_UNPACKED_AT_ONCE = 1 << 24
+BLOCK = 1 << 20
+"""Bytes of a block of `text_blocks`."""
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -29,7 +34,17 @@ def read_bytes(path: str | Path) -> bytes:
 
     Raises UserError if the file cannot be read, FileFormatError if it is empty, binary or a broken gzip archive.
     """
-    return check_text(path, content_of(path))
+    return text_of(path)
+
+
+def text_of(path: str | Path, data: bytes | None = None) -> bytes:
+    """`read_bytes(path)`, or the same unpacking and checks of `data`, the file's content, if it was read already."""
+    return check_text(path, content_of(path, data))
+
+
+def text_blocks(path: str | Path, data: bytes | None = None) -> Iterator[bytes]:
+    """`text_of`, block by block, so that a large file is never in memory as a whole."""
+    return _checked(path, _blocks(path, data, LARGEST_UNPACKED))
 
 
 def content_of(path: str | Path, data: bytes | None = None) -> bytes:
@@ -38,16 +53,9 @@ def content_of(path: str | Path, data: bytes | None = None) -> bytes:
     Raises UserError if the file cannot be read, FileFormatError if it is a broken gzip archive.
     """
     if data is None:
-        try:
+        with _readable(path):
             data = Path(path).read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     return unpack(path, data)
-
-
-def text_of(path: str | Path, data: bytes | None = None) -> bytes:
-    """`read_bytes(path)`, or the same unpacking and checks of `data`, the file's content, if it was read already."""
-    return check_text(path, content_of(path, data))
 
 
 def lines_of(path: str | Path, data: bytes | None = None) -> list[str]:
@@ -60,23 +68,39 @@ def unpack(source: str | Path, data: bytes, most: int | None = None) -> bytes:
 
     Raises FileFormatError if it is a broken gzip archive, or too large.
     """
-    most = LARGEST_UNPACKED if most is None else most
     if not data.startswith(_GZIP_MAGIC):
         return data
-    blocks, size = [], 0
+    return b"".join(_blocks(source, data, LARGEST_UNPACKED if most is None else most))
+
+
+def _blocks(source: str | Path, data: bytes | None, most: int) -> Iterator[bytes]:
+    """The content of `content_of` in blocks. `most`: bytes to which an archive may unpack."""
+    with _readable(source), Path(source).open("rb") if data is None else io.BufferedReader(io.BytesIO(data)) as raw:
+        if not raw.peek(len(_GZIP_MAGIC)).startswith(_GZIP_MAGIC):
+            yield from iter(lambda: raw.read(BLOCK), b"")
+            return
+        size = 0
+        try:
+            with GzipFile(fileobj=raw) as archive:
+                while block := archive.read(BLOCK):
+                    size += len(block)
+                    if size > most:
+                        limit = f"{most / 2**30:.3g} GiB"
+                        raise TooLargeError(
+                            source, f"unpacks to more than {limit}: this is no alignment or structure; remove it"
+                        )
+                    yield block
+        except (EOFError, OSError, zlib.error) as error:
+            raise FileFormatError(source, f"broken gzip archive ({error}); download or write it again") from error
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    """Turns the operating system's errors into a UserError."""
     try:
-        with GzipFile(fileobj=io.BytesIO(data)) as archive:
-            while block := archive.read(_UNPACKED_AT_ONCE):
-                size += len(block)
-                if size > most:
-                    limit = f"{most / 2**30:.3g} GiB"
-                    raise TooLargeError(
-                        source, f"unpacks to more than {limit}: this is no alignment or structure; remove it"
-                    )
-                blocks.append(block)
-    except (EOFError, OSError, zlib.error) as error:
-        raise FileFormatError(source, f"broken gzip archive ({error}); download or write it again") from error
-    return b"".join(blocks)
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
 
 
 def check_text(source: str | Path, data: bytes) -> bytes:
@@ -84,23 +108,37 @@ def check_text(source: str | Path, data: bytes) -> bytes:
 
     Raises FileFormatError if it is empty or not UTF-8 text.
     """
-    data = data.removeprefix(b"\xef\xbb\xbf").removesuffix(b"\0")
-    if not data.strip():
+    return b"".join(_checked(source, [data]))
+
+
+def _checked(source: str | Path, blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """`check_text` of the blocks of a text."""
+    decoder, lines, is_empty, zero = codecs.getincrementaldecoder("utf-8")(), 1, True, None
+    for number, (block, following) in enumerate(pairwise(chain(blocks, [None]))):
+        assert block is not None
+        if number == 0:
+            if block.startswith(_UTF16):
+                raise FileFormatError(source, "the text is UTF-16, as some editors call 'Unicode'; save it as UTF-8", 1)
+            block = block.removeprefix(b"\xef\xbb\xbf")
+        if following is None:
+            block = block.removesuffix(b"\0")
+        if not block.isascii() or decoder.getstate()[0]:
+            try:
+                decoder.decode(block, following is None)
+            except UnicodeDecodeError as error:
+                line = lines + error.object.count(b"\n", 0, error.start)
+                message = "not a text file (bytes that are not UTF-8); save it as plain text in UTF-8"
+                raise FileFormatError(source, message, line) from error
+        if zero is None and b"\0" in block:
+            zero = lines + block.count(b"\n", 0, block.index(b"\0"))
+        lines += block.count(b"\n")
+        is_empty = is_empty and not block.strip()
+        if zero is None:
+            yield block
+    if is_empty:
         raise FileFormatError(source, "the file is empty; write it again or remove it")
-    if data.startswith(_UTF16):
-        raise FileFormatError(source, "the text is UTF-16, as some editors call 'Unicode'; save it as UTF-8", 1)
-    if not data.isascii() or b"\0" in data:
-        try:
-            data.decode()
-        except UnicodeDecodeError as error:
-            line = data.count(b"\n", 0, error.start) + 1
-            raise FileFormatError(
-                source, "not a text file (bytes that are not UTF-8); save it as plain text in UTF-8", line
-            ) from error
-        if b"\0" in data:
-            line = data.count(b"\n", 0, data.index(b"\0")) + 1
-            raise FileFormatError(source, "not a text file (it holds zero bytes); save it as plain text", line)
-    return data
+    if zero is not None:
+        raise FileFormatError(source, "not a text file (it holds zero bytes); save it as plain text", zero)
 
 
 def read_json(path: str | Path, fix: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -35,11 +36,11 @@ def test_a3m_counts_insertions_left_of_the_column(tmp_path: Path):
     """Catches deletions counted right of the column, carried into the next row, or kept after the last column."""
     path = write(tmp_path / "a.a3m", "# comment\n>query\nACDE\n>hit words\nabAC-cdeEfg\n>other\n-.-xD\nE\n")
     alignment = parse_a3m(path)
-    assert alignment.names == ("query", "hit", "other")
+    assert (*alignment.names,) == ("query", "hit", "other")
     assert [decode(row) for row in alignment.residues] == ["ACDE", "AC-E", "--DE"]
     assert alignment.deletions.tolist() == [[0, 0, 0, 0], [2, 0, 0, 3], [0, 0, 1, 0]]
     assert alignment.residues.dtype == np.int8
-    assert alignment.deletions.dtype == np.int32
+    assert alignment.deletions.dtype == np.uint8
 
 
 STOCKHOLM = """# STOCKHOLM 1.0
@@ -62,7 +63,7 @@ third    .hE
 def test_stockholm_interleaved_blocks_and_dropped_columns(tmp_path: Path):
     """Catches blocks that overwrite each other, annotation read as sequence, query-gap columns kept, deletions misplaced."""
     alignment = parse_stockholm(write(tmp_path / "a.sto", STOCKHOLM))
-    assert alignment.names == ("query", "hit/1-4", "third")
+    assert (*alignment.names,) == ("query", "hit/1-4", "third")
     assert [decode(row) for row in alignment.residues] == ["ACDE", "AC-E", "----"]
     assert alignment.deletions.tolist() == [
         [0, 0, 0, 0],
@@ -113,6 +114,62 @@ def test_a3m_agrees_with_a_character_loop(tmp_path: Path):
         assert deletions.tolist() == counts
 
 
+@pytest.mark.parametrize("block", [40, 61, 500])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_an_a3m_in_blocks_is_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int, newline: str):
+    """Catches a row, a name, a line or insertions lost or counted twice where a block of the file ends."""
+    rows = [
+        "ACDEFGHIKL" * 9,
+        "AC-" * 30,
+        ("A" + "c" * 7) * 90,
+        "w" * 700 + "A" * 90 + "vv",
+        "-" * 89 + "q" * 255 + "W",
+    ]
+    text = "".join(f">s{k} x\n{row}\n" for k, row in enumerate(rows)).replace("DEF", "D\nE F").replace("\n", newline)
+    path = write(tmp_path / "a.a3m", text)
+    whole = parse_a3m(path)
+    monkeypatch.setattr(text_files, "BLOCK", block)
+    found = parse_a3m(write(tmp_path / "a.a3m.gz", gzip.compress(text.encode())))
+    assert (*found.names,) == (*whole.names,) == ("s0", "s1", "s2", "s3", "s4")
+    np.testing.assert_array_equal(found.residues, whole.residues)
+    np.testing.assert_array_equal(found.deletions, whole.deletions)
+    assert (whole.deletions[2:, [0, 1, 89]] == [[0, 7, 7], [700, 0, 0], [0, 0, 255]]).all()
+    for bad, said in (
+        ("A7A", r":5: illegal letter '7' at position 92"),
+        ("A>A", r":5: illegal letter '>' at position 92"),
+    ):
+        with pytest.raises(FileFormatError, match=said):
+            parse_a3m(write(path, f">q\nAC\n>h\n\n{'-' * 90}{bad}\n>z\n"))
+
+
+def test_an_insertion_longer_than_any_protein_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Catches a few kilobytes of gzip that unpack to gigabytes of one insertion, and a number that two bytes do not hold."""
+    monkeypatch.setattr(text_files, "BLOCK", 10_000)
+    path = write(tmp_path / "a.a3m", ">q\nAC\n>h\nA" + "c" * 65_535 + "C\n")
+    assert parse_a3m(path).deletions.tolist() == [[0, 0], [0, 65_535]]
+    for row in ("A" + "c" * 65_536 + "C", "AC" + "c" * 65_536):
+        with pytest.raises(FileFormatError, match=r":4: sequence 'h' has more than 65,535 insertions"):
+            parse_a3m(write(path, f">q\nAC\n>g\nAC\n>h\n{row}\n".replace(">g\nAC\n", "\n")))
+
+
+@pytest.mark.parametrize(
+    "row", ["ACDEFGHIKL" * 30, "aA" * 300, "A" * 299 + "c" * 300 + "A", "AC"], ids=["plain", "many", "long", "short"]
+)
+def test_a_large_alignment_takes_three_bytes_for_each_of_its_own(tmp_path: Path, row: str):
+    """Catches arrays of the whole text: masks, running counts, and insertions of 4 bytes took 18 to 53 bytes for each."""
+    text = f">ab\n{row}\n" * ((1 << 23) // (len(row) + 5))
+    path = write(tmp_path / "a.a3m.gz", gzip.compress(text.encode(), 1))
+    size = len(text)
+    del text
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_files, "BLOCK", 1 << 14)
+        tracemalloc.start()
+        parse_a3m(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 3 * size + (2 << 20)
+
+
 GOLDEN = {
     "ex_bfd_a3m": "6KWC_1/bfd_uniref_hits.a3m",
     "ex_mgnify_sto": "6KWC_1/mgnify_hits.sto",
@@ -150,7 +207,7 @@ def test_what_hh_suite_adds_to_an_alignment(tmp_path: Path):
     path = tmp_path / "x.a3m"
     path.write_bytes(b">ss_pred\nCCHH\n>ss_conf\n9987\n>q\nACDE*\n>h\nAC-E\n\0")
     alignment = parse_a3m(path)
-    assert alignment.names == ("q", "h")
+    assert (*alignment.names,) == ("q", "h")
     assert alignment.residues.shape == (2, 4)
 
 
@@ -158,7 +215,7 @@ def test_what_hh_suite_adds_to_an_alignment(tmp_path: Path):
 def test_an_alignment_of_a_complex_is_refused(first: str, tmp_path: Path):
     """Catches ColabFold's alignment of several chains that is read as one chain, their residues joined."""
     path = write(tmp_path / "a.a3m", f"{first}\n>101\t102\nACDEFG\n>x\nACDaEFG\n")
-    for read in (parse_a3m, query_of_a3m, parse_fasta):
+    for read in (parse_a3m, lambda path: query_of_a3m(path, text_files.text_blocks(path)), parse_fasta):
         with pytest.raises(FileFormatError, match=r"a\.a3m:1: ColabFold's alignment of a complex") as error:
             read(path)
         assert "\n" not in str(error.value)
@@ -169,7 +226,12 @@ def test_a_line_that_is_almost_that_of_a_complex_is_refused(first: str, tmp_path
     """Catches two chains that are read as one, because the line of their lengths was written by hand."""
     path = write(tmp_path / "a.a3m", f"{first}\n>101\t102\nACDEFG\n>x\nACDaEFG\n")
     line = first.count("\n") + 1
-    for read in (parse_a3m, query_of_a3m, parse_fasta, *([query_of_complex] if line == 1 else [])):
+    for read in (
+        parse_a3m,
+        lambda path: query_of_a3m(path, text_files.text_blocks(path)),
+        parse_fasta,
+        *([query_of_complex] if line == 1 else []),
+    ):
         with pytest.raises(FileFormatError, match=rf"a\.a3m:{line}: '.*' may be ColabFold's line") as error:
             read(path)
         assert "'1,1' for two chains" in str(error.value)
@@ -187,7 +249,7 @@ def test_sequences_that_look_like_codes_of_three_letters(sequence: str, tmp_path
 @pytest.mark.parametrize("first", ["#6\t1", "# a comment", "#A3M#", "#12,10 of them", "#6", "# 2026-11-28", "# 6 "])
 def test_an_alignment_of_one_chain_may_begin_with_a_comment(first: str, tmp_path: Path):
     """Catches ColabFold's monomers refused."""
-    assert parse_a3m(write(tmp_path / "a.a3m", f"{first}\n>101\nACDEFG\n>x\nACDaEFG\n")).names == ("101", "x")
+    assert parse_a3m(write(tmp_path / "a.a3m", f"{first}\n>101\nACDEFG\n>x\nACDaEFG\n")).names[1] == "x"
 
 
 def test_a_colon_separates_chains(tmp_path: Path):
@@ -201,7 +263,7 @@ def test_a_colon_separates_chains(tmp_path: Path):
 def test_a_decompression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Catches an archive that fills the memory."""
     monkeypatch.setattr(text_files, "LARGEST_UNPACKED", 1000)
-    monkeypatch.setattr(text_files, "_UNPACKED_AT_ONCE", 100)
+    monkeypatch.setattr(text_files, "BLOCK", 100)
     path = tmp_path / "x.a3m.gz"
     path.write_bytes(gzip.compress(b">q\n" + b"A" * 900))
     assert parse_a3m(path).columns == 900

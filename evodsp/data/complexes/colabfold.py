@@ -32,7 +32,7 @@ def split_alignment(alignment: Alignment, lengths: Sequence[int]) -> tuple[tuple
         alone, rows = np.flatnonzero(present & ~paired), np.flatnonzero(present & paired)
         part = dataclasses.replace(
             alignment,
-            names=tuple(alignment.names[row] for row in alone),
+            names=tuple(alignment.names[row] for row in alone.tolist()),
             residues=alignment.residues[alone, own],
             deletions=alignment.deletions[alone, own],
         )

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int8, Int32, Int64
+from jaxtyping import Bool, Int8, Int32, Int64, Integer
 
 from evodsp.data.complexes.entities import ChainIds, Entity, chain_ids, entities_of
 from evodsp.data.complexes.pairing import ABSENT, MOST_OF_A_KEY, PairingMsa, pair
@@ -138,7 +138,7 @@ class _Rows(NamedTuple):
     """Rows of an MSA."""
 
     msa: Int8[np.ndarray, "N L"]
-    deletions: Int32[np.ndarray, "N L"]
+    deletions: Integer[np.ndarray, "N L"]
 
 
 def _rows_of(chain: ChainMsas, pairs: Int64[np.ndarray, " P"], most_rows: int, most_paired: int) -> tuple[_Rows, _Rows]:

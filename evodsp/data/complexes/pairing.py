@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int8, Int32, Int64
+from jaxtyping import Int8, Int64, Integer
 
 from evodsp.data.complexes.keys import RowKey, uniprot_species
 from evodsp.data.records import Alignment
@@ -27,7 +27,7 @@ class PairingMsa:
     """An MSA of one chain for pairing: row 0 is the query, `keys` has the key of each row ('': paired with none)."""
 
     msa: Int8[np.ndarray, "N L"]
-    deletions: Int32[np.ndarray, "N L"]
+    deletions: Integer[np.ndarray, "N L"]
     keys: tuple[str, ...]
 
     def __post_init__(self) -> None:

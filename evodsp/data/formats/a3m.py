@@ -1,17 +1,20 @@
-"""A3M alignments, with boolean masks over the whole file instead of a loop over characters."""
+"""A3M alignments, with boolean masks over a block of the file instead of a loop over characters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Bool, Int32, UInt8
 
 from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, INSERTION, SKIPPED, byte_table
-from evodsp.data.formats.fasta import SUBSTITUTES, sizes_of_complex, split_records, translate
-from evodsp.data.records import Alignment
+from evodsp.data.formats.fasta import SUBSTITUTES, Records, record_pieces, sizes_of_complex, translate
+from evodsp.data.records import Alignment, Names
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
-from evodsp.reading.text_files import text_of
+from evodsp.reading.text_files import BLOCK, text_blocks
 
 # A dot is padding opposite another row's insertion, an asterisk the end of translation: neither stands for a residue.
 _A3M = byte_table(
@@ -20,8 +23,10 @@ _A3M = byte_table(
     | {"-": GAP, ".": SKIPPED, "*": SKIPPED}
     | BLANK_CODES
 )
-
+_FIX = "remove it (X stands for an unknown residue)"
 _BESIDE_COLUMNS = bytes(range(ord("a"), ord("z") + 1)) + b".*"
+_BYTE, _LONGEST = 255, 65_535
+"""The most insertions that a byte holds, and that two hold. The longest proteins have 45,000 residues."""
 
 
 def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
@@ -29,81 +34,182 @@ def parse_a3m(path: str | Path, data: bytes | None = None) -> Alignment:
 
     `data`: the file's bytes, if they were read already (from an alignment database); `path` then names them in messages.
     Lines before the first header that start with '#' are comments. HH-suite's records of secondary structure (`ss_pred`,
-    `ss_conf`, `ss_dssp`) are skipped, and so is a `*` (end of translation).
+    `ss_conf`, `ss_dssp`) are skipped, and so is a `*` (end of translation). A file is read in blocks: at the peak it takes 2
+    bytes of memory for each column of each row, or 3 if there is an insertion of more than 255 residues, and the names.
 
     Raises FileFormatError (file and line) for an illegal character, a row whose number of match columns differs from the
-    first row's, and a header without sequence (a truncated file).
+    first row's, a header without sequence (a truncated file), and an insertion that is longer than any protein.
     """
-    records = split_records(path, text_of(path, data), "an A3M").without("ss_")
-    codes = translate(records, _A3M, "remove it (X stands for an unknown residue)")
-    match = codes <= GAP
-    row_starts = np.concatenate(([0], np.cumsum([len(row) for row in records.rows])))
-    widths = np.diff(np.concatenate(([0], np.cumsum(match)))[row_starts])
-    names = records.names()
-    if (differs := np.flatnonzero((widths != widths[0]) | (widths == 0))).size:
-        row = int(differs[0])
-        found = (
-            f"sequence '{names[row]}' has {widths[row]} match columns, the first sequence '{names[0]}' has {widths[0]}"
-        )
-        if row == 0:  # no upper-case letter and no gap
-            raise FileFormatError(
-                path,
-                f"the first sequence '{names[0]}' has no upper-case residue (lower case is insertions); write it in upper case",
-                records.header_lines[0],
-            )
-        truncated = row == len(names) - 1 and widths[row] < max(widths[0], 1)
-        fix = "the file looks truncated: write it again" if truncated else "correct the row or remove it"
-        raise FileFormatError(path, f"{found}; {fix}", records.header_lines[row])
+    return parse_blocks(path, text_blocks(path, data))
 
-    shape = (len(names), int(widths[0]))
-    residues = codes[match].view(np.int8).reshape(shape)
-    inserted = codes == INSERTION
-    if not inserted.any():
-        return Alignment(str(path), names, residues, np.zeros(shape, np.int32))
-    # Insertions before each match column are differences of their running count, which starts anew in each row.
-    running = np.concatenate((np.zeros(1, np.int32), np.cumsum(inserted, dtype=np.int32)))
-    at_matches = running[:-1][match].reshape(shape)
-    deletions = np.diff(at_matches, axis=1, prepend=running[row_starts[:-1], None])
-    return Alignment(str(path), names, residues, deletions)
+
+def parse_blocks(path: str | Path, blocks: Iterator[bytes]) -> Alignment:
+    """`parse_a3m` of a text that comes in blocks."""
+    rows = _Rows(path)
+    with _to_the_end(blocks):
+        for piece in _pieces(path, blocks):
+            rows.add(piece, translate(piece, _A3M, _FIX))
+    return rows.alignment()
+
+
+def query_of_a3m(path: str | Path, blocks: Iterator[bytes]) -> tuple[str, bool]:
+    """The first sequence of an A3M file, and whether letters of it were replaced (B, J, O, U, Z, as in every alignment).
+
+    `blocks`: the file's text. Raises FileFormatError if it is no A3M, or its first sequence is empty, has gaps or insertions
+    (lower case), or has illegal letters. The other sequences are not looked at.
+    """
+    codes, line, replaced = b"", 0, False
+    with _to_the_end(blocks):
+        for piece in _pieces(path, blocks):
+            if line and piece.earlier is None:
+                break
+            query, line = piece.only(0), piece.header_lines[0]
+            codes += translate(query, _A3M, _FIX).tobytes()
+            replaced = replaced or any(letter.encode() in query.rows[0] for letter in SUBSTITUTES)
+            if len(piece.rows) > 1:
+                break
+    for code, what in ((GAP, "a gap"), (INSERTION, "lower case, which is an insertion")):
+        if code in codes:
+            fix = "write all of its residues, in upper case"
+            message = f"the first sequence has {what}, but it is the query of the prediction; {fix}"
+            raise FileFormatError(path, message, line)
+    letters = "".join(RESTYPES_WITH_X[code] for code in codes if code != SKIPPED)
+    if not letters:
+        raise FileFormatError(path, "the first sequence is empty; write the query there", line)
+    return letters, replaced
 
 
 def name_if_a3m(data: bytes) -> str | None:
     """The name of the first sequence if text that no file's name describes is A3M; None if it is FASTA, or neither.
 
     It is A3M if it is ColabFold's alignment of a complex, or if most rows have as many columns as the first, and there are gaps
-    or insertions, which FASTA has not.
+    or insertions, which FASTA has not. The first block of the text decides.
     """
+    blocks = text_blocks("", data)
     try:
-        text = text_of("", data)
-        first, _, rest = text.partition(b"\n")
+        first, end, rest = next(blocks).partition(b"\n")
         if sizes_of_complex("", first):
-            return split_records("", rest, "an A3M").without("ss_").names()[0]
-        records = split_records("", text, "an A3M").without("ss_")
-    except FileFormatError:
+            return next(_pieces("", [rest])).names()[0]
+        records = next(_pieces("", [first + end + rest]))
+        is_whole = next(blocks, None) is None
+    except (FileFormatError, StopIteration):
         return None
     rows = [row.translate(None, BLANKS) for row in records.rows]
+    if not is_whole and len(rows) > 1:
+        del rows[-1]
     columns = [row.translate(None, _BESIDE_COLUMNS) for row in rows]
     aligned = sum(len(row) == len(columns[0]) for row in columns) > len(rows) // 2
     marked = any(b"-" in row or row != columns[k] for k, row in enumerate(rows[1:], 1))
     return records.names()[0] if columns[0] and aligned and marked else None
 
 
-def query_of_a3m(path: Path, data: bytes | None = None) -> tuple[str, bool]:
-    """The first sequence of an A3M file, and whether letters of it were replaced (B, J, O, U, Z, as in every alignment).
+def _pieces(path: str | Path, blocks: Iterable[bytes]) -> Iterator[Records]:
+    """The records, without those of secondary structure unless there are no others."""
+    skipped: list[Records] | None = []
+    for piece in record_pieces(path, blocks, "an A3M"):
+        if (kept := piece.without("ss_")).headers:
+            skipped = None
+            yield kept
+        elif skipped is not None:
+            skipped.append(piece)
+    yield from skipped or ()
 
-    `data`: the file's bytes, if they were read already; `path` then names them in messages.
 
-    Raises UserError if the file cannot be read, FileFormatError if it is no A3M, or its first sequence is empty, has gaps or
-    insertions (lower case), or has illegal letters. The other sequences are not looked at.
-    """
-    query = split_records(path, text_of(path, data), "an A3M").without("ss_").only(0)
-    codes = translate(query, _A3M, "remove it (X stands for an unknown residue)")
-    for code, what in ((GAP, "a gap"), (INSERTION, "lower case, which is an insertion")):
-        if (codes == code).any():
-            fix = "write all of its residues, in upper case"
-            message = f"the first sequence has {what}, but it is the query of the prediction; {fix}"
-            raise FileFormatError(path, message, query.header_lines[0])
-    letters = "".join(RESTYPES_WITH_X[code] for code in codes[codes != SKIPPED])
-    if not letters:
-        raise FileFormatError(path, "the first sequence is empty; write the query there", query.header_lines[0])
-    return letters, any(letter.encode() in query.rows[0] for letter in SUBSTITUTES)
+@contextmanager
+def _to_the_end(blocks: Iterator[bytes]) -> Iterator[None]:
+    """Reads the blocks that are left: a broken archive, or text that is none, says more than what else is wrong."""
+    try:
+        yield
+    except FileFormatError:
+        for _ in blocks:
+            pass
+        raise
+    for _ in blocks:
+        pass
+
+
+class _Rows:
+    """The rows that were read. Insertions before a column take a byte, and a place in a list where it does not hold them."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path, self._names = path, Names()
+        self._residues, self._insertions = bytearray(), bytearray()
+        self._long: list[tuple[np.ndarray, np.ndarray]] = []  # places and numbers
+        self._columns = 0  # of a row; 0 until the first one is whole
+        self._last = ("", 0, 0)  # name, line and columns of the row that may go on
+        self._behind = 0  # insertions behind its last column
+
+    def add(self, piece: Records, codes: UInt8[np.ndarray, " n"]) -> None:
+        """Add a piece with its codes. Raises FileFormatError for a row that does not fit the first one."""
+        names, goes_on = piece.names(), piece.earlier is not None
+        starts = np.concatenate(([0], np.cumsum([len(row) for row in piece.rows])))
+        match = codes <= GAP
+        first = _before_each(match)[starts]  # the first column of each row
+        widths = np.diff(first)
+        # Insertions before each column are differences of their running count, which starts anew in each row.
+        inserted = _before_each(codes == INSERTION)
+        at_column, at_start, begun = inserted[:-1][match], inserted[starts], np.flatnonzero(widths)
+        numbers = np.diff(at_column, prepend=inserted[:1])
+        numbers[first[begun]] = at_column[first[begun]] - at_start[begun]
+        behind = int(at_start[-1] - (at_column[-1] if widths[-1] else at_start[-2]))
+        if goes_on and widths[0]:
+            numbers[0] += self._behind
+        elif goes_on and len(names) == 1:
+            behind += self._behind
+        self._behind = behind
+        if (long := np.flatnonzero(numbers > _BYTE)).size:
+            self._long.append((len(self._residues) + long, numbers[long]))
+        if (most := int(numbers.max(initial=0))) > _LONGEST or behind > _LONGEST:
+            row = int(np.searchsorted(first, numbers.argmax(), "right")) - 1 if most > _LONGEST else -1
+            message = f"sequence '{names[row]}' has more than {_LONGEST:,} insertions in one place, as no protein has"
+            raise FileFormatError(self._path, f"{message}; remove it", piece.header_lines[row])
+        self._residues += codes[match].data
+        self._insertions += np.minimum(numbers, _BYTE).astype(np.uint8).data
+        self._check_widths(names, piece.header_lines, widths, goes_on)
+
+    def _check_widths(
+        self, names: tuple[str, ...], lines: list[int], widths: Int32[np.ndarray, " n"], goes_on: bool
+    ) -> None:
+        """Check the rows that are whole now."""
+        if goes_on:
+            widths[0] += self._last[2]
+        elif len(self._names):
+            self._check(*self._last)
+        self._names.extend(names[goes_on:])
+        for row in np.flatnonzero(widths[:-1] != (self._columns or -1)).tolist():
+            self._check(names[row], lines[row], int(widths[row]))
+        self._last = names[-1], lines[-1], int(widths[-1])
+
+    def _check(self, name: str, line: int, width: int, is_last: bool = False) -> None:
+        self._columns = self._columns or width
+        if not self._columns:  # no upper-case letter and no gap
+            message = f"the first sequence '{name}' has no upper-case residue (lower case is insertions)"
+            raise FileFormatError(self._path, f"{message}; write it in upper case", line)
+        if width != self._columns:
+            found = f"sequence '{name}' has {width} match columns"
+            expected = f"the first sequence '{self._names[0]}' has {self._columns}"
+            truncated = is_last and width < self._columns
+            fix = "the file looks truncated: write it again" if truncated else "correct the row or remove it"
+            raise FileFormatError(self._path, f"{found}, {expected}; {fix}", line)
+
+    def alignment(self) -> Alignment:
+        """The rows, after the last piece. Raises FileFormatError as `add` does, for the last one."""
+        self._check(*self._last, is_last=True)
+        shape = (len(self._names), self._columns)
+        residues = np.frombuffer(self._residues, np.int8).reshape(shape)
+        if not self._long:
+            deletions = np.frombuffer(self._insertions, np.uint8)
+            return Alignment(str(self._path), self._names, residues, deletions.reshape(shape))
+        self._insertions *= 2  # in place; bytes become numbers of two bytes, from the end
+        narrow, wide = np.frombuffer(self._insertions, np.uint8), np.frombuffer(self._insertions, np.uint16)
+        for end in range(len(wide), 0, -BLOCK):
+            block = slice(max(end - BLOCK, 0), end)
+            wide[block] = narrow[block].copy()
+        for places, numbers in self._long:
+            wide[places] = numbers
+        return Alignment(str(self._path), self._names, residues, wide.reshape(shape))
+
+
+def _before_each(marks: Bool[np.ndarray, " n"]) -> Int32[np.ndarray, " m"]:
+    """The number of marks before each place, and in all."""
+    return np.concatenate((np.zeros(1, np.int32), np.cumsum(marks, dtype=np.int32)))

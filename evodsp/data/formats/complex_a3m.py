@@ -9,14 +9,16 @@ QUERYONEXXQUERYTWOXXXX
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from evodsp.data.formats.a3m import parse_a3m, query_of_a3m
+from evodsp.data.formats.a3m import parse_blocks, query_of_a3m
 from evodsp.data.formats.fasta import sizes_of_complex
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError
-from evodsp.reading.text_files import text_of
+from evodsp.reading.text_files import text_blocks
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ def query_of_complex(path: Path, data: bytes | None = None) -> ComplexQuery | No
     split = _split(path, data)
     if split is None:
         return None
-    lengths, copies, rows = split
-    letters, substituted = query_of_a3m(path, rows)
+    lengths, copies, blocks = split
+    letters, substituted = query_of_a3m(path, blocks)
     _check_width(path, lengths, len(letters))
     ends = [sum(lengths[: place + 1]) for place in range(len(lengths))]
     sequences = tuple(letters[end - length : end] for end, length in zip(ends, lengths, strict=True))
@@ -64,16 +66,16 @@ def parse_complex_a3m(path: str | Path, data: bytes | None = None) -> tuple[Alig
         raise FileFormatError(
             path, "not ColabFold's alignment of a complex, which begins with '#lengths<TAB>copies'", 1
         )
-    lengths, _, rows = split
-    alignment = parse_a3m(path, rows)
+    lengths, _, blocks = split
+    alignment = parse_blocks(path, blocks)
     _check_width(path, lengths, alignment.columns)
     return alignment, tuple(lengths)
 
 
-def _split(path: str | Path, data: bytes | None) -> tuple[list[int], list[int], bytes] | None:
-    """Lengths, copies, and the file with a comment in place of its first line."""
-    text = text_of(path, data)
-    first, _, rest = text.partition(b"\n")
+def _split(path: str | Path, data: bytes | None) -> tuple[list[int], list[int], Iterator[bytes]] | None:
+    """Lengths, copies, and the blocks of the file with a comment in place of its first line."""
+    blocks = text_blocks(path, data)
+    first, _, rest = next(blocks).partition(b"\n")
     sizes = sizes_of_complex(path, first)
     if sizes is None:
         return None
@@ -84,7 +86,7 @@ def _split(path: str | Path, data: bytes | None) -> tuple[list[int], list[int], 
     for what, numbers in (("length", lengths), ("number of copies", copies)):
         if 0 in numbers:
             raise FileFormatError(path, f"its first line has a {what} of 0; leave that sequence out, or correct it", 1)
-    return lengths, copies, b"#\n" + rest
+    return lengths, copies, chain([b"#\n" + rest], blocks)
 
 
 def _check_width(path: str | Path, lengths: list[int], columns: int) -> None:

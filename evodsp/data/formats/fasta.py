@@ -1,14 +1,15 @@
 """FASTA files, and the records ('>header', then lines of residues) that A3M files consist of too.
 
-A file is split into lines once; the residues of all records are joined and translated together.
+A text is split into lines once; the residues of all records are joined and translated together. An A3M file may be large, so
+it comes in pieces.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -152,11 +153,11 @@ def _sequence(
 
 def _refuse_three_letters(record: Records, name: str, line: int) -> None:
     """Raise FileFormatError for residues such as 'ALA GLY SER', each of which would be read as three."""
-    for chain in b" ".join(record.bodies[0]).decode(errors="replace").upper().split(_BETWEEN_CHAINS):
-        words = re.split(r"[\s-]+", chain.strip("- \t"))
+    for letters in b" ".join(record.bodies[0]).decode(errors="replace").upper().split(_BETWEEN_CHAINS):
+        words = re.split(r"[\s-]+", letters.strip("- \t"))
         least = (len(words) + 1) // 2  # others are modified residues
         if len(words) == 1:  # by chance, six different codes would not follow one another
-            words = re.findall(".{1,3}", chain.strip())
+            words = re.findall(".{1,3}", letters.strip())
             least = len(words) if len(set(words)) > 5 else len(words) + 1
         if len(words) > 1 and all(len(w) == 3 for w in words) and sum(w in _THREE_LETTERS for w in words) >= least:
             given, meant = quoted(" ".join(words), 20), quoted("".join(map(monomer_letter, words)), 40)
@@ -168,7 +169,8 @@ def _refuse_three_letters(record: Records, name: str, line: int) -> None:
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a FASTA or A3M file. `header_lines` count from 1; a record's residues follow on the next lines."""
+    """The records of a FASTA or A3M file, or of a piece of it. `header_lines` count from 1; a record's residues follow on the
+    next lines."""
 
     path: str | Path
     headers: list[str]
@@ -177,6 +179,8 @@ class Records:
     """The residue lines of each record."""
     rows: list[bytes]
     """The joined residue lines of each record."""
+    earlier: tuple[int, int] | None = None
+    """If the first record began in an earlier piece: the lines between its header and this piece, and the letters on them."""
 
     def names(self) -> tuple[str, ...]:
         """The first word of every header."""
@@ -184,20 +188,21 @@ class Records:
 
     def only(self, index: int) -> Records:
         """A single record."""
-        one = slice(index, index + 1)
-        return Records(self.path, self.headers[one], self.header_lines[one], self.bodies[one], self.rows[one])
+        return self._chosen([index])
 
     def without(self, prefix: str) -> Records:
-        """The records whose headers do not begin with `prefix`, or all records if none would be left."""
+        """The records whose headers do not begin with `prefix`."""
         kept = [k for k, header in enumerate(self.headers) if not header.startswith(prefix)]
-        if len(kept) in (0, len(self.headers)):
-            return self
+        return self if len(kept) == len(self.headers) else self._chosen(kept)
+
+    def _chosen(self, kept: list[int]) -> Records:
         return Records(
             self.path,
             [self.headers[k] for k in kept],
             [self.header_lines[k] for k in kept],
             [self.bodies[k] for k in kept],
             [self.rows[k] for k in kept],
+            self.earlier if kept[:1] == [0] else None,
         )
 
 
@@ -207,22 +212,65 @@ def split_records(path: str | Path, data: bytes, kind: str) -> Records:
     Raises FileFormatError for text before the first header, for a file without headers, and for ColabFold's alignment of a
     complex, which begins with a line '#lengths copies'.
     """
-    lines = data.splitlines()
-    starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
-    for number, line in enumerate(islice(lines, starts[0] if starts else None), 1):
-        if sizes := sizes_of_complex(path, line, number):
-            _refuse_complex(path, *sizes)
-        if line.strip() and not line.startswith(b"#"):
-            if _STRUCTURE.match(line):
-                fix = "write the sequence of each of its chains as FASTA: '>name', then letters"
-                raise FileFormatError(path, f"a structure, not {kind} file; {fix}", number)
-            raise FileFormatError(path, f"not {kind} file: expected a header that starts with '>'; add '>name'", number)
-    if not starts:
+    (records,) = record_pieces(path, [data], kind)
+    return records
+
+
+def record_pieces(path: str | Path, blocks: Iterable[bytes], kind: str) -> Iterator[Records]:
+    """The records of a text that comes in blocks, in pieces; the others are as in `split_records`."""
+    header, header_line, letters = "", 0, 0
+    for number, lines in _lines_of(path, blocks):
+        starts = [k for k, line in enumerate(lines) if line[:1] == b">"]
+        if not header_line:
+            for place, line in enumerate(islice(lines, starts[0] if starts else None), number):
+                if sizes := sizes_of_complex(path, line, place):
+                    _refuse_complex(path, *sizes)
+                if line.strip() and not line.startswith(b"#"):
+                    if _STRUCTURE.match(line):
+                        fix = "write the sequence of each of its chains as FASTA: '>name', then letters"
+                        raise FileFormatError(path, f"a structure, not {kind} file; {fix}", place)
+                    message = f"not {kind} file: expected a header that starts with '>'; add '>name'"
+                    raise FileFormatError(path, message, place)
+            if not starts:
+                continue
+        headers = [lines[k][1:].decode() for k in starts]
+        header_lines = [number + k for k in starts]
+        bodies = [lines[start + 1 : end] for start, end in pairwise([*starts, len(lines)])]
+        goes_on = header_line > 0 and starts[:1] != [0]
+        if goes_on:
+            headers, header_lines = [header, *headers], [header_line, *header_lines]
+            bodies.insert(0, lines[: starts[0] if starts else None])
+        rows = [body[0] if len(body) == 1 else b"".join(body) for body in bodies]
+        earlier = (number - header_line - 1, letters) if goes_on else None
+        yield Records(path, headers, header_lines, bodies, rows, earlier)
+        header, header_line = headers[-1], header_lines[-1]
+        letters = len(rows[-1].translate(None, BLANKS)) + (0 if starts else letters)
+    if not header_line:
         raise FileFormatError(path, f"not {kind} file: no header that starts with '>'; write it again")
-    headers = b"\n".join([lines[k][1:] for k in starts]).decode().split("\n")
-    bodies = [lines[start + 1 : end] for start, end in pairwise([*starts, len(lines)])]
-    rows = [body[0] if len(body) == 1 else b"".join(body) for body in bodies]
-    return Records(path, headers, [start + 1 for start in starts], bodies, rows)
+
+
+def _lines_of(path: str | Path, blocks: Iterable[bytes]) -> Iterator[tuple[int, list[bytes]]]:
+    """The lines of a text that comes in blocks, and the number of the first of them. A long line comes in parts."""
+    number, rest, longest = 1, b"", 0
+    for block, following in pairwise(chain(blocks, [None])):
+        assert block is not None
+        text, longest = rest + block, max(longest, len(block))
+        lines = text.splitlines()
+        rest = b""
+        if following is not None and text and (text[-1:] != b"\n"):  # behind '\r', a '\n' may follow
+            rest = lines.pop() + (b"\r" if text[-1:] == b"\r" else b"")
+        parts = len(lines)
+        if len(rest) > longest:
+            if rest[:1] == b">":
+                line = number + len(lines)
+                raise FileFormatError(path, f"a header of more than {longest:,} characters; shorten it", line)
+            # The rest of the line must not look like a header.
+            if rest[-1:] not in b">\r":
+                lines.append(rest[:-1])
+                rest = rest[-1:]
+        if lines:
+            yield number, lines
+        number += parts
 
 
 def sizes_of_complex(path: str | Path, line: bytes, number: int = 1) -> tuple[list[int], list[int]] | None:
@@ -259,10 +307,11 @@ def translate(records: Records, table: bytes, fix: str) -> UInt8[np.ndarray, " n
     joined = b"".join(records.rows).translate(table)
     if (at := joined.find(ILLEGAL)) >= 0:
         row, offset = _locate(records.rows, at)
-        position = len(records.rows[row][:offset].translate(None, BLANKS)) + 1
+        lines, letters = (row == 0 and records.earlier) or (0, 0)
+        position = letters + len(records.rows[row][:offset].translate(None, BLANKS)) + 1
         index, offset = _locate(records.bodies[row], offset)
         letter = records.bodies[row][index][offset:].decode(errors="replace")[0]
-        line = records.header_lines[row] + 1 + index
+        line = records.header_lines[row] + 1 + lines + index
         if letter == _BETWEEN_CHAINS:
             raise FileFormatError(
                 records.path,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int8, Int32
+from jaxtyping import Int8, Integer
 
 from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
@@ -129,10 +129,10 @@ def _points(texts: np.ndarray) -> np.ndarray:
     return texts.view(np.dtype(np.uint32).newbyteorder(texts.dtype.byteorder))
 
 
-def _counts(deletions: np.ndarray) -> Int32[np.ndarray, "N L"]:
+def _counts(deletions: np.ndarray) -> Integer[np.ndarray, "N L"]:
     """Numbers of deleted residues. Raises ValueError for numbers that are none."""
     if deletions.ndim != 2 or not deletions.size:
         raise ValueError(f"deletions of shape {deletions.shape}")
     if deletions.min() < 0 or deletions.max() > np.iinfo(np.int32).max:
         raise ValueError(f"deletions from {deletions.min()} to {deletions.max()}")
-    return np.ascontiguousarray(deletions.astype(np.int32))
+    return np.ascontiguousarray(deletions.astype(np.min_scalar_type(int(deletions.max()))))

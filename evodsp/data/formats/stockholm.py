@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Int32, UInt8
+from jaxtyping import Bool, Integer, UInt8
 
 from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
@@ -74,17 +74,18 @@ def columns_of_query(path: str | Path, rows: Sequence[tuple[bytes, bytes]], numb
     return Alignment(str(path), names, residues, _deletions_of_dropped(codes, kept))
 
 
-def _deletions_of_dropped(codes: UInt8[np.ndarray, "N W"], kept: Bool[np.ndarray, " W"]) -> Int32[np.ndarray, "N L"]:
+def _deletions_of_dropped(codes: UInt8[np.ndarray, "N W"], kept: Bool[np.ndarray, " W"]) -> Integer[np.ndarray, "N L"]:
     """Number of residues in the dropped columns before each kept column."""
-    deletions = np.zeros((len(codes), int(kept.sum())), np.int32)
-    dropped = np.flatnonzero(~kept)
+    shape, dropped = (len(codes), int(kept.sum())), np.flatnonzero(~kept)
     column = np.cumsum(kept)[dropped]  # index of the kept column after each dropped one
-    dropped, column = dropped[column < deletions.shape[1]], column[column < deletions.shape[1]]
-    if dropped.size:
-        first = np.flatnonzero(np.diff(column, prepend=-1))
-        # Transposed, a run of dropped columns is a block of contiguous rows, which `reduceat` adds fast.
-        counts = np.add.reduceat((codes.T[dropped] != GAP).view(np.int8), first, axis=0, dtype=np.int32)
-        deletions[:, column[first]] = counts.T
+    dropped, column = dropped[column < shape[1]], column[column < shape[1]]
+    if not dropped.size:
+        return np.zeros(shape, np.uint8)
+    first = np.flatnonzero(np.diff(column, prepend=-1))
+    # Transposed, a run of dropped columns is a block of contiguous rows, which `reduceat` adds fast.
+    counts = np.add.reduceat((codes.T[dropped] != GAP).view(np.int8), first, axis=0, dtype=np.int32)
+    deletions = np.zeros(shape, np.min_scalar_type(int(counts.max())))
+    deletions[:, column[first]] = counts.T
     return deletions
 
 

@@ -80,7 +80,7 @@ def raw_features(
         "msa_sizes": np.array([rows, columns, crop.first, len(crop), len(cells)], np.int64),
         "crop_residues": crop.residues,
         "deletion_cells": cells.astype(np.int32),
-        "deletion_numbers": deletions[cells],
+        "deletion_numbers": deletions[cells].astype(np.int32),
     }
 
 

@@ -9,24 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float32, Int8, Int32, Int64
+from jaxtyping import Float32, Int8, Int64, Integer
 
 from evodsp.data.formats import PARSERS
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 
+_CELLS_AT_ONCE = 1 << 20
+
 
 @dataclass(frozen=True)
 class MsaFeatures:
     """All distinct sequences aligned to one chain; row 0 is the query.
 
-    `deletions`: number of residues deleted to the left of each column. `profile`: frequency of each letter, gap included, in
-    each column over ALL rows, before any sampling.
+    `deletions`: number of residues deleted to the left of each column, in any integers. `profile`: frequency of each letter,
+    gap included, in each column over ALL rows, before any sampling.
     """
 
     msa: Int8[np.ndarray, "N L"]
-    deletions: Int32[np.ndarray, "N L"]
+    deletions: Integer[np.ndarray, "N L"]
     profile: Float32[np.ndarray, "L 22"]
 
     def __post_init__(self) -> None:
@@ -61,9 +63,11 @@ def first_occurrences(rows: Int8[np.ndarray, "N L"]) -> Int64[np.ndarray, " M"]:
 def letter_profile(msa: Int8[np.ndarray, "N L"]) -> Float32[np.ndarray, "L 22"]:
     """Frequency of each of the 22 letters in each column."""
     rows, columns = msa.shape
-    cells = msa + np.arange(0, columns * LETTERS_WITH_GAP, LETTERS_WITH_GAP, dtype=np.int64)
-    counts = np.bincount(cells.ravel(), minlength=columns * LETTERS_WITH_GAP).reshape(columns, LETTERS_WITH_GAP)
-    return (counts / rows).astype(np.float32)
+    counts, at_once = np.zeros(columns * LETTERS_WITH_GAP, np.int64), max(1, _CELLS_AT_ONCE // columns)
+    for start in range(0, rows, at_once):
+        cells = msa[start : start + at_once] + np.arange(0, len(counts), LETTERS_WITH_GAP, dtype=np.int64)
+        counts += np.bincount(cells.ravel(), minlength=len(counts))
+    return (counts.reshape(columns, LETTERS_WITH_GAP) / rows).astype(np.float32)
 
 
 def merge_alignments(alignments: Sequence[Alignment]) -> MsaFeatures:
@@ -81,14 +85,23 @@ def merge_alignments(alignments: Sequence[Alignment]) -> MsaFeatures:
                 f"{other.source}: {other.columns} columns, but {first.source} has {first.columns}; "
                 "all alignments of a chain must have the same query"
             )
-    residues = np.concatenate([a.residues for a in alignments])
+    residues, deletions = (_joined([getattr(a, name) for a in alignments]) for name in ("residues", "deletions"))
     kept = first_occurrences(residues)
-    msa = residues[kept]
-    deletions = np.concatenate([a.deletions for a in alignments])[kept]
-    return MsaFeatures(msa, deletions, letter_profile(msa))
+    msa = _chosen(residues, kept)
+    return MsaFeatures(msa, _chosen(deletions, kept), letter_profile(msa))
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The rows of all parts; not a copy if there is one part only."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _chosen(rows: np.ndarray, kept: Int64[np.ndarray, " M"]) -> np.ndarray:
+    """Ascending rows; not a copy if all are kept."""
+    return rows if len(kept) == len(rows) else rows[kept]
 
 
 def query_only(query: Int8[np.ndarray, " L"]) -> MsaFeatures:
     """The MSA of a chain without homologues: only the query."""
     msa = query[None]
-    return MsaFeatures(msa, np.zeros(msa.shape, np.int32), letter_profile(msa))
+    return MsaFeatures(msa, np.zeros(msa.shape, np.uint8), letter_profile(msa))

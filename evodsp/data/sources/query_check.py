@@ -69,7 +69,8 @@ def _without_alternatives(alignment: Alignment, query: ProteinSequence) -> Align
     if ((first != listed) & (first != UNKNOWN) & (listed != UNKNOWN)).any():
         return alignment
     # What was deleted before a dropped column was deleted before the next one that stays.
-    deletions = np.diff(np.cumsum(alignment.deletions, axis=1)[:, kept], axis=1, prepend=0).astype(np.int32)
+    first = np.concatenate(([0], kept[:-1] + 1))
+    deletions = np.add.reduceat(alignment.deletions[:, : kept[-1] + 1], first, axis=1, dtype=np.int32)
     return replace(alignment, residues=np.ascontiguousarray(alignment.residues[:, kept]), deletions=deletions)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
-from jaxtyping import Int8, Int32
+from jaxtyping import Int8, Int32, Integer
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
@@ -83,7 +83,7 @@ def unpacked(data: bytes) -> tuple[Arrays, dict[str, Any]]:
         raise ValueError(f"not a record of a feature store ({error})") from error
 
 
-def row_arrays(msa: Int8[np.ndarray, "N L"], deletions: Int32[np.ndarray, "N L"]) -> Arrays:
+def row_arrays(msa: Int8[np.ndarray, "N L"], deletions: Integer[np.ndarray, "N L"]) -> Arrays:
     """Rows of an MSA as arrays."""
     at = np.flatnonzero(deletions)  # [D]
     return {
@@ -93,10 +93,10 @@ def row_arrays(msa: Int8[np.ndarray, "N L"], deletions: Int32[np.ndarray, "N L"]
     }
 
 
-def rows_of(arrays: Arrays) -> tuple[Int8[np.ndarray, "N L"], Int32[np.ndarray, "N L"]]:
+def rows_of(arrays: Arrays) -> tuple[Int8[np.ndarray, "N L"], Integer[np.ndarray, "N L"]]:
     """The letters and deletions of `row_arrays`."""
     msa = arrays["msa"].view(np.int8)
-    deletions = np.zeros(msa.size, np.int32)
+    deletions = np.zeros(msa.size, arrays["deletion_counts"].dtype)
     deletions[np.cumsum(arrays["deletion_steps"], dtype=np.int64)] = arrays["deletion_counts"]
     return msa, deletions.reshape(msa.shape)
 
