@@ -42,7 +42,7 @@ class ProteinSequence:
         return len(self.letters)
 
 
-class Names(Sequence[str]):
+class RowNames(Sequence[str]):
     """The names of an alignment's rows. Each takes its letters and 8 bytes more; a tuple's would take 60."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -61,7 +61,7 @@ class Names(Sequence[str]):
     def __getitem__(self, row: Any) -> Any:
         row = range(len(self))[row]
         if isinstance(row, range):
-            return Names(map(self.__getitem__, row))
+            return RowNames(map(self.__getitem__, row))
         return self._text[self._ends[row] : self._ends[row + 1]].decode()
 
 

@@ -120,11 +120,12 @@ def test_an_a3m_in_blocks_is_the_whole_one(tmp_path: Path, monkeypatch: pytest.M
     """Catches a row, a name, a line or insertions lost or counted twice where a block of the file ends."""
     rows = [
         "ACDEFGHIKL" * 9,
-        "AC-" * 30,
+        "",
         ("A" + "c" * 7) * 90,
         "w" * 700 + "A" * 90 + "vv",
         "-" * 89 + "q" * 255 + "W",
     ]
+    rows[1] = "AC-" * 30
     text = "".join(f">s{k} x\n{row}\n" for k, row in enumerate(rows)).replace("DEF", "D\nE F").replace("\n", newline)
     path = write(tmp_path / "a.a3m", text)
     whole = parse_a3m(path)
@@ -148,8 +149,8 @@ def test_an_insertion_longer_than_any_protein_is_refused(tmp_path: Path, monkeyp
     path = write(tmp_path / "a.a3m", ">q\nAC\n>h\nA" + "c" * 65_535 + "C\n")
     assert parse_a3m(path).deletions.tolist() == [[0, 0], [0, 65_535]]
     for row in ("A" + "c" * 65_536 + "C", "AC" + "c" * 65_536):
-        with pytest.raises(FileFormatError, match=r":4: sequence 'h' has more than 65,535 insertions"):
-            parse_a3m(write(path, f">q\nAC\n>g\nAC\n>h\n{row}\n".replace(">g\nAC\n", "\n")))
+        with pytest.raises(FileFormatError, match=r":3: sequence 'h' has more than 65,535 insertions"):
+            parse_a3m(write(path, f">q\nAC\n>h\n{row}\n"))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_an_insertion_longer_than_any_protein_is_refused(tmp_path: Path, monkeyp
 )
 def test_a_large_alignment_takes_three_bytes_for_each_of_its_own(tmp_path: Path, row: str):
     """Catches arrays of the whole text: masks, running counts, and insertions of 4 bytes took 18 to 53 bytes for each."""
-    text = f">ab\n{row}\n" * ((1 << 23) // (len(row) + 5))
+    text = f">ab\n{row}\n" * ((1 << 20) // (len(row) + 5))
     path = write(tmp_path / "a.a3m.gz", gzip.compress(text.encode(), 1))
     size = len(text)
     del text
@@ -167,7 +168,7 @@ def test_a_large_alignment_takes_three_bytes_for_each_of_its_own(tmp_path: Path,
         parse_a3m(path)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < 3 * size + (2 << 20)
+    assert peak < 3 * size + (1 << 20)
 
 
 GOLDEN = {

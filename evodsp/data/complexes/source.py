@@ -22,7 +22,7 @@ from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.index.complex_index import ComplexIndex, in_words
 from evodsp.data.index.metadata import ChainFacts, facts_of_chains
-from evodsp.data.records import Alignment, Assembly, Names, ProteinSequence
+from evodsp.data.records import Alignment, Assembly, ProteinSequence, RowNames
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
 from evodsp.data.sources.layout import StructureListing, split_key
@@ -268,7 +268,7 @@ def joined(alignments: Sequence[Alignment]) -> Alignment:
     """One alignment with the rows of several that have the same query."""
     return Alignment(
         alignments[0].source,
-        Names(name for alignment in alignments for name in alignment.names),
+        RowNames(name for alignment in alignments for name in alignment.names),
         np.concatenate([alignment.residues for alignment in alignments]),
         np.concatenate([alignment.deletions for alignment in alignments]),
     )

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int32, UInt8
 
 from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, INSERTION, SKIPPED, byte_table
 from evodsp.data.formats.fasta import SUBSTITUTES, Records, record_pieces, sizes_of_complex, translate
-from evodsp.data.records import Alignment, Names
+from evodsp.data.records import Alignment, RowNames
 from evodsp.errors import FileFormatError
 from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
 from evodsp.reading.text_files import BLOCK, text_blocks
@@ -132,7 +132,7 @@ class _Rows:
     """The rows that were read. Insertions before a column take a byte, and a place in a list where it does not hold them."""
 
     def __init__(self, path: str | Path) -> None:
-        self._path, self._names = path, Names()
+        self._path, self._names = path, RowNames()
         self._residues, self._insertions = bytearray(), bytearray()
         self._long: list[tuple[np.ndarray, np.ndarray]] = []  # places and numbers
         self._columns = 0  # of a row; 0 until the first one is whole
