@@ -85,6 +85,12 @@ def test_a_step_on_one_node_meets_on_loopback(monkeypatch: pytest.MonkeyPatch) -
     assert place().host == "10.0.0.1", "the user's word counts"
 
 
+def test_ranks_derive_one_port_whatever_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a port that each process makes anew, as `hash` of a text is: ranks of `srun` and mpirun never meet then."""
+    given(monkeypatch, **{**STEP, "SLURM_JOB_ID": 123456, "SLURM_STEP_ID": 0})
+    assert place().port == 15000 + 0xF3BFB85 % 15000, "CRC-32 of 123456.0"
+
+
 def test_torchrun_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches Slurm's variables used under `srun torchrun`: the step has one task per node, torchrun has more ranks."""
     given(monkeypatch, **STEP, **TORCHRUN)
