@@ -96,6 +96,16 @@ def test_identical_chains_lend_their_alignments(folders: Folders) -> None:
     assert [len(chain.msa.msa) for chain in lent.chains] == [3, 3, 3]
 
 
+def test_a_complex_with_alignments_borrows_none(folders: Folders) -> None:
+    """Catches a chain that is given its duplicate's alignments in place of its own, or of those of its copy in the entry."""
+    another(folders, "2abc", "A")
+    same = folders[0].parent / "duplicates.txt"
+    same.write_text("1abc_A 2abc_A\n1abc_A 2abc_B\n1abc_C 2abc_C\n")
+    index = index_of(folders, f"--duplicates={same}")
+    assert index.complex(index.row("1abc")).alignments == ("1abc_A", "1abc_A", "1abc_C")
+    assert index.complex(index.row("2abc")).alignments == ("2abc_A", "2abc_A", "1abc_C")
+
+
 def test_files_that_the_index_contradicts(folders: Folders) -> None:
     """Catches a run on a structure that was replaced since the index was made."""
     index = index_of(folders)

@@ -163,6 +163,16 @@ def test_identical_chains_lend_their_alignments(folder: Path) -> None:
     assert store.chain("5abc_A").sequence == SEQUENCES[KEY]
 
 
+def test_a_chain_with_alignments_borrows_none(folder: Path) -> None:
+    """Catches a chain that is given its duplicate's alignments in place of its own: the first of the set, or the last."""
+    shutil.copytree(folder / "alignments" / KEY, folder / "alignments" / "5abc_A")
+    for order in ((KEY, "5abc_A", "7abc_A"), ("7abc_A", "5abc_A", KEY)):
+        (folder / "duplicates").write_text(" ".join(order) + "\n")
+        index = index_of(folder, f"--duplicates={folder / 'duplicates'}", "--overwrite=true")
+        owners = {key: index.alignment_files(index.row(key))[0] for key in order}
+        assert owners == {KEY: KEY, "5abc_A": "5abc_A", "7abc_A": KEY if order[0] == KEY else "5abc_A"}
+
+
 def test_an_indexed_store_reads_what_a_folder_reads(tmp_path: Path) -> None:
     """Catches files in another order, sub-folders left out, and entries of a database read at another offset."""
     sto = "# STOCKHOLM 1.0\nq ACDE\nh AKKE\n//\n"
