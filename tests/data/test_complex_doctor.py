@@ -149,7 +149,8 @@ def test_copies_in_one_place(tmp_path: Path) -> None:
 
 
 def test_a_complex_that_is_known_from_training() -> None:
-    """Catches complexes that are called alike because of one chain, or of chains of two complexes, and peptides that decide."""
+    """Catches complexes that are called alike because of one chain, or of chains of two complexes, peptides that decide,
+    and the nearest complex that is the one with the least alike chain."""
     one, two, three, antigen, far = random_sequences(5, 60)
     peptide = far[: SHORTEST - 1]
     first = {"t1": (one, two), "t2": (antigen, three), "t3": (two,), "both": (far, far)}
@@ -161,6 +162,8 @@ def test_a_complex_that_is_known_from_training() -> None:
         "both": (one,),
         "unknown": (),
         "copies": (changed(two, 6), changed(two, 6)),
+        "more of t2": (changed(three, 9), changed(one, 6)),
+        "more of t1": (changed(three, 6), changed(one, 9)),
     }
     found = complex_overlap(SETS, first, second)
     assert (found.chains, found.same_sequence, found.unknown) == (["both"], [("t1", "same")], 1)
@@ -169,7 +172,8 @@ def test_a_complex_that_is_known_from_training() -> None:
     assert found.covered[1].identity == pytest.approx(0.66, abs=0.02)
     nearest = {near.second: (near.first, round(near.identity, 1)) for near in found.nearest}
     assert nearest["antigen"] == ("t2", 1.0)
-    assert set(nearest) == {"near", "antigen", "two of them", "copies"}
+    assert (nearest["more of t2"][0], nearest["more of t1"][0]) == ("t2", "t1")
+    assert set(nearest) == {"near", "antigen", "two of them", "copies", "more of t2", "more of t1"}
     assert complex_overlap(SETS, first, {}).covered == []
 
 
