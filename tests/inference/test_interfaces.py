@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from evodsp.inference.complex_scores import read_pair_scores
 from evodsp.inference.interfaces import Interface, interfaces_of
 
 LENGTHS = (34, 21, 9)
@@ -139,3 +142,14 @@ def test_one_chain_and_padding_have_no_interfaces() -> None:
     assert given.interfaces() == (before[0], before[2])
     given.chains[given.chains == 2] = 0
     assert given.interfaces() == ()
+
+
+def test_the_higher_direction_of_a_pair_is_shown(tmp_path: Path) -> None:
+    """Catches ipSAE or pDockQ2 of the lower direction, or of the first or the second one, on the page of a complex."""
+    pairs = {"A-B": (0.25, 0.75), "A-C": (0.625, 0.125), "B-C": (0.5, 0.375)}
+    there = {pair: values[0] for pair, values in pairs.items()}
+    back = {pair[::-1]: values[1] for pair, values in pairs.items()}
+    content = {"pairwise_iptm": there, "ipsae": there | back, "pdockq": there, "pdockq2": there | back}
+    (tmp_path / "x.json").write_text(json.dumps({**content, "contacts": dict.fromkeys(pairs, 3)}))
+    found = {one.chains: (one.ipsae, one.pdockq2) for one in read_pair_scores(tmp_path / "x.json", "ABC")}
+    assert found == {"A-B": (0.75, 0.75), "A-C": (0.625, 0.625), "B-C": (0.5, 0.5)}
