@@ -166,6 +166,9 @@ def test_a_missing_chain_counts_as_wrong(order, mapping) -> None:
     there = {(one.first, one.second): one for one in interfaces}
     expected = {pair: 0.0 if lost in pair else 1.0 for pair in there}
     assert {pair: one.dockq for pair, one in there.items()} == pytest.approx(expected, abs=1e-5)
+    assert {pair: one.fnat for pair, one in there.items()} == expected
+    kept = sum(one.contacts for pair, one in there.items() if lost not in pair)
+    assert scores.fnat == kept / sum(one.contacts for one in interfaces), "of all contacts, not a mean of interfaces"
     assert scores.dockq == pytest.approx(np.mean(list(expected.values())), abs=1e-5)
     assert all((one.interface_rmsd is None) == (lost in pair) for pair, one in there.items())
     atoms = [
