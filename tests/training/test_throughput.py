@@ -112,14 +112,16 @@ class Clock:
         monkeypatch.setattr("evodsp.training.throughput.time.perf_counter", lambda: self.now)
 
 
-def measured(utilisation: Utilisation | None, ranks: int, data_ranks: int) -> tuple[Throughput, Any, Any]:
+def measured(
+    utilisation: Utilisation | None, ranks: int, data_ranks: int, waits: WaitTimes | None = None
+) -> tuple[Throughput, Any, Any]:
     """The callback, its trainer with a row after two steps of two batches, and the mock that is given the row."""
     module, data, trainer = MagicMock(spec=TrainingModule), MagicMock(spec=ChainDataModule), MagicMock(spec=Trainer)
     module.rows, module.device = SimpleNamespace(last={}), torch.device("cpu")
     module.world = MagicMock(spec=World, data_ranks=data_ranks, gather=lambda value: [value])
     data.waited_s = 0.0
     trainer.accumulate_grad_batches, trainer.log_every_n_steps, trainer.world_size = 2, 2, ranks
-    return Throughput(module, data, None, utilisation), trainer, module
+    return Throughput(module, data, waits, utilisation), trainer, module
 
 
 def test_what_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +166,31 @@ def test_utilisation_is_that_of_the_devices_that_share_a_batch(monkeypatch: pyte
         callback.on_train_batch_end(trainer, module, None, batch, number)
     (row,) = (call.args[0] for call in module.log_row.call_args_list)
     assert row["train/mfu_percent"] == pytest.approx(100 * 4 * (3 + 2) * 1e9 / (10.0 * 2 * PEAK_TFLOPS * 1e12))
+
+
+@pytest.mark.parametrize(("on_gpu", "expected"), [(False, [20.0, 60.0]), (True, [30.0, 80.0])])
+def test_communication_is_a_share_of_the_steps_that_are_measured(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, expected: list[float]
+) -> None:
+    """Catches waits of a GPU's last step as a share of all steps, time before a step that counts, and the waits of an earlier
+    row."""
+    clock = Clock(monkeypatch)
+    waits = MagicMock(spec=WaitTimes, free=not on_gpu)
+    callback, trainer, module = measured(None, ranks=2, data_ranks=1, waits=waits)
+    callback.on_train_start(trainer, module)
+    batch = {"sample_index": torch.arange(1), "aatype": torch.zeros(1, 3, 7)}
+    for step, seconds in enumerate([1.0, 3.0, 4.0, 8.0]):  # a row after each two steps, of 10 s each
+        module.at_row = step % 2 == 1
+        waits.end.return_value = seconds
+        for number in (2 * step, 2 * step + 1):
+            clock.now += 90.0 if number % 2 == 0 else 0.0
+            callback.on_train_batch_start(trainer, module, batch, number)
+            clock.now += 5.0
+            trainer.global_step = (number + 1) // 2
+            callback.on_train_batch_end(trainer, module, None, batch, number)
+    rows = [call.args[0] for call in module.log_row.call_args_list]
+    assert [row["train/communication_percent"] for row in rows] == pytest.approx(expected)
+    assert waits.begin.call_count == waits.end.call_count == (2 if on_gpu else 4)
 
 
 class _Work:
