@@ -147,6 +147,20 @@ def test_one_chain_with_templates_and_one_without(files: ComplexFiles) -> None:
         assert sample[name][0][0, ~is_third].any()
 
 
+@pytest.mark.parametrize("latest", [None, date(2010, 1, 1)])
+def test_no_template_is_newer_than_the_complex(files: ComplexFiles, latest: date | None) -> None:
+    """Catches a complex without its release date among its templates' limits, which is trained on newer structures."""
+    write_hits(files, "A", "3abc_A", "2abc_A")
+    released = {"1abc": "2003-01-01", "2abc": "2001-01-01", "3abc": "2005-01-01"}
+    content = {entry: {"release_date": day} for entry, day in released.items()}
+    (files.structure_dir / "mmcif_cache.json").write_text(json.dumps(content))
+    parsed = files.parsed("1abc", with_hits=True)
+    chains = tuple(replace(chain, release_date=date(2003, 1, 1)) for chain in parsed.assembly.chains)
+    parsed = replace(parsed, assembly=replace(parsed.assembly, chains=chains))
+    found = find_templates(TemplateSource.open(files.structure_dir, max_date=latest), parsed)
+    assert [own.features.names for own in found.values()] == [("2abc_A",), ()]
+
+
 def test_a_truncated_search_is_named(files: ComplexFiles) -> None:
     """Catches a search result of a complex that is read as one with fewer hits, and a search of another chain."""
     path = write_hits(files, "C", "2abc_C", "3abc_C")
