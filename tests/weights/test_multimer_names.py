@@ -72,6 +72,18 @@ def test_rows_of_point_attention_are_by_head() -> None:
     np.testing.assert_array_equal(points[..., p:], 3000 + np.arange(3 * h * v).reshape(h, 3, v).swapaxes(0, 1))
 
 
+def test_directions_of_templates_keep_their_axes() -> None:
+    """Catches x and y of a template's directions that are swapped in OpenFold's or DeepMind's file: their shapes are equal, and
+    a file that goes out and comes back is the same."""
+    model = random_model(CHAINS, 0)
+    openfold, deepmind = export_openfold(model), export_deepmind(model)
+    single = "alphafold/alphafold_iteration/evoformer/template_embedding/single_template_embedding"
+    for number, axis in enumerate("xyz", 4):
+        bias = model.get_parameter(f"template_embedder.direction_{axis}.bias").detach()
+        assert torch.equal(openfold[f"template_embedder.template_pair_embedder.{axis}_linear.bias"], bias)
+        np.testing.assert_array_equal(deepmind[f"{single}/template_pair_embedding_{number}//bias"], bias.numpy())
+
+
 def test_a_published_file_is_known_by_its_name(tmp_path: Path) -> None:
     """Catches a multimer file read with a monomer's sizes, blocks of templates that are not counted, and a legacy export."""
     config = ModelConfig.preset("model_2_multimer_v3")
