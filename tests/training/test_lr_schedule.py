@@ -33,10 +33,11 @@ def test_alphafolds_schedule_on_any_global_batch(batch: int) -> None:
 
 
 def test_the_constant_schedule_drops_once() -> None:
-    """A drop applied at every multiple of its sample, or one step late."""
+    """A drop applied at every multiple of its sample, one step late, or one step early where a step goes across it."""
     config = OptimizerConfig(lr=1.0, warmup_samples=0, drop_samples=10, drop_factor=0.95)
     assert rates(config, [0, 9, 10, 20, 1000]) == pytest.approx([1, 1, 0.95, 0.95, 0.95])
     assert rates(config, [0, 4, 5, 10], batch=2) == pytest.approx([1, 1, 0.95, 0.95])
+    assert rates(config, [1, 2, 3], batch=4) == pytest.approx([1, 1, 0.95]), "of the first step that begins after it"
 
 
 @pytest.mark.parametrize("batch", [1, 4])
