@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -28,6 +29,7 @@ from evodsp.errors import UserError
 from evodsp.printing import tell
 from evodsp.progress import progress
 from evodsp.reading.answers import PASSING, BadAnswerError, ask, content_of
+from evodsp.reading.quoting import shown
 
 OPENPROTEINSET = "https://openfold.s3.amazonaws.com"
 STRUCTURES = "https://files.rcsb.org/pub/pdb/data/structures/divided/mmCIF"
@@ -38,6 +40,10 @@ LISTS = {
 }
 _LISTING_S, _LISTING_BYTES = 300.0, 1 << 26
 """The most seconds and bytes that a page of a listing, of 1,000 files, may take."""
+_MOST_FILES = 100_000
+"""The most files and pages that the listing of one chain may have; OpenProteinSet has fewer than ten files a chain."""
+_NAME = re.compile(r"\w[\w.-]*")
+"""A name in a list of chains, which becomes the name of a folder. A list is often somebody else's."""
 _S3 = "{http://s3.amazonaws.com/doc/2006-03-01/}"
 
 
@@ -78,19 +84,27 @@ def listed(base: str, folder: str, output: Path) -> list[Wanted]:
         ]
     found: list[Wanted] = []
     token = ""
+    tokens = {token}
     while True:
         query = {"list-type": "2", "prefix": f"{folder}/", **({"continuation-token": token} if token else {})}
         address = f"{base}/?{urlencode(query)}"
         page = ElementTree.fromstring(content_of(base, ask(address, _LISTING_S, _LISTING_BYTES), _LISTING_BYTES))
         for entry in page.iter(f"{_S3}Contents"):
             name, tag = entry.findtext(f"{_S3}Key", ""), entry.findtext(f"{_S3}ETag", "").strip('"')
-            relative = Path(name).relative_to(folder)
-            if not name.endswith("/") and ".." not in relative.parts:
-                size = int(entry.findtext(f"{_S3}Size", "0"))
-                found.append(Wanted(base, name, output / relative, size, None if "-" in tag else tag))
+            size = entry.findtext(f"{_S3}Size", "0")
+            if not name.startswith(f"{folder}/") or ".." in Path(name).parts:
+                raise BadAnswerError(f"it lists {shown(name)}, which is not below {folder}/")
+            if not re.fullmatch(r"[0-9]{1,15}", size):
+                raise BadAnswerError(f"it lists {shown(size)} as the size of {shown(name)}")
+            if not name.endswith("/"):
+                relative = name.removeprefix(f"{folder}/").lstrip("/")
+                found.append(Wanted(base, name, output / relative, int(size), None if "-" in tag else tag))
         token = page.findtext(f"{_S3}NextContinuationToken", "")
         if not token:
             return found
+        if token in tokens or max(len(found), len(tokens)) > _MOST_FILES:
+            raise BadAnswerError(f"its listing does not end (page {len(tokens):,}, {len(found):,} files)")
+        tokens.add(token)
 
 
 def fetch(wanted: Wanted) -> str | None:
@@ -125,7 +139,12 @@ def alignments(base: str, chains: Sequence[str], output: Path) -> Iterable[list[
                 listed(base, f"{folder}/{key}", output / "alignments" / key)
                 or f"{key}: no alignments in {base}/{folder}"
             )
-        except (*PASSING, BadAnswerError, ElementTree.ParseError) as error:
+        except (
+            *PASSING,
+            BadAnswerError,
+            ElementTree.ParseError,
+            LookupError,
+        ) as error:  # the last: an unknown encoding
             yield f"{key}: {base} does not list it ({error})"
 
 
@@ -158,6 +177,11 @@ def _fetch_all(settings: DataFetchConfig, base: str | None) -> list[str]:
     missing: list[str] = []
     wanted: list[Wanted] = []
     chains = chain_list(settings.chains) if settings.chains is not None else []
+    for key in chains:
+        if not _NAME.fullmatch(key):
+            raise UserError(
+                f"{settings.chains}: {shown(key)} is no name of a chain, such as 1abc_A, or of a cluster; correct the list"
+            )
     if "lists" in settings.what:
         wanted += [Wanted(base or public, name, settings.output / name) for name, public in LISTS.items()]
     if "structures" in settings.what:

@@ -34,6 +34,8 @@ from evodsp.reading.quoting import quoted
 
 NAMES = tuple(f"model_{number}{kind}" for kind in ("", "_ptm", "_multimer_v3") for number in range(1, 6))
 """The models in DeepMind's archive: those of AlphaFold2, and AlphaFold-Multimer's of version 3."""
+_ARRAYS = "alphafold/"
+"""How the name of each array of DeepMind's begins."""
 PUBLISHED = "https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
 FOLDER_VARIABLE = "EVODSP_WEIGHTS"
 SUMS = "SHA256SUMS"
@@ -231,6 +233,8 @@ def _damage(path: Path, sha256: str | None) -> str | None:
         with zipfile.ZipFile(path) as archive:
             if sum(member.file_size for member in archive.infolist()) > LARGEST:
                 return "its arrays unpack to more than any model has"
+            if not any(name.startswith(_ARRAYS) for name in archive.namelist()):
+                return f"it holds no array of a model (named {_ARRAYS}…)"
             broken = archive.testzip()
     except (*_NO_ZIP, OSError, EOFError) as error:
         return f"it is no .npz file ({quoted(error)})"

@@ -54,7 +54,8 @@ class Bucket(BaseHTTPRequestHandler):
         query = parse_qs(urlsplit(self.path).query)
         name = unquote(urlsplit(self.path).path)[1:]
         if query:
-            self.answer(200, self.listing(query["prefix"][0], int(query.get("continuation-token", ["0"])[0])))
+            token = query.get("continuation-token", ["0"])[0]
+            self.answer(200, self.listing(query["prefix"][0], int(token) if token.isdigit() else 0))
         elif not (self.root / name).is_file():
             self.answer(404, b"")
         else:
@@ -146,6 +147,53 @@ def test_damaged_and_missing_files_are_listed(
     missing = (tmp_path / "got" / "missing.txt").read_text()
     assert "ab/1abc.cif.gz: is a broken gzip archive" in missing
     assert "2abc.cif.gz: " in missing
+
+
+@pytest.mark.parametrize("name", ["../../x_A", "/x_A", "..", "a/b_A"])
+@pytest.mark.parametrize("what", ["alignments", "structures"])
+def test_a_list_does_not_leave_the_folder(
+    mirror: Path, tmp_path: Path, name: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a name that is a path: files were written beside the folder to fill, from somebody else's list."""
+    (tmp_path / "chains.txt").write_text(f"{KEY}\n{name}\n")
+    before = sorted(tmp_path.rglob("*"))
+    assert run(what, str(mirror), tmp_path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(rf"chains\.txt: '{re.escape(name)}' is no name of a chain", line)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("listing", "said"),
+    [
+        ("<Contents><Key>etc/passwd</Key></Contents>", "'etc/passwd', which is not below pdb/2abc_B/"),
+        ("<Contents><Key>pdb/2abc_B/../../x</Key></Contents>", "which is not below"),
+        ("<Contents><Key>pdb/2abc_B/a</Key><Size>xyz</Size></Contents>", "'xyz' as the size of"),
+        (f"<Contents><Key>pdb/2abc_B/a</Key><Size>{'9' * 5000}</Size></Contents>", "as the size of"),
+        ("<NextContinuationToken>abc</NextContinuationToken>", "its listing does not end"),
+        ('<?xml version="1.0" encoding="x-foo"?>', "does not list it"),
+    ],
+    ids=["foreign", "outside", "size", "long size", "endless", "encoding"],
+)
+def test_a_bad_listing_costs_one_chain(
+    bucket: type[Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: str, said: str
+) -> None:
+    """Catches a mirror's answer that ends the fetch of all chains, never ends, or names files outside of the chain's folder."""
+    good = Bucket.listing
+
+    def of(self: Bucket, prefix: str, page: int) -> bytes:
+        if "2abc_B" not in prefix:
+            return good(self, prefix, page)
+        head = f'<ListBucketResult xmlns="{fetch._S3[1:-1]}">'
+        return (listing if listing.startswith("<?xml") else f"{head}{listing}</ListBucketResult>").encode()
+
+    monkeypatch.setattr(Bucket, "listing", of)
+    (tmp_path / "chains.txt").write_text(f"2abc_B\n{KEY}\n")
+    assert run("alignments", bucket.address, tmp_path) == 1  # type: ignore[attr-defined]
+    (line,) = (tmp_path / "got" / "missing.txt").read_text().splitlines()
+    assert line.startswith("2abc_B: ")
+    assert said in line
+    assert (tmp_path / "got" / "alignments" / KEY / "a3m" / "bfd_uniclust_hits.a3m").is_file()
 
 
 def test_a_wrong_base_is_one_line(mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

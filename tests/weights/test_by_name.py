@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import tarfile
 import threading
@@ -69,7 +70,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ty
     folder = tmp_path / "published"
     folder.mkdir()
     for number, name in enumerate(FILES[:2]):
-        arrays = {f"layer//{n}": np.random.default_rng(10 * number + n).normal(size=(40, 50)) for n in range(3)}
+        arrays = {
+            f"alphafold/layer//{n}": np.random.default_rng(10 * number + n).normal(size=(40, 50)) for n in range(3)
+        }
         np.savez(folder / name, **arrays)
     (folder / FILES[2]).write_text("CC BY 4.0\n")
     with tarfile.open(tmp_path / "all.tar", "w", format=tarfile.USTAR_FORMAT) as archive:
@@ -138,6 +141,12 @@ def test_a_server_that_sends_whole_files_only(server: tuple[type[Server], str], 
         fetch_weights(["model_2_ptm"], tmp_path / "kept", f"{address}/all.tar", lambda line: None)
 
 
+def _npz(**arrays: list[float]) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, **arrays)  # type: ignore[arg-type]
+    return file.getvalue()
+
+
 def _flip(content: bytes) -> bytes:
     return content[:9000] + bytes([content[9000] ^ 1]) + content[9001:]
 
@@ -146,17 +155,22 @@ def _flip(content: bytes) -> bytes:
     ("place", "change", "words"),
     [
         ("/files", {f"/files/{FILES[0]}": _flip}, "its SHA-256 is"),
-        ("/files", {f"/files/{FILES[0]}": _flip, "/files/SHA256SUMS": None}, r"array layer.+ is damaged \(CRC-32\)"),
+        (
+            "/files",
+            {f"/files/{FILES[0]}": _flip, "/files/SHA256SUMS": None},
+            r"array alphafold.layer.+ is damaged \(CRC-32\)",
+        ),
         (
             "/files",
             {f"/files/{FILES[0]}": lambda _: b"<html>sign in</html>", "/files/SHA256SUMS": None},
             "no .npz file",
         ),
+        ("/files", {f"/files/{FILES[0]}": lambda _: _npz(x=[1.0]), "/files/SHA256SUMS": None}, "no array of a model"),
         ("/files", {f"/files/{FILES[0]}": None}, "Not Found"),
         ("/all.tar", {"/all.tar": lambda content: content[100:]}, "not an uncompressed tar archive"),
         ("/all.tar", {"/all.tar": lambda _: bytes(2048)}, "the archive has no params_model_1.npz"),
     ],
-    ids=["sum", "array", "page", "missing", "no_archive", "empty_archive"],
+    ids=["sum", "array", "page", "other", "missing", "no_archive", "empty_archive"],
 )
 def test_what_is_wrong_is_named_and_not_kept(
     server: tuple[type[Server], str], tmp_path: Path, place: str, change: dict[str, object], words: str
@@ -319,7 +333,7 @@ def test_a_fetch_ends_in_its_time(place: str, tmp_path: Path) -> None:
 
 def test_damage_is_a_line_whatever_the_archive_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches what the standard library raises for archives with a password, of an unknown method or of terabytes."""
-    np.savez(tmp_path / "a.npz", x=np.arange(10.0))
+    np.savez(tmp_path / "a.npz", **{"alphafold/x": np.arange(10.0)})
     content = (tmp_path / "a.npz").read_bytes()
     local, central = content.index(b"PK\3\4"), content.index(b"PK\1\2")
     for name, places, value in (("password", (6, 8), b"\1\0"), ("method", (8, 10), b"\x63\0")):
