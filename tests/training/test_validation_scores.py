@@ -10,7 +10,7 @@ from evodsp.geometry.residues import CA
 from evodsp.metrics import lddt_ca
 from evodsp.model.alphafold import AlphaFold
 from evodsp.training.config import DataConfig
-from evodsp.training.scores import score
+from evodsp.training.scores import known_scores, score
 from tests.builders.labelled_batch import batch_of
 from tests.builders.small_model import SMALL, config, features
 
@@ -40,3 +40,10 @@ def test_confidence_is_compared_where_the_truth_is_known() -> None:
 def test_a_validation_repeats() -> None:
     """Catches scores of two steps that differ because a part of each chain, or a number of cycles, is drawn."""
     assert DataConfig().validation == FeatureConfig(crop_size=None, uniform_recycling=False)
+
+
+def test_a_chain_has_no_score_of_an_interface_that_it_lacks() -> None:
+    """Catches a column of nan, and a score of the chain itself that is dropped or kept by mistake."""
+    nan = float("nan")
+    assert known_scores({"lddt_ca": 0.5, "interface_lddt_ca": nan}) == {"lddt_ca": 0.5}
+    assert known_scores({"lddt_ca": 0.5, "interface_lddt_ca": 0.25}) == {"lddt_ca": 0.5, "interface_lddt_ca": 0.25}
