@@ -10,7 +10,7 @@ K deletions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -270,6 +270,7 @@ def make_features(
     `templates` (whose R is L), then masked zeros. If it is 0, `templates` is ignored.
     """
     check_config(config)
+    msa = replace(msa, deletions=msa.deletions.astype(np.int32))
     crop = crop or piece(0, len(aatype))
     rows, columns = msa.msa.shape
     drawn = [CycleDraws.draw(draws.at(cycle), rows, columns, config) for cycle in range(cycles)]

@@ -205,7 +205,7 @@ def test_a_wrong_base_is_one_line(mirror: Path, tmp_path: Path, capsys: pytest.C
 def test_from_nothing_to_fit(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches folders that one of docs/data.md's commands fills and the next does not read, and lists no index takes."""
     page = (ROOT / "docs" / "data.md").read_text().replace("\\\n", " ")
-    section = page[page.index("Two commands") : page.index("A feature store")]
+    section = page.partition("\n## Get public data\n")[2].partition("\n## ")[0]
     commands = [shlex.split(line) for line in re.findall(r"^evodsp .*$", section, re.MULTILINE)]
     (*fetches, fit, index) = commands
     monkeypatch.chdir(tmp_path)

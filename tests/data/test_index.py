@@ -109,7 +109,7 @@ def test_rows_for_pairing_of_an_identical_chain(folder: Path, packed: bool) -> N
     for source, key in ((alone, KEY), (indexed, KEY), (indexed, "5abc_A")):
         assert source.has_alignments(key)
         (found,) = source.alignments_for_pairing(key, ProteinSequence(key, SEQUENCES[KEY]))
-        assert found.names == ("q", "sp|P12345|X_BOVIN")
+        assert tuple(found.names) == ("q", "sp|P12345|X_BOVIN")
         assert source.alignments_for_pairing(OTHER, ProteinSequence(OTHER, SEQUENCES[OTHER])) == []
     assert not alone.has_alignments("5abc_A")
     assert not indexed.has_alignments("9abc_A")
