@@ -211,7 +211,8 @@ def select(keys: list[str], selection: Selection, store: Store) -> Selected:
         alike, unread = selection.excluded.resembling(kept)
         near = f"alike those of data.exclude_like (more than {selection.excluded.identity:.0%} identical)"
         counts |= {near: len(alike), "of a sequence that cannot be compared with them": len(unread)}
-        stay = [place for place, key in enumerate(kept) if key not in alike and key not in set(unread)]
+        unwanted = {*alike, *unread}
+        stay = [place for place, key in enumerate(kept) if key not in unwanted]
         kept, rows = [kept[place] for place in stay], rows[stay] if known is not None else rows
     weights = None if selection.sampling == "uniform" or known is None else known.frequencies()[rows]
     return Selected(kept, weights, {reason: count for reason, count in counts.items() if count}, known)
