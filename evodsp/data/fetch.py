@@ -40,8 +40,8 @@ LISTS = {
 }
 _LISTING_S, _LISTING_BYTES = 300.0, 1 << 26
 """The most seconds and bytes that a page of a listing, of 1,000 files, may take."""
-_MOST_FILES = 100_000
-"""The most files and pages that the listing of one chain may have; OpenProteinSet has fewer than ten files a chain."""
+_MOST_PAGES = 100
+"""The most pages, of 1,000 files, that the listing of one chain may have; OpenProteinSet has fewer than ten files a chain."""
 _NAME = re.compile(r"\w[\w.-]*")
 """A name in a list of chains, which becomes the name of a folder. A list is often somebody else's."""
 _S3 = "{http://s3.amazonaws.com/doc/2006-03-01/}"
@@ -102,7 +102,7 @@ def listed(base: str, folder: str, output: Path) -> list[Wanted]:
         token = page.findtext(f"{_S3}NextContinuationToken", "")
         if not token:
             return found
-        if token in tokens or max(len(found), len(tokens)) > _MOST_FILES:
+        if token in tokens or len(tokens) >= _MOST_PAGES:
             raise BadAnswerError(f"its listing does not end (page {len(tokens):,}, {len(found):,} files)")
         tokens.add(token)
 
@@ -139,12 +139,8 @@ def alignments(base: str, chains: Sequence[str], output: Path) -> Iterable[list[
                 listed(base, f"{folder}/{key}", output / "alignments" / key)
                 or f"{key}: no alignments in {base}/{folder}"
             )
-        except (
-            *PASSING,
-            BadAnswerError,
-            ElementTree.ParseError,
-            LookupError,
-        ) as error:  # the last: an unknown encoding
+        # LookupError: an encoding that Python does not know
+        except (*PASSING, BadAnswerError, ElementTree.ParseError, LookupError) as error:
             yield f"{key}: {base} does not list it ({error})"
 
 

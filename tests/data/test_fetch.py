@@ -170,22 +170,25 @@ def test_a_list_does_not_leave_the_folder(
         ("<Contents><Key>pdb/2abc_B/../../x</Key></Contents>", "which is not below"),
         ("<Contents><Key>pdb/2abc_B/a</Key><Size>xyz</Size></Contents>", "'xyz' as the size of"),
         (f"<Contents><Key>pdb/2abc_B/a</Key><Size>{'9' * 5000}</Size></Contents>", "as the size of"),
-        ("<NextContinuationToken>abc</NextContinuationToken>", "its listing does not end"),
+        ("<NextContinuationToken>abc</NextContinuationToken>", "its listing does not end (page 2,"),
+        ("<NextContinuationToken>NEW</NextContinuationToken>", "its listing does not end (page 100,"),
         ('<?xml version="1.0" encoding="x-foo"?>', "does not list it"),
     ],
-    ids=["foreign", "outside", "size", "long size", "endless", "encoding"],
+    ids=["foreign", "outside", "size", "long size", "the same page", "ever new pages", "encoding"],
 )
 def test_a_bad_listing_costs_one_chain(
     bucket: type[Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listing: str, said: str
 ) -> None:
     """Catches a mirror's answer that ends the fetch of all chains, never ends, or names files outside of the chain's folder."""
-    good = Bucket.listing
+    good, asked = Bucket.listing, list[str]()
 
     def of(self: Bucket, prefix: str, page: int) -> bytes:
         if "2abc_B" not in prefix:
             return good(self, prefix, page)
+        asked.append(prefix)
         head = f'<ListBucketResult xmlns="{fetch._S3[1:-1]}">'
-        return (listing if listing.startswith("<?xml") else f"{head}{listing}</ListBucketResult>").encode()
+        body = listing.replace("NEW", f"t{len(asked)}")
+        return (listing if listing.startswith("<?xml") else f"{head}{body}</ListBucketResult>").encode()
 
     monkeypatch.setattr(Bucket, "listing", of)
     (tmp_path / "chains.txt").write_text(f"2abc_B\n{KEY}\n")
