@@ -8,9 +8,10 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,11 +22,33 @@ from evodsp.parallel.group import Group
 
 T = TypeVar("T")
 
+
+@dataclass(frozen=True)
+class Some:
+    """Some ranks of a group, who send one another messages through it, one by one. A process group of their own would cost
+    every rank of the run a split of its communicator.
+    """
+
+    group: Group
+    members: Sequence[int]
+    """Their numbers in the group, this rank's among them."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the members."""
+        return list(self.members).index(self.group.rank)
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+
 _WORD_EVERY_S = 1.0
 """How often a rank that works long tells the others that it is still at it: far within any time-out."""
 
 
-def from_first(make: Callable[[], T], group: Group | None) -> T:
+def from_first(make: Callable[[], T], group: Group | Some | None) -> T:
     """Call `make` on rank 0 and return its result on every rank (pickled on the way).
 
     A UserError of `make` is raised on every rank. `group`: None for one process, which then acts as rank 0.
@@ -39,7 +62,7 @@ def from_first(make: Callable[[], T], group: Group | None) -> T:
             sent = [(make(), None)]
         except UserError as raised:
             error, sent = raised, [(None, str(raised))]
-    dist.broadcast_object_list(sent, group=group.handle, group_src=0)
+    _broadcast(sent, group)
     value, message = sent[0]
     if message is not None:
         raise error or UserError(message)
@@ -134,13 +157,43 @@ def check_same(what: str, text: str, group: Group | None) -> None:
         )
 
 
-def all_of(value: T, group: Group | None) -> list[T]:
+def all_of(value: T, group: Group | Some | None) -> list[T]:
     """Every rank's value, by rank (pickled on the way)."""
     if group is None:
         return [value]
+    if isinstance(group, Some):
+        return from_first(lambda: _arrived(value, group), group) if group.rank == 0 else _sent(value, group)
     found: list[T | None] = [None] * group.size
     dist.all_gather_object(found, value, group=group.handle)
     return found  # type: ignore[return-value]
+
+
+def _broadcast(held: list[Any], group: Group | Some) -> None:
+    """Rank 0's `held` on every rank."""
+    if isinstance(group, Group):
+        dist.broadcast_object_list(held, group=group.handle, group_src=0)
+    elif group.rank > 0:
+        dist.recv_object_list(held, group=group.group.handle, group_src=group.members[0])
+    else:
+        for member in group.members[1:]:
+            dist.send_object_list(held, group=group.group.handle, group_dst=member)
+
+
+def _arrived(value: T, some: Some) -> list[T]:
+    """On rank 0: its value and those that the others send."""
+    found: list[Any] = [value]
+    for member in some.members[1:]:
+        held = [None]
+        dist.recv_object_list(held, group=some.group.handle, group_src=member)
+        found += held
+    return found
+
+
+def _sent(value: T, some: Some) -> list[T]:
+    """On another rank: the values of all, to which it adds its own."""
+    dist.send_object_list([value], group=some.group.handle, group_dst=some.members[0])
+    found: list[T] = from_first(list, some)
+    return found
 
 
 def _difference(one: str, other: str, around: int = 20) -> tuple[str, str]:

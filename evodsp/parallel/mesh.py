@@ -90,19 +90,18 @@ def data_ranks(world: int, sequence: int) -> int:
     return world // sequence
 
 
-def own_group(groups: Tensor, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def own_group(groups: Tensor, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """This rank's group in a division of all ranks into groups. All ranks call this together.
 
-    `groups` [groups, size]: the ranks of one group in each row. `backend`: None: that of the default group. With NCCL all
-    groups are made by one split of the communicator; made one by one, each would be a split of its own over all ranks. With
-    gloo a rank connects only to the members of its own group.
+    `groups` [groups, size]: the ranks of one group in each row. With NCCL all groups are made by one split of the communicator;
+    made one by one, each would be a split of its own over all ranks.
     """
     whole = dist.distributed_c10d._get_default_group()
-    if backend is None and "nccl" in dist.get_backend() and whole.bound_device_id is not None:
+    if "nccl" in dist.get_backend() and whole.bound_device_id is not None:
         found = dist.split_group(split_ranks=groups.tolist(), timeout=timeout)
         assert found is not None  # every rank is in a row
         return found
-    return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout, backend=backend)[0]
+    return dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timeout)[0]
 
 
 def init_mesh(sequence: int, device_type: str | None = None, timeout: timedelta | None = None) -> Mesh:

@@ -226,9 +226,12 @@ class BatchGradients(FlatGradients):
         batches: int = 1,
         waits: WaitTimes | None = None,
         bucket_bytes: int = 25 << 20,
+        early: bool = True,
     ) -> None:
         """`batches`: the number of backward passes in a step. `bucket_bytes`: the least size of a bucket, as in PyTorch's
-        DDP."""
+        DDP. `early`: False sends all buckets after the backward pass. Recorded stacks with collectives need that: beside a
+        replay, no other communicator may work, unless all ranks order the two alike.
+        """
         super().__init__(parameters, mesh, waits)
         self.clip, self._batches = clip, batches
         self._group = None if mesh is None else mesh.all_ranks()
@@ -243,7 +246,7 @@ class BatchGradients(FlatGradients):
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, at=bucket: self._arrived(at))
             for parameter, bucket in zip(self.parameters, self._bucket_of, strict=True)
-            if self._ranks > 1
+            if self._ranks > 1 and early
         ]
 
     def close(self) -> None:

@@ -21,13 +21,13 @@ from torch.optim import Adam, Optimizer
 from evodsp.data.samples.sample_pool import layout_of, pack, packed_bytes, unpack
 from evodsp.errors import UserError
 from evodsp.launch import process_group
-from evodsp.launch.consensus import all_of, check_same, from_first
+from evodsp.launch.consensus import Some, all_of, check_same, from_first
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import own_group, whole_group
+from evodsp.parallel.mesh import whole_group
 from evodsp.parallel.waits import WaitTimes
 from evodsp.training.gradients import BatchGradients, Gradients, PlainGradients, SampleGradients
 from evodsp.training.quarantine import FailedChain
@@ -53,6 +53,10 @@ class World:
     def gather(self, value: T) -> list[T]:
         """`value` of every rank, by rank."""
         return all_of(value, self.group)
+
+    def of_sample(self, text: str) -> list[str]:
+        """The texts of the ranks that share this rank's sample. They call this together."""
+        return [text]
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean over all ranks."""
@@ -80,12 +84,18 @@ class World:
         return dict(on_device), dict(on_host)
 
     def gradients(
-        self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
+        self,
+        parameters: Iterable[nn.Parameter],
+        clip: float | None,
+        per_sample: bool,
+        accumulate: int,
+        early: bool = True,
     ) -> Gradients:
         """The object that turns backward passes into the gradient of an optimizer step.
 
         `clip`: the largest norm, or None for no limit. `per_sample`: whether it bounds the gradient of each sample, instead of
-        the whole batch's. `accumulate`: the number of backward passes in a step.
+        the whole batch's. `accumulate`: the number of backward passes in a step. `early`: whether sums over ranks may begin
+        while the backward pass still runs.
         """
         if per_sample and clip is not None and accumulate > 1:
             return SampleGradients(parameters, None, clip)
@@ -110,7 +120,9 @@ class MeshWorld(World):
         self.data_ranks, self.data_rank = self.mesh.data, self.mesh.data_rank
         self._readers = self.mesh.sequence_group()
         self.reads = self._readers.rank == 0
-        self._all_hosts, self._reading_hosts = self._host_groups()
+        self._all_hosts = self._connected_hosts()
+        begin = self.data_rank * self.mesh.sequence
+        self._reading_hosts = Some(self._all_hosts, range(begin, begin + self.mesh.sequence))
         # FSDP2 communicates by itself.
         self.waits = None if config.parameters == "fsdp2" else WaitTimes(on_gpu)
         self._gradients: BatchGradients | None = None
@@ -122,14 +134,15 @@ class MeshWorld(World):
         check_same("settings", settings, whole_group())
         return cls(config, on_gpu)
 
-    def _host_groups(self) -> tuple[Group, Group]:
-        """All ranks, and those of this rank's sequence group, connected by gloo: messages between hosts do not pass through a
-        GPU, whose queue need not be empty."""
+    def _connected_hosts(self) -> Group:
+        """All ranks, connected by gloo: messages between hosts do not pass through a GPU, whose queue need not be empty."""
         if "gloo" in dist.get_backend():
-            return whole_group(), self._readers
+            return whole_group()
         timeout = process_group.collective_timeout(self.config.timeout)
-        ranks = torch.arange(self.mesh.data * self.mesh.sequence).view(self.mesh.data, self.mesh.sequence)
-        return Group(dist.new_group(backend="gloo", timeout=timeout)), Group(own_group(ranks, "gloo", timeout))
+        return Group(dist.new_group(backend="gloo", timeout=timeout))
+
+    def of_sample(self, text: str) -> list[str]:
+        return [text] if self._readers.size == 1 else all_of(text, self._reading_hosts)
 
     def mean(self, x: Tensor) -> Tensor:
         total = x.detach().clone()
@@ -202,13 +215,18 @@ class MeshWorld(World):
             shard_parameters(model, half)
 
     def gradients(
-        self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
+        self,
+        parameters: Iterable[nn.Parameter],
+        clip: float | None,
+        per_sample: bool,
+        accumulate: int,
+        early: bool = True,
     ) -> Gradients:
         if self.config.parameters == "fsdp2":
             return PlainGradients(parameters, clip)  # FSDP2 averages over all ranks in the backward pass
         if per_sample and clip is not None:
             return SampleGradients(parameters, self.mesh, clip, self.waits)
-        self._gradients = BatchGradients(parameters, self.mesh, clip, accumulate, self.waits)
+        self._gradients = BatchGradients(parameters, self.mesh, clip, accumulate, self.waits, early=early)
         return self._gradients
 
     def optimizer(self, parameters: Iterable[nn.Parameter], **options: Any) -> Optimizer:

@@ -57,8 +57,8 @@ class FirstOfTwo(MeshWorld):
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
         super().__init__(ParallelConfig(sequence=2))
 
-    def _host_groups(self) -> tuple[Group, Group]:
-        return self._readers, self._readers
+    def _connected_hosts(self) -> Group:
+        return self._readers
 
     def check_batches(self, found: Any, failures: Any = ()) -> list[Any]:
         return []

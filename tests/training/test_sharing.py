@@ -31,6 +31,18 @@ def shared(group: Any, sequence: int) -> tuple[dict[str, Tensor], dict[str, Tens
     return world.share(on_device, {"sample_index": torch.tensor([dist.get_rank(group)])}, torch.device("cpu"))
 
 
+def texts(group: Any, sequence: int) -> list[str]:
+    return MeshWorld(ParallelConfig(sequence=sequence)).of_sample(f"rank {dist.get_rank(group)}")
+
+
+def test_ranks_of_a_sample_hear_each_other(pool: RankPool) -> None:
+    """Catches texts of another sample's ranks, and texts in another order than the ranks."""
+    for sequence in (1, 2, 4):
+        for rank, found in enumerate(pool.run(4, texts, sequence)):
+            first = rank - rank % sequence
+            assert found == [f"rank {number}" for number in range(first, first + sequence)]
+
+
 def test_all_ranks_of_a_group_hold_what_one_read(pool: RankPool) -> None:
     """A batch of another group, values at the wrong bytes, and a rank that keeps its own."""
     for sequence in (1, 2, 4):
