@@ -320,9 +320,8 @@ def test_examples_begin_with_one_gpu_a_sample() -> None:
     advised = []
     for name in [*PAGES, *files]:
         text = text_of(name).replace("\\\n", " ")
-        examples = re.findall(
-            r"^.*(?:evodsp fit|fit\.sbatch) .*--(?:parallel\.sequence|cuda_graphs) .*$", text, re.MULTILINE
-        )
+        options = r"--(?:parallel\.sequence|config (?:C|(?:configs/)?X|configs/(?:af2|multimer)))"
+        examples = re.findall(rf"^.*(?:evodsp fit|fit\.sbatch) .*{options}.*$", text, re.MULTILINE)
         if not (examples := [one for one in examples if "EVODSP_COMMAND=predict" not in one]) or name.endswith(
             "/dimers.yaml"
         ):

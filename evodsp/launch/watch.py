@@ -5,6 +5,8 @@ through which the ranks met: a HEARTBEAT, which the thread increases regularly, 
 launched (torch counts those of each process group). Rank 0 reads the numbers of all ranks; the others read
 rank 0's:
 
+torch does not count what CUDA graphs launch again: `count` adds those.
+
 - A heartbeat that stands still: the process is stopped (SIGSTOP, a debugger), starved, or its machine is gone or unreachable.
 - All hearts beat but no rank launches a collective: one rank hangs in its own code and the others wait for it. It is the rank
   that has launched the fewest. Nothing needs to report progress for this.
@@ -21,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -116,6 +118,7 @@ class Watch(threading.Thread):
         self._detector = StallDetector(self._silent_s, timeout_s if rank == 0 and together else math.inf)
         self._watched = range(ranks) if rank == 0 else range(1)
         self._heartbeat = 0
+        self._counts: list[Callable[[], int]] = []
         self._stop_asked = threading.Event()
         store.set(f"who/{rank}", f"rank {rank} (pid {os.getpid()} on {socket.gethostname()})")
         self._write_state()
@@ -147,6 +150,10 @@ class Watch(threading.Thread):
             if message is not None:
                 _end(message)
 
+    def count(self, collectives: Callable[[], int]) -> None:
+        """Count further collectives of this rank. `collectives`: their number so far; called in another thread."""
+        self._counts.append(collectives)
+
     def stop(self) -> None:
         """Stop looking. Returns when the thread has ended."""
         self._stop_asked.set()
@@ -175,7 +182,8 @@ class Watch(threading.Thread):
 
     def _write_state(self) -> None:
         self._heartbeat += 1
-        self._store.set(f"state/{self._rank}", str(State(self._heartbeat, _collectives())))
+        collectives = _launched() + sum(count() for count in self._counts)
+        self._store.set(f"state/{self._rank}", str(State(self._heartbeat, collectives)))
 
 
 def watch_of_this_process() -> Watch | None:
@@ -183,8 +191,8 @@ def watch_of_this_process() -> Watch | None:
     return next((thread for thread in threading.enumerate() if isinstance(thread, Watch)), None)
 
 
-def _collectives() -> int:
-    """Number of collectives that this rank has launched in all its groups."""
+def _launched() -> int:
+    """Number of collectives that this rank has launched in all its groups, as torch counts them."""
     groups = list(dist.distributed_c10d._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
 

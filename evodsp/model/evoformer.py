@@ -209,6 +209,8 @@ class EvoformerStack(Stack):
     therefore hides it.
     """
 
+    sharded = 2
+
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         super().__init__([EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)], config.checkpoint)
         self.extra = extra

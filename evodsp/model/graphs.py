@@ -13,7 +13,14 @@ What a recording reads is at fixed addresses:
     results, gradients        are copied from there, so that the next replay does not change them
 
 A call runs as usual if its recording waits for a backward pass, if there are `most` recordings already, or if `enabled` is
-false. A call that cannot be recorded raises UserError, because a run without the requested graphs would be silently slow.
+false. The first replay is compared with launched runs. If it differs on any rank, all ranks of the sample go on without graphs,
+and `given_up` says why. So they do if a call cannot be recorded, or UserError is raised if graphs are `required`, because a run
+without the requested graphs would be silently slow.
+
+A sharded stack's recording holds its collectives. All ranks of a sample record and replay the same calls in the same order,
+because what decides is the same on all of them: the order of calls, the settings, torch's modes, and the sizes of masks, which
+are whole on every rank. They tell each other so (`agree`) when a call is seen for the first time, and again what has become of
+a recording; between the two nothing is exchanged but what the stack itself sends.
 """
 
 from __future__ import annotations
@@ -28,23 +35,42 @@ from torch import Tensor, nn
 
 from evodsp.errors import UserError
 from evodsp.model.matmul import is_tf32
-from evodsp.model.primitives import Computed, ShardedModule
+from evodsp.model.primitives import ShardedModule
 from evodsp.model.recorders import Recorder
 from evodsp.model.recordings import CallArguments, Forward, Place, Recording, WithGradient, addresses_of
 from evodsp.parallel.dtensor import is_dtensor
+
+Agree = Callable[[str], Sequence[str]]
+"""From the text of one rank to the texts of all ranks of its sample, in their order. They call it together."""
+
+
+def _alone(text: str) -> Sequence[str]:
+    return (text,)
 
 
 class Graphs:
     """The recordings of a model's stacks."""
 
-    def __init__(self, recorder: Recorder, most: int = 16, calls_before: int = 1, warm_ups: int = 2) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        most: int = 16,
+        calls_before: int = 1,
+        warm_ups: int = 2,
+        agree: Agree = _alone,
+        required: bool = True,
+    ) -> None:
         """`most`: largest number of recordings, over all stacks. `calls_before`: number of calls with inputs of a shape
         that run as usual before one is recorded, so that a shape that occurs once costs nothing. `warm_ups`: number of runs
-        before each recording.
+        before each recording. `agree`: gives a rank the texts of all ranks of its sample. `required`: whether a call that
+        cannot be recorded is an error.
         """
         self.recorder, self.most, self.calls_before, self.warm_ups = recorder, most, calls_before, warm_ups
+        self.agree, self.required = agree, required
         self.enabled = True
         """Whether calls are recorded and replayed. If False, every call runs as usual."""
+        self.given_up = ""
+        """Why all calls run as usual, in words; '' as long as graphs work."""
         self._recordings: dict[Hashable, Recording] = {}
         self._seen: Counter[Hashable] = Counter()
         self._places: dict[nn.Module, list[Place]] = {}
@@ -57,28 +83,35 @@ class Graphs:
 
     def __deepcopy__(self, memo: object) -> Graphs:
         """A copy without recordings, because these would read the parameters of the original model."""
-        return Graphs(self.recorder, self.most, self.calls_before, self.warm_ups)
+        return Graphs(self.recorder, self.most, self.calls_before, self.warm_ups, self.agree, self.required)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Another process has other ranks."""
         return Graphs, (self.recorder, self.most, self.calls_before, self.warm_ups)
 
     def call(self, stack: Recorded, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """The result of `run(*arguments)`, the usual call of `stack`, by a replay if possible."""
         settings = stack.settings()
         inputs = CallArguments.of(arguments)
-        if not self.enabled or settings is None or inputs is None or inputs.device != self.recorder.device:
+        if not self.enabled or self.given_up or settings is None or inputs is None:
+            return run(*arguments)
+        if inputs.device != self.recorder.device:
             return run(*arguments)
         key = (stack, settings, inputs.kind, _modes(inputs.device))
-        parameters = [getattr(*place) for place in self._places_of(stack)]
+        parameters = [getattr(module, name) for module, name, _ in self._places_of(stack)]
         recording = self._recordings.get(key)
         if recording is not None and recording.addresses != addresses_of(parameters):
-            del self._recordings[key]  # the model was moved; the memory is freed before another recording
+            self._recordings.pop(key).free()  # the model was moved; the memory is freed before another recording
             recording = None
         if recording is None:
             self._seen[key] += 1
+            if self._seen[key] == 1:
+                self._check_alike(stack, inputs, _modes(inputs.device))
             if self._seen[key] <= self.calls_before or not self._has_room():
                 return run(*arguments)
             recording = self._recorded(stack, run, inputs, parameters)
+            if recording is None:
+                return run(*arguments)
             self._recordings[key] = recording
         if recording.waits:
             return run(*arguments)
@@ -92,39 +125,82 @@ class Graphs:
             )
         return len(self._recordings) < self.most
 
+    def free(self) -> None:
+        """Give the memory of all recordings back; later calls are recorded anew.
+
+        It must be called before a process group is left: NCCL ends no communicator whose collectives a graph holds.
+        """
+        for recording in self._recordings.values():
+            recording.free()
+        self._recordings.clear()
+        self._seen.clear()
+        self._pool = None
+
     def _places_of(self, stack: nn.Module) -> list[Place]:
         """The places of the parameters of `stack`, which are listed once."""
         if stack not in self._places:
             self._places[stack] = [
-                (module, name)
-                for module in stack.modules()
+                Place(module, name, f"{prefix}.{name}".lstrip("."))
+                for prefix, module in stack.named_modules()
                 for name, parameter in module._parameters.items()
                 if parameter is not None
             ]
         return self._places[stack]
 
-    def _recorded(
-        self, stack: nn.Module, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
-    ) -> Recording:
-        try:
-            if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.tensors, *parameters)):
-                return WithGradient(self.recorder, self.warm_ups, run, inputs, self._places_of(stack), parameters)
-            if self._pool is None:  # results of passes without gradients are copies, so recordings may share memory
-                self._pool = self.recorder.pool()
-            return Forward(self.recorder, self.warm_ups, run, inputs, parameters, self._pool)
-        except Exception as error:
-            first = error.__context__ or error  # the end of a recording reports the failure without its reason
-            line = (str(first).strip().splitlines() or [""])[0]
+    def _check_alike(self, stack: Recorded, inputs: CallArguments, modes: Hashable) -> None:
+        """Raise UserError on all ranks of the sample if they call different stacks, or with inputs of different sizes."""
+        number = list(self._places).index(stack)
+        sizes = [list(x.shape) for x in inputs.tensors[stack.sharded :]]
+        kinds = [(x.dtype, x.requires_grad and torch.is_grad_enabled()) for x in inputs.tensors]
+        call = f"{type(stack).__name__} {number + 1}, training {stack.training}, sizes {sizes}, {kinds}, {modes}"
+        calls = self.agree(call)
+        if other := next((rank for rank, text in enumerate(calls) if text != calls[0]), None):
             raise UserError(
-                f"{type(stack).__name__} cannot be recorded as a CUDA graph: {type(first).__name__}: {line}; switch CUDA "
-                "graphs off (cuda_graphs)"
-            ) from error
+                f"the ranks of a sample make different calls: rank 0 of them {calls[0]}, rank {other} {calls[other]}; "
+                "start all of them with the same settings and inputs"
+            )
+
+    def _recorded(
+        self, stack: Recorded, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
+    ) -> Recording | None:
+        """A recording that all ranks of the sample have made, and whose replay is right on all of them; otherwise None."""
+        name, recording, failure = type(stack).__name__, None, None
+        try:
+            recording = self._made(stack, run, inputs, parameters)
+        except Exception as error:
+            failure = error
+        if why := _first(self.agree(_reason(failure))):
+            why = f"{name} cannot be recorded as a CUDA graph: {why}"
+            if self.required:
+                raise UserError(f"{why}; switch CUDA graphs off (cuda_graphs)") from failure
+        elif recording is not None and (why := _first(self.agree(recording.difference()))):
+            why = f"a replay of {name} is not what was launched: {why}"
+        if not why:
+            return recording
+        for one in (*self._recordings.values(), *([] if recording is None else [recording])):
+            if not one.waits:  # otherwise autograd's graph holds it until its backward pass
+                one.free()
+        self._recordings.clear()
+        self.given_up = why
+        return None
+
+    def _made(
+        self, stack: Recorded, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
+    ) -> Recording:
+        recorder, exchange, warm_ups = self.recorder, stack.exchange, self.warm_ups
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.tensors, *parameters)):
+            return WithGradient(recorder, exchange, warm_ups, run, inputs, self._places_of(stack), parameters)
+        if self._pool is None:  # results of passes without gradients are copies, so recordings may share memory
+            self._pool = recorder.pool()
+        return Forward(recorder, exchange, warm_ups, run, inputs, parameters, self._pool)
 
 
-class Recorded(Computed):
+class Recorded(ShardedModule):
     """A module whose calls may be replayed. Its inputs are tensors and dropout keys, by position; its results are tensors."""
 
     graphs: Graphs | None = None
+    sharded: int
+    """Number of inputs, of the first ones, of which each rank has a shard. The others are the same on all ranks of a sample."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.graphs is None or named:
@@ -139,18 +215,43 @@ class Recorded(Computed):
 def use_graphs(model: nn.Module, graphs: Graphs | None) -> None:
     """Record and replay calls of the stacks of `model`. `graphs`: None stops this.
 
-    Raises UserError if samples or parameters are sharded, because collectives are not recorded.
+    Raises UserError if what communicates cannot be recorded, or parameters are sharded, which gathers them inside of a stack.
     """
     if graphs is not None:
-        if any(isinstance(module, ShardedModule) and module.exchange.ranks > 1 for module in model.modules()):
-            raise UserError("CUDA graphs hold no collectives, but samples are sharded; set parallel.sequence to 1")
+        backends = {module.exchange.backend for module in model.modules() if isinstance(module, ShardedModule)}
+        if other := next((name for name in sorted(backends) if name and not graphs.recorder.holds(name)), ""):
+            raise UserError(
+                f"CUDA graphs hold collectives of NCCL, but samples are sharded over ranks that communicate by {other}; set "
+                "parallel.sequence to 1"
+            )
         if any(is_dtensor(parameter) for parameter in model.parameters()):
             raise UserError(
-                "CUDA graphs hold no collectives, but parameters are sharded; set parallel.parameters to zero1"
+                "CUDA graphs read parameters where they are, but fsdp2 shards them; set parallel.parameters to zero1"
             )
     for module in model.modules():
         if isinstance(module, Recorded):
             module.graphs = graphs
+
+
+def records_collectives(model: nn.Module) -> bool:
+    """Whether stacks of `model` are recorded with collectives in them."""
+    stacks = (module for module in model.modules() if isinstance(module, Recorded))
+    return any(stack.graphs is not None and stack.exchange.ranks > 1 for stack in stacks)
+
+
+def _reason(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    first = error.__context__ or error  # the end of a recording reports the failure without its reason
+    return f"{type(first).__name__}: {(str(first).strip().splitlines() or [''])[0]}"
+
+
+def _first(texts: Sequence[str]) -> str:
+    """The first rank's text that is not empty, with the rank's number if there are several; '' if all are empty."""
+    rank = next((rank for rank, text in enumerate(texts) if text), None)
+    if rank is None:
+        return ""
+    return texts[rank] if len(texts) == 1 else f"{texts[rank]} (rank {rank} of the sample)"
 
 
 def _modes(device: str) -> Hashable:

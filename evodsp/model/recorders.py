@@ -5,12 +5,24 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Results = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was recorded."""
+
+    results: Results
+    """Tensors that `repeat` fills."""
+    repeat: Callable[[], None]
+    free: Callable[[], None]
+    """Gives the memory back, and lets go of the communicators. It cannot be repeated afterwards."""
 
 
 class Recorder(ABC):
@@ -31,12 +43,21 @@ class Recorder(ABC):
         """Memory for recordings. Recordings that share it may overwrite each other's intermediates, but not results."""
 
     @abstractmethod
-    def record(self, run: Callable[[], Results], pool: Any) -> tuple[Results, Callable[[], None]]:
-        """The tensors that `run` returns, not filled yet, and a function that fills them."""
+    def record(self, run: Callable[[], Results], pool: Any) -> Taken:
+        """Record `run`. The tensors that it returns are not filled yet."""
+
+    @abstractmethod
+    def holds(self, backend: str) -> bool:
+        """Whether collectives of this backend of torch's process groups can be recorded."""
 
 
 class CudaRecorder(Recorder):
-    """CUDA graphs. A recorded function must not wait for the GPU, nor read memory of the host."""
+    """CUDA graphs. A recorded function must not wait for the GPU, nor read memory of the host.
+
+    NCCL's collectives are recorded as kernels. torch launches them on a stream of its own, which waits for the one that
+    records, so the recording follows them there. A wait for a collective is an edge of the graph and must be in the same
+    recording.
+    """
 
     device = "cuda"
 
@@ -50,7 +71,10 @@ class CudaRecorder(Recorder):
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def record(self, run: Callable[[], Results], pool: Any) -> tuple[Results, Callable[[], None]]:
+    def holds(self, backend: str) -> bool:
+        return "nccl" in backend
+
+    def record(self, run: Callable[[], Results], pool: Any) -> Taken:
         gc.collect()  # frees memory of dead reference cycles, which the recording could not use
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
@@ -60,12 +84,12 @@ class CudaRecorder(Recorder):
         except BaseException:
             torch.cuda.set_stream(stream)  # after an error torch leaves the recording's stream current
             raise
-        return results, graph.replay
+        return Taken(results, graph.replay, graph.reset)
 
 
 class Rerun(Recorder):
     """Computes again and copies the results into the tensors of the first run: the effect of a graph without its speed.
-    Unlike a graph it also reads Python numbers again.
+    Unlike a graph it also reads Python numbers again, and it communicates when it records.
     """
 
     device = "cpu"
@@ -76,7 +100,10 @@ class Rerun(Recorder):
     def pool(self) -> Any:
         return None
 
-    def record(self, run: Callable[[], Results], pool: Any) -> tuple[Results, Callable[[], None]]:
+    def holds(self, backend: str) -> bool:
+        return True
+
+    def record(self, run: Callable[[], Results], pool: Any) -> Taken:
         first = [None if x is None else torch.full_like(x.detach(), torch.nan) for x in run()]
 
         def repeat() -> None:
@@ -84,4 +111,4 @@ class Rerun(Recorder):
                 if kept is not None and new is not None:
                     kept.copy_(new.detach())
 
-        return first, repeat
+        return Taken(first, repeat, lambda: None)

@@ -3,6 +3,8 @@
 With gradients a call is two recordings, as `torch.cuda.make_graphed_callables` makes them: the forward pass, and the backward
 pass from gradients of the results to those of inputs and parameters. Autograd sees one node. While the two are recorded,
 leaves that share the memory of the parameters stand in their places, so that no other part of autograd's graph takes part.
+
+Before it is recorded a call is launched a few times. `difference` compares the first replay with what was launched last.
 """
 
 from __future__ import annotations
@@ -12,17 +14,45 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from evodsp.model.comparison import OF_PARAMETER, difference, same_bits, upstream
 from evodsp.model.dropout import DropoutKeys
-from evodsp.model.recorders import Recorder
+from evodsp.model.recorders import Recorder, Results
+from evodsp.parallel.exchange import Exchange
+from evodsp.parallel.ledger import Entry
 
-Place = tuple[nn.Module, str]
-"""A module and the name of one of its parameters."""
+
+class Place(NamedTuple):
+    """A parameter of a stack."""
+
+    module: nn.Module
+    name: str
+    """Its name within the module."""
+    path: str
+    """Its name within the stack."""
+
+
+class Part:
+    """A recorded function, and the collectives that it launches. The ledger counts those of a replay like launched ones.
+    A recording itself communicates nothing, and so it enters nothing.
+    """
+
+    def __init__(self, recorder: Recorder, exchange: Exchange, run: Callable[[], Results], pool: Any) -> None:
+        with exchange.recording() as entries:
+            self._taken = recorder.record(run, pool)
+        self._exchange, self._entries = exchange, list[Entry](entries)
+        self.results, self.free = self._taken.results, self._taken.free
+
+    def repeat(self) -> None:
+        """Fill the results anew."""
+        with self._exchange.recording():
+            self._taken.repeat()
+        self._exchange.repeated(self._entries)
 
 
 @dataclass(frozen=True)
@@ -62,8 +92,13 @@ class CallArguments:
 class Recording(ABC):
     """A recorded call."""
 
-    def __init__(self, recorder: Recorder, inputs: CallArguments, parameters: Sequence[Tensor]) -> None:
-        self.recorder, self.addresses = recorder, addresses_of(parameters)
+    def __init__(
+        self, recorder: Recorder, exchange: Exchange, inputs: CallArguments, parameters: Sequence[Tensor]
+    ) -> None:
+        self.recorder, self.exchange, self.addresses = recorder, exchange, addresses_of(parameters)
+        self.parts: list[Part] = []
+        self.launched: list[dict[str, Tensor]] = []
+        """Results and gradients of the launched runs before it was recorded, by what they are; empty once they are compared."""
         gradients = torch.is_grad_enabled()
         self.inputs = [x.detach().clone().requires_grad_(x.requires_grad and gradients) for x in inputs.tensors]
         self.alone = False
@@ -77,6 +112,31 @@ class Recording(ABC):
     @abstractmethod
     def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         """The results of the call for these inputs. `parameters`: the parameters with which it was recorded."""
+
+    @abstractmethod
+    def _replayed(self) -> dict[str, Tensor]:
+        """Results and gradients of a replay for the recording's own inputs."""
+
+    def difference(self) -> str:
+        """How the first replay differs from the last launched run, in words; '' if it does not. Where the launched runs have
+        the same bits, a replay must have them too; otherwise it may differ by rounding.
+        """
+        launched, self.launched = self.launched, []
+        if not launched:
+            return ""
+        found, expected = self._replayed(), launched[-1]
+        if same_bits(found, expected):
+            return ""
+        if len(launched) > 1 and same_bits(launched[-2], expected):
+            other = next(name for name, x in expected.items() if not same_bits({name: found[name]}, {name: x}))
+            return difference(found, expected) or f"{other} has other bits"
+        return difference(found, expected)
+
+    def free(self) -> None:
+        """Give the memory of the recording back. It cannot be replayed afterwards."""
+        for part in self.parts:
+            part.free()
+        self.parts = []
 
     def computed(self, run: Callable[..., Any], inputs: CallArguments) -> list[Tensor]:
         """The results of the call for the recording's own inputs."""
@@ -99,21 +159,28 @@ class Forward(Recording):
     def __init__(
         self,
         recorder: Recorder,
+        exchange: Exchange,
         warm_ups: int,
         run: Callable[..., Any],
         inputs: CallArguments,
         parameters: Sequence[Tensor],
         pool: Any,
     ) -> None:
-        super().__init__(recorder, inputs, parameters)
+        super().__init__(recorder, exchange, inputs, parameters)
         for _ in range(warm_ups):
-            recorder.warm_up(lambda: self.computed(run, inputs))
-        self.results, self._repeat = recorder.record(lambda: self.computed(run, inputs), pool)
+            recorder.warm_up(lambda: self.launched.append(_named(self.computed(run, inputs))))
+        self.parts = [Part(recorder, exchange, lambda: self.computed(run, inputs), pool)]
 
     def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         self.take(tensors)
-        self._repeat()
-        return self.given([x.clone() for x in self.results if x is not None])
+        return self.given(self._repeated())
+
+    def _repeated(self) -> list[Tensor]:
+        self.parts[0].repeat()
+        return [x.clone() for x in self.parts[0].results if x is not None]
+
+    def _replayed(self) -> dict[str, Tensor]:
+        return _named(self._repeated())
 
 
 class WithGradient(Recording):
@@ -122,17 +189,20 @@ class WithGradient(Recording):
     def __init__(
         self,
         recorder: Recorder,
+        exchange: Exchange,
         warm_ups: int,
         run: Callable[..., Any],
         inputs: CallArguments,
         places: Sequence[Place],
         parameters: Sequence[Tensor],
     ) -> None:
-        super().__init__(recorder, inputs, parameters)
+        super().__init__(recorder, exchange, inputs, parameters)
+        self._paths = [place.path for place in places]
         self._number = 0
         """Number of the last replay."""
         self._use: weakref.ref[_Use] | None = None
-        """The last replay, if its backward pass has not run yet."""
+        """The last replay, if its backward pass has not run yet. Counts of references let it go, so the ranks of a sample,
+        which run one program, find it gone at the same calls."""
         self._made: list[Tensor] = []
         """Results of the running recording, with their autograd graph."""
 
@@ -140,25 +210,30 @@ class WithGradient(Recording):
             self._made = self.computed(run, inputs)
             return self._made
 
+        def launch() -> None:
+            results = forward()
+            gradients = self._gradients(results, [upstream(x) for x in results])
+            self.launched.append({**_named(results), **self._named_gradients(gradients)})
+
         for _ in range(warm_ups):
             with _in_place_of_parameters(places, self._fresh_leaves(parameters)):
-                self.recorder.warm_up(lambda: self._gradients(forward()))
+                self.recorder.warm_up(launch)
             self._made = []
         leaves = self._fresh_leaves(parameters)
         with _in_place_of_parameters(places, leaves):  # until the backward pass has read them for a recomputation
             pool = self.recorder.pool()
-            results, self._repeat = self.recorder.record(forward, pool)
-            self.results = [x.detach() for x in results if x is not None]
+            forwards = Part(recorder, exchange, forward, pool)
+            self.results = [x.detach() for x in forwards.results if x is not None]
             self.differentiable = [x.requires_grad for x in self._made]
             self.arriving = [torch.zeros_like(x) for x in self.results]
             self._found: list[torch.dtype | None] = []
-            self.gradients, self._repeat_backward = self.recorder.record(self._backward, pool)
+            backwards = Part(recorder, exchange, self._backward, pool)
+        self.parts = [forwards, backwards]
+        self._repeat, self._repeat_backward = forwards.repeat, backwards.repeat
         if self.recorder.device == "cuda":
             self._made = []  # the graphs need no other memory than their pool
         else:
-            self._repeat, self._repeat_backward = (
-                _with_leaves(repeat, places, leaves) for repeat in (self._repeat, self._repeat_backward)
-            )
+            self._repeat, self._repeat_backward = (_with_leaves(part.repeat, places, leaves) for part in self.parts)
 
     @property
     def waits(self) -> bool:
@@ -187,7 +262,21 @@ class WithGradient(Recording):
                 own.copy_(new)
         self._repeat_backward()
         self._use = None
-        return self._parted([None if x is None else x.clone() for x in self.gradients])
+        return self._parted([None if x is None else x.clone() for x in self.parts[1].results])
+
+    def _replayed(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            results, use = self.forward(self.inputs)
+            gradients = self.backward(use, [upstream(x) for x in results])
+        wanted = [x for x, is_wanted in zip(gradients, self._is_wanted, strict=True) if is_wanted]
+        return {**_named(results), **self._named_gradients(wanted)}
+
+    def _named_gradients(self, gradients: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Gradients of what requires one, by what they are; without those that are zero because nothing reads the parameter."""
+        inputs = [f"the gradient of input {n + 1}" for n in range(len(self.inputs))]
+        names = [*inputs, *(OF_PARAMETER + path for path in self._paths)]
+        wanted = [name for name, is_wanted in zip(names, self._is_wanted, strict=True) if is_wanted]
+        return {name: x for name, x in zip(wanted, gradients, strict=True) if x is not None}
 
     def _fresh_leaves(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """New leaves of autograd's graph in the memory of the inputs and of the parameters; returns the latter.
@@ -200,9 +289,8 @@ class WithGradient(Recording):
         self._wanted = [x for x in (*self.inputs, *leaves) if x.requires_grad]
         return leaves
 
-    def _gradients(self, results: Sequence[Tensor], arriving: Sequence[Tensor] | None = None) -> list[Tensor | None]:
+    def _gradients(self, results: Sequence[Tensor], arriving: Sequence[Tensor]) -> list[Tensor | None]:
         """Gradients of all inputs and parameters that require one. Autocast is off, as in a usual backward pass."""
-        arriving = [torch.zeros_like(x) for x in results] if arriving is None else arriving
         pairs = [(x, gradient) for x, gradient in zip(results, arriving, strict=True) if x.requires_grad]
         with torch.autocast(self.recorder.device, enabled=False):
             return list(
@@ -266,6 +354,10 @@ class _Replay(torch.autograd.Function):
         return None, None, *ctx.recording.backward(ctx.use, arriving)
 
 
+def _named(results: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"result {n + 1}": x.detach() for n, x in enumerate(results)}
+
+
 def addresses_of(parameters: Sequence[Tensor]) -> list[int]:
     return [x.data_ptr() for x in parameters]
 
@@ -280,13 +372,13 @@ def _uncached_autocast(device: str) -> torch.autocast:
 @contextmanager
 def _in_place_of_parameters(places: Sequence[Place], leaves: Sequence[Tensor]) -> Iterator[None]:
     """A context in which `leaves` stand in the places of the modules' parameters, or of their copies (`evodsp.model.casts`)."""
-    before = [module.__dict__.get(name) for module, name in places]
-    for (module, name), leaf in zip(places, leaves, strict=True):
+    before = [module.__dict__.get(name) for module, name, _ in places]
+    for (module, name, _), leaf in zip(places, leaves, strict=True):
         module.__dict__[name] = leaf
     try:
         yield
     finally:
-        for (module, name), hidden in zip(places, before, strict=True):
+        for (module, name, _), hidden in zip(places, before, strict=True):
             if hidden is None:
                 del module.__dict__[name]
             else:

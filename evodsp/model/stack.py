@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from evodsp.model.dropout import NO_DROPOUT, BlockWithDropout, DropoutKeys, Streams, block_streams, draw_blocks
 from evodsp.model.graphs import Recorded
-from evodsp.model.primitives import Budgeted, ShardedModule
+from evodsp.model.primitives import Budgeted
 from evodsp.model.recomputation import Recomputation, Setting
 from evodsp.rng import Draws
 
@@ -31,7 +31,7 @@ class Block(BlockWithDropout, Protocol):
         """The modules that the stack calls, in order. Each is compiled as one graph; part k of block n is in segment n + k."""
 
 
-class Stack(Recorded, ShardedModule):
+class Stack(Recorded):
     """A sequence of blocks. Its `forward` runs segments: segment k is block k; or it is the last part of block k - 1 and the
     first part of block k, and then there is one segment more than there are blocks.
     """
@@ -73,6 +73,8 @@ class BlocksInTurn(Stack):
     """A stack whose segments are its blocks. `block(x, z, mask, pair_mask, masks)` returns x and z; `masks` are those of its
     dropout.
     """
+
+    sharded = 2
 
     def forward(
         self,

@@ -142,6 +142,8 @@ class TemplatePairStack(Stack):
 
     takes: Axis = "i"
 
+    sharded = 1
+
     def __init__(self, config: TemplateConfig, blocks: Sequence[Block] | None = None) -> None:
         """`blocks`: other blocks than those of algorithm 16."""
         last = config.blocks - 1

@@ -16,12 +16,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from evodsp.parallel.collectives import Broadcast, Collective, Gather, ScatterSum, Sum, Switch, maximum
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes, shard_slice
-from evodsp.parallel.ledger import Kind
+from evodsp.parallel.ledger import Entry, Kind, Ledger
 from evodsp.parallel.pending import Pending, Ready, start
 
 
@@ -89,6 +90,22 @@ class Exchange(ABC):
         Results of gathers and sums in the first are reused in the second, without communication.
         """
         return nullcontext(), nullcontext()
+
+    def recording(self) -> AbstractContextManager[list[Entry]]:
+        """A context whose collectives are not entered in the ledger but in the list that it gives."""
+        return nullcontext([])
+
+    repeats = 0
+    """Number of collectives that were `repeated`."""
+
+    def repeated(self, entries: Sequence[Entry]) -> None:
+        """Count collectives that were launched again without the exchange, by a recording (`evodsp.model.recorders`)."""
+        self.repeats += len(entries)
+
+    @property
+    def backend(self) -> str:
+        """torch's name of what communicates; '' where nothing does."""
+        return ""
 
     @abstractmethod
     def owned(self, whole: int) -> slice:
@@ -237,6 +254,24 @@ class ShardedExchange(Exchange):
         # It is not rounded on the wire, because the shift that is sent must be the one that was used.
         gather = Gather(self.group, 0, (1,) * self.group.size)
         return added_softmax_sums(self._start(sums.unsqueeze(0), gather, exact=True).wait())
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Entry]]:
+        ledger, before = Ledger(), self.group.ledger
+        self.group.ledger = ledger
+        try:
+            yield ledger.entries
+        finally:
+            self.group.ledger = before
+
+    def repeated(self, entries: Sequence[Entry]) -> None:
+        super().repeated(entries)
+        if self.group.ledger is not None:
+            self.group.ledger.entries += entries
+
+    @property
+    def backend(self) -> str:
+        return str(dist.get_backend(self.group.handle))
 
     def owned(self, whole: int) -> slice:
         return shard_slice(whole, self.group.size, self.group.rank)

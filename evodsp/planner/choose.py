@@ -159,7 +159,7 @@ class Planned:
             traced_pass = replace(traced_pass, program=kept_in(program, self._blocks, kept))
         planned = (
             estimate(training, traced_pass, kept, data, sequence, self._device, self._links)
-            for training in self._training.recorded(sequence)
+            for training in self._training.recorded()
         )
         return min(planned, key=lambda one: one.step_s)
 

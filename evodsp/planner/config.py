@@ -59,7 +59,7 @@ class PlanConfig:
     """Evoformer blocks that are computed again in the backward pass: all, none, or only as many as the memory demands."""
     cuda_graphs: bool | None = None
     """Plan for a run whose stacks of blocks are CUDA graphs, whose launches take no time of the host; null: with and without,
-    and the faster is taken, unless the config has cuda_graphs: true."""
+    and the faster is taken, unless the config has cuda_graphs: true or false."""
     inside: str | None = None
     """Link between the devices of a node: nvlink3, nvlink4, nvlink5, nvl72, pcie, or the path of your own file; null: the
     device's usual one."""

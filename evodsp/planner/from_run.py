@@ -94,10 +94,12 @@ def _training_of(settings: PlanConfig, on_gpu: bool) -> Training:
 
 
 def _graphs(settings: PlanConfig, content: dict[str, Any]) -> bool | None:
-    """`Training.graphs`: by the option, or else true where the config says so. Compiled blocks are not recorded."""
+    """`Training.graphs`: by the option, or else as the config says, where `auto` leaves it open. Compiled blocks are not
+    recorded."""
     if settings.cuda_graphs is not None or content.get("compile", "none") != "none":
         return bool(settings.cuda_graphs)
-    return True if content.get("cuda_graphs") else None
+    asked = content.get("cuda_graphs", "auto")
+    return None if asked == "auto" else bool(asked)
 
 
 def _parallel(settings: PlanConfig, content: dict[str, Any]) -> ParallelConfig:

@@ -50,10 +50,10 @@ class Training:
     config: Path | None = None
     """The config file that they go with."""
 
-    def recorded(self, sequence: int) -> tuple[Training, ...]:
+    def recorded(self) -> tuple[Training, ...]:
         """This training with and without graphs, as far as that is open and `evodsp fit` has them (`check_graphs` of
-        `evodsp.training.execution`): on a GPU, with samples of one rank and whole parameters."""
-        possible = self.on_gpu and sequence == 1 and self.parameters != "fsdp2"
+        `evodsp.training.execution`): on a GPU, with whole parameters."""
+        possible = self.on_gpu and self.parameters != "fsdp2"
         chosen = {False, possible} if self.graphs is None else {possible and self.graphs}
         return tuple(dataclasses.replace(self, graphs=graphs) for graphs in sorted(chosen))
 
@@ -252,7 +252,8 @@ def _reductions(
     if training.clip == "sample":
         within = links.seconds("all-reduce", counted, sequence)
         return within, links.apart("all-reduce", counted, data, stride=sequence) + after
-    return 0.0, max(0.0, links.seconds("all-reduce", counted, ranks) - backward_s) + after
+    hidden_s = 0.0 if training.graphs and sequence > 1 else backward_s  # no other collective runs beside a replayed one
+    return 0.0, max(0.0, links.seconds("all-reduce", counted, ranks) - hidden_s) + after
 
 
 def _update_s(training: Training, numbers: int, batches: int, ranks: int, sequence: int, device: Device) -> float:

@@ -49,6 +49,8 @@ class Communication:
     number: int
     kind: Kind
     bytes: int
+    operators: int = 1
+    """1 if the host launches it, 0 if a CUDA graph does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ def _moved(item: Item, name: Mapping[int, int], held: int) -> Item:
         )  # fmt: skip
     number = name.get(item.number, item.number)
     if isinstance(item, Communication):
-        return Communication(item.place, item.phase, number, item.kind, item.bytes)
+        return Communication(item.place, item.phase, number, item.kind, item.bytes, item.operators)
     return Wait(item.place, item.phase, number)
 
 
@@ -188,9 +190,9 @@ RECORDED = ("template_embedder", "extra_msa_stack", "evoformer")
 
 
 def replayed(items: Iterable[Item]) -> Iterator[Item]:
-    """The items of a run with `cuda_graphs`: the host launches no operators of the stacks, which are recorded."""
+    """The items of a run with `cuda_graphs`: the host launches no operators and no collectives of the stacks."""
     for item in items:
-        if isinstance(item, Span) and item.place[0] in RECORDED:
+        if not isinstance(item, Wait) and item.place[0] in RECORDED:
             item = dataclasses.replace(item, operators=0)
         yield item
 
@@ -263,7 +265,7 @@ def simulate(
                 times.intervals.append(Interval(item.place, item.phase, "compute", start, device))
         elif isinstance(item, Communication):
             seconds = link(item.kind, item.bytes)
-            host += launch_s
+            host += item.operators * launch_s
             start = max(wire, device, host)
             wire = start + seconds
             arrival[item.number] = wire

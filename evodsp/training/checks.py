@@ -28,7 +28,7 @@ from evodsp.parallel.mesh import data_ranks
 from evodsp.printing import counted
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_samples, check_templates
-from evodsp.training.execution import check_compilation, check_graphs
+from evodsp.training.execution import check_compilation, check_graphs, obstacle_to_graphs
 from evodsp.training.options import Command
 from evodsp.training.quarantine import read_quarantine
 from evodsp.training.recipe import Batching, batching
@@ -116,7 +116,7 @@ class CheckedRun:
         """Warnings before training starts, one a line."""
         rule = CountedStructures(self.settings.model.loss, self.settings.data.assumed_resolution)
         line = rule.line(self.chains.resolutions, len(self.chains.train), "training chains")
-        lines = (line, self._idle_gpus, self._shared_samples)
+        lines = (line, self._idle_gpus, self._shared_samples, self._no_graphs)
         return [*self.chains.notes(self.folder.missing), *(line for line in lines if line is not None)]
 
     @property
@@ -141,6 +141,26 @@ class CheckedRun:
             f"parallel.sequence is {sequence}, so {counted(ranks, 'data rank')} {'takes' if ranks == 1 else 'take'} the "
             f"{samples} samples of a step one after another; {WHEN_TO_RAISE}"
         )
+
+    @property
+    def _no_graphs(self) -> str | None:
+        """That a run on GPUs has no CUDA graphs, if nobody has said so. A CPU has none."""
+        gpu = on_gpu(self.settings.trainer)
+        if self.command != "fit" or self.settings.run.cuda_graphs != "auto" or self.records_stacks or not gpu:
+            return None
+        obstacle = self._obstacle_to_graphs
+        assert obstacle is not None
+        return f"this run has no CUDA graphs, because {obstacle[0]}"
+
+    @property
+    def records_stacks(self) -> bool:
+        """Whether the stacks of blocks are recorded as CUDA graphs."""
+        return self.settings.run.cuda_graphs is not False and self._obstacle_to_graphs is None
+
+    @property
+    def _obstacle_to_graphs(self) -> tuple[str, str] | None:
+        settings = self.settings
+        return obstacle_to_graphs(settings.run, settings.parallel, settings.data, on_gpu(settings.trainer))
 
     @property
     def last_step(self) -> int:

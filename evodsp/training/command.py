@@ -210,8 +210,8 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
         callbacks.append(AutomaticRecomputation())
     if run.command == "fit" and settings.run.compile == "blocks":
         callbacks.append(CompiledBlocks())
-    if run.command == "fit" and settings.run.cuda_graphs:
-        callbacks.append(RecordedStacks())
+    if run.command == "fit" and run.records_stacks:
+        callbacks.append(RecordedStacks(required=settings.run.cuda_graphs is True))
     if run.command == "fit" and settings.model.ema_decay is not None:
         callbacks.append(ExponentialMovingAverage(settings.model.ema_decay))
     if run.command == "fit" and settings.trainer["enable_checkpointing"] is not False:
@@ -223,8 +223,9 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
 
 def _throughput(run: CheckedRun, module: TrainingModule, data: ChainDataModule) -> Throughput:
     settings = run.settings
-    # Collectives within compiled graphs cannot be measured. Samples of different sizes have different FLOPs.
-    waits = module.world.waits if settings.run.compile == "none" else None
+    # Collectives within graphs cannot be measured. Samples of different sizes have different FLOPs.
+    within = settings.run.compile != "none" or (run.records_stacks and settings.parallel.sequence > 1)
+    waits = None if within else module.world.waits
     utilisation = None
     if settings.data.train.crop_size is not None:
         precision, limits = str(settings.trainer["precision"]), settings.run

@@ -303,9 +303,11 @@ class RunConfig:
     compile: Literal["none", "blocks"] = field(default="none", metadata={"resume": "same"})
     """Compile the blocks of all stacks with torch.compile: `none` or `blocks`. Needs a C++ compiler on a CPU, Triton on a GPU.
     The first step takes minutes. Gathered biases are communicated again where activations are recomputed."""
-    cuda_graphs: bool = field(default=False, metadata={"resume": "same"})
-    """Record the stacks of blocks as CUDA graphs in the second step, and replay them, so that the CPU launches none of their
-    kernels. Needs compile: none, and samples that are whole on each GPU (parallel.sequence: 1)."""
+    cuda_graphs: bool | Literal["auto"] = field(default="auto", metadata={"resume": "same"})
+    """Record the stacks of blocks, with their collectives, as CUDA graphs in the second step, and replay them, so that the CPU
+    launches none of their kernels. Needs GPUs, compile: none, no fsdp2, and a data.train.crop_size. auto: wherever that is so,
+    and the run goes on without graphs if a stack cannot be recorded. true: what prevents it is an error. Either way the first
+    replay is compared with launched kernels on every rank."""
     output: str = field(default="runs/evodsp", metadata={"resume": "free"})
     """Folder of the run's files: checkpoints/, curve.csv, tensorboard/ and config.yaml."""
     overwrite: bool = field(default=False, metadata={"resume": "free"})

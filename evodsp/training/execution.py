@@ -6,6 +6,7 @@ than rounding.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -20,9 +21,11 @@ from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
-from evodsp.launch.consensus import on_every
+from evodsp.launch.consensus import check_same, on_every
+from evodsp.launch.watch import watch_of_this_process
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
+from evodsp.model.comparison import OF_PARAMETER, difference, upstream
 from evodsp.model.dropout import DropoutKeys, block_streams, draw_blocks
 from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.graphs import Graphs, use_graphs
@@ -33,7 +36,7 @@ from evodsp.model.recorders import CudaRecorder, Recorder
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.stack import Stack
 from evodsp.parallel.config import ParallelConfig
-from evodsp.printing import show
+from evodsp.printing import show, tell
 from evodsp.rng import Draws
 from evodsp.training.config import DataConfig, RunConfig
 from evodsp.training.module import TrainingModule
@@ -127,15 +130,6 @@ class CompiledBlocks(Callback):
         torch.compiler.set_stance("default")
 
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
-"""Largest difference of results and gradients, as a fraction of their own root mean square. fp32 allows for TF32."""
-
-
-_LEAST = 0.1
-"""Some gradients of parameters are nothing but rounding errors, such as that of a constant added to all logits. A difference is
-a fraction of at least this share of the largest of all parameters' gradients."""
-
-
 _SEQUENCES, _RESIDUES = 8, 16
 
 
@@ -160,8 +154,8 @@ def problem_of_compiling(
             return f"{name}: {type(error).__name__}: {said.strip()}"
         finally:
             torch.compiler.reset()  # graphs of small sizes would be asked first whether they fit, at each call
-        if difference := _difference(found, expected):
-            return f"{name}: {difference}"
+        if different := difference(found, expected):
+            return f"{name}: {different}"
     return ""
 
 
@@ -213,68 +207,38 @@ def _results(
     with precision(), CastParameters(region):
         results = function(*leaves, *fixed)
     results = results if isinstance(results, tuple) else (results,)
-    upstream = [torch.linspace(-1, 2, x.numel(), device=x.device).to(x.dtype).view(x.shape) for x in results]
     parameters = dict(region.named_parameters())
-    gradients = torch.autograd.grad(results, [*leaves, *parameters.values()], upstream, materialize_grads=True)
+    arriving = [upstream(x) for x in results]
+    gradients = torch.autograd.grad(results, [*leaves, *parameters.values()], arriving, materialize_grads=True)
     names = [f"result {n + 1}" for n in range(len(results))]
     names += [f"the gradient of input {n + 1}" for n in range(len(leaves))]
-    names += [_OF_PARAMETER + name for name in parameters]
+    names += [OF_PARAMETER + name for name in parameters]
     return dict(zip(names, [x.detach() for x in (*results, *gradients)], strict=True))
 
 
-_OF_PARAMETER = "the gradient of "
-
-
-def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
-    """The first result or gradient that differs, in words; '' if none does."""
-    sizes = {name: _size(x) for name, x in expected.items()}
-    # Parameters come last.
-    of_parameters = {name for name in expected if name.startswith(_OF_PARAMETER) and " input " not in name}
-    least = _LEAST * max(sizes[name] for name in of_parameters)
-    tolerance = max(_TOLERANCE[x.dtype] for x in expected.values())
-    for name, x in expected.items():
-        if found[name].shape != x.shape:
-            return f"{name} has shape {list(found[name].shape)} instead of {list(x.shape)}"
-        difference = _size(found[name].to(x.dtype) - x) / max(sizes[name], least if name in of_parameters else 0.0)
-        if not difference <= tolerance:  # NaN is no good either
-            return f"{name} differs by {difference:.1e} of its size, more than {tolerance:.0e}"
-    return ""
-
-
-def _size(x: Tensor) -> float:
-    """The root mean square."""
-    return float(x.to(torch.promote_types(x.dtype, torch.float32)).square().mean().sqrt())
+def obstacle_to_graphs(
+    run: RunConfig, parallel: ParallelConfig, data: DataConfig, on_gpu: bool
+) -> tuple[str, str] | None:
+    """Why the stacks of a run cannot be recorded, and what to set so that they can; None if they can."""
+    if not on_gpu:
+        return "this run is on a CPU", "trainer.accelerator to gpu"
+    if run.compile != "none":
+        return f"compile is {run.compile}, and compiled blocks are not recorded", "compile to none"
+    if parallel.parameters == "fsdp2":
+        return (
+            "parallel.parameters is fsdp2, which gathers parameters inside of blocks",
+            "parallel.parameters to replicate or zero1",
+        )
+    if data.train.crop_size is None:
+        return "data.train.crop_size is null, and each length would be recorded by itself", "data.train.crop_size"
+    return None
 
 
 def check_graphs(run: RunConfig, parallel: ParallelConfig, data: DataConfig, on_gpu: bool) -> None:
-    """Raise UserError if the run asks for CUDA graphs and cannot have them."""
-    if not run.cuda_graphs:
-        return
-    off = "or cuda_graphs to false"
-    if not on_gpu:
-        raise UserError(
-            "cuda_graphs is true, but this run is on a CPU; set cuda_graphs to false, or trainer.accelerator to gpu"
-        )
-    if run.compile != "none":
-        raise UserError(
-            f"cuda_graphs is true, but compile is {run.compile}, and compiled blocks are not recorded; set compile to "
-            f"none, {off}"
-        )
-    if parallel.sequence > 1:
-        raise UserError(
-            f"cuda_graphs is true, but parallel.sequence is {parallel.sequence}, and collectives within a sample are not "
-            f"recorded; set parallel.sequence to 1, {off}"
-        )
-    if parallel.parameters == "fsdp2":
-        raise UserError(
-            "cuda_graphs is true, but parallel.parameters is fsdp2, which gathers parameters inside of blocks; set "
-            f"parallel.parameters to replicate or zero1, {off}"
-        )
-    if data.train.crop_size is None:
-        raise UserError(
-            "cuda_graphs is true, but data.train.crop_size is null, and each length would be recorded by itself; set "
-            f"data.train.crop_size, {off}"
-        )
+    """Raise UserError if the run demands CUDA graphs and cannot have them."""
+    if run.cuda_graphs is True and (obstacle := obstacle_to_graphs(run, parallel, data, on_gpu)):
+        why, remedy = obstacle
+        raise UserError(f"cuda_graphs is true, but {why}; set {remedy}, or cuda_graphs to auto or false")
 
 
 class RecordedStacks(Callback):
@@ -282,26 +246,65 @@ class RecordedStacks(Callback):
     length, runs as usual.
     """
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        """`recorder`: the recorder of calls; None records CUDA graphs."""
-        self._graphs = Graphs(recorder or CudaRecorder())
+    def __init__(self, required: bool = True, recorder: Recorder | None = None) -> None:
+        """`required`: whether a stack that cannot be recorded ends the run; otherwise the run goes on without graphs.
+        `recorder`: the recorder of calls; None records CUDA graphs.
+        """
+        self._required, self._recorder = required, recorder
+        self._graphs: Graphs | None = None
+        self._told = False
 
     @property
     def replays(self) -> int:
         """Calls of a stack that were replayed."""
-        return self._graphs.replays
+        return 0 if self._graphs is None else self._graphs.replays
 
     def on_fit_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        use_graphs(pl_module, self._graphs)
+        module = cast(TrainingModule, pl_module)
+        check_same("versions of PyTorch, CUDA, NCCL and Triton", versions(), module.world.group)
+        self._graphs = Graphs(self._recorder or CudaRecorder(), agree=module.world.of_sample, required=self._required)
+        use_graphs(module, self._graphs)
+        if watch := watch_of_this_process():
+            exchange = module.model.exchange
+            watch.count(lambda: exchange.repeats)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        why = "" if self._graphs is None else self._graphs.given_up
+        if why and not self._told and cast(TrainingModule, pl_module).world.reads:
+            tell(f"evodsp: {why}; the run goes on without CUDA graphs")
+        self._told = bool(why)
 
     def on_validation_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self._graphs.enabled = False
+        if self._graphs is not None:
+            self._graphs.enabled = False
 
     def on_validation_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        self._graphs.enabled = True
+        if self._graphs is not None:
+            self._graphs.enabled = True
+
+    def on_exception(self, trainer: Any, pl_module: LightningModule, exception: BaseException) -> None:
+        self._free(pl_module)
 
     def teardown(self, trainer: Any, pl_module: LightningModule, stage: str) -> None:
-        use_graphs(pl_module, None)
+        self._free(pl_module)
+
+    def _free(self, module: LightningModule) -> None:
+        """Free the recordings before the ranks part: NCCL ends no communicator whose collectives a graph holds."""
+        use_graphs(module, None)
+        if self._graphs is not None:
+            self._graphs.free()
+
+
+def versions() -> str:
+    """What decides which kernels a recording holds, besides the settings."""
+    triton = importlib.util.find_spec("triton")
+    named = {
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": torch.cuda.nccl.version() if torch.cuda.is_available() else None,
+        "Triton": importlib.metadata.version("triton") if triton else None,
+    }
+    return ", ".join(f"{name} {version}" for name, version in named.items())
 
 
 _SHARE = 0.9

@@ -11,7 +11,7 @@ import pytest
 from evodsp.errors import UserError
 from evodsp.launch import consensus
 from evodsp.launch.consensus import long_from_first
-from evodsp.launch.watch import _collectives
+from evodsp.launch.watch import _launched
 from evodsp.parallel.group import Group
 from tests.ranks import RankPool
 
@@ -28,7 +28,7 @@ def work_long(handle: Any, mistake: bool) -> tuple[Any, int, list[str]]:
             raise UserError("no such thing")
         return handle.rank(), "made"
 
-    before = _collectives()
+    before = _launched()
     found: Any
     try:
         found = long_from_first(make, Group(handle))
@@ -36,7 +36,7 @@ def work_long(handle: Any, mistake: bool) -> tuple[Any, int, list[str]]:
         found = str(error)
     finally:
         consensus._WORD_EVERY_S = usual  # the ranks serve other tests too
-    return found, _collectives() - before, places
+    return found, _launched() - before, places
 
 
 @pytest.mark.parametrize(("mistake", "expected"), [(False, (0, "made")), (True, "no such thing")])

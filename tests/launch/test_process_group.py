@@ -167,3 +167,12 @@ def test_ranks_that_work_apart_need_no_collectives() -> None:
     store = dist.HashStore()
     assert Watch(store, 0, 2, timeout_s=5.0, together=False)._detector.stalled_s == math.inf
     assert Watch(store, 0, 2, timeout_s=5.0)._detector.stalled_s == 5.0
+
+
+def test_what_graphs_launch_again_counts() -> None:
+    """Catches a run of replayed collectives, which torch does not count, that is ended as hung."""
+    store = dist.HashStore()
+    watch = Watch(store, 0, 2, timeout_s=5.0)
+    watch.count(lambda: 41)
+    watch._write_state()
+    assert State.parse(store.get("state/0").decode()).collectives == 41

@@ -157,11 +157,10 @@ def test_fewer_devices_that_are_faster_are_named(monkeypatch: pytest.MonkeyPatch
 def test_graphs_are_planned_where_a_run_has_them() -> None:
     """Catches a plan without graphs of a run that would be faster with them, and one with graphs that `evodsp fit` refuses."""
 
-    def graphs(sequence: int = 1, **changes: object) -> list[bool | None]:
-        return [one.graphs for one in dataclasses.replace(SMALL, **changes).recorded(sequence)]
+    def graphs(**changes: object) -> list[bool | None]:
+        return [one.graphs for one in dataclasses.replace(SMALL, **changes).recorded()]
 
     assert (graphs(graphs=None), graphs(graphs=True), graphs(graphs=False)) == ([False, True], [True], [False])
-    assert (graphs(2, graphs=None), graphs(2, graphs=True)) == ([False], [False])
     assert graphs(graphs=True, parameters="fsdp2") == graphs(graphs=None, on_gpu=False) == [False]
 
 
@@ -260,13 +259,14 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
         (None, ""),
         ("trainer: {accelerator: cpu}\ndata: {train: {crop_size: null}}\ncompile: blocks", ""),
         ("cuda_graphs: true\nparallel: {sequence: 1}", "--sequence 2"),
+        ("cuda_graphs: false", ""),
         ("cuda_graphs: true\nmodel: {optimizer: {clip: batch}}", "--parameters fsdp2"),
     ],
 )
 def test_the_command_of_a_plan_runs(
     config: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches advice that evodsp refuses: graphs on shared samples, with compiled blocks or on a CPU, other meshes."""
+    """Catches advice that evodsp refuses: graphs with sharded parameters, with compiled blocks or on a CPU, other meshes."""
     output, made = tmp_path / "plan.html", tmp_path / "my run.yaml"
     small = f"--gpus 2 --preset small --residues 32 --msa 16 --extra_msa 32 --global_batch 4 {words}".split()
     if config is not None:
@@ -283,7 +283,8 @@ def test_the_command_of_a_plan_runs(
     check_compilation(run.run, run.parallel, run.plan, run.data, True)
     data, sequence = numbers["best"]
     assert (int(run.trainer["devices"]), run.parallel.sequence, run.run.global_batch) == (data * sequence, sequence, 4)
-    assert run.run.cuda_graphs is (numbers["meshes"][0]["cuda_graphs"]) is (sequence == 1 and not config)
+    recorded = words != "--parameters fsdp2" and not any(no in (config or "") for no in ("compile", "graphs: false"))
+    assert run.run.cuda_graphs is (numbers["meshes"][0]["cuda_graphs"]) is recorded
 
 
 def test_the_charts_of_a_plan_begin_at_zero(tmp_path: Path) -> None:

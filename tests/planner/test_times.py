@@ -220,3 +220,14 @@ def test_graphs_launch_the_stacks_and_nothing_else() -> None:
     assert [item.operators for item in replayed(items) if isinstance(item, Span)] == [0, 0, 30]
     assert simulate(items, 0.1, three_seconds).total == pytest.approx(9.0)  # the host's 90 launches
     assert simulate(replayed(items), 0.1, three_seconds).total == pytest.approx(3.1)
+
+
+def test_graphs_launch_the_collectives_of_the_stacks() -> None:
+    """Catches a plan in which the host launches recorded collectives, or in which nobody waits for them."""
+    items: list[Item] = [item for number in range(30) for item in (send(number), wait(number))]
+    outside = [send(number, ("structure_module", 0)) for number in range(30, 40)]
+    launched, recorded = (simulate(run, 0.1, three_seconds) for run in (items + outside, replayed(items + outside)))
+    assert recorded.calls == launched.calls == 40
+    assert simulate(replayed(items), 0.1, lambda kind, counted: 0.0).total == 0.0
+    assert simulate(replayed(outside), 0.1, lambda kind, counted: 0.0).total == pytest.approx(1.0)
+    assert recorded.exposed == pytest.approx(30 * 3.0)

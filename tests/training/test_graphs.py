@@ -1,9 +1,13 @@
-"""`cuda_graphs`: what a run refuses, and a run whose stacks are recorded compared with the same one without."""
+"""`cuda_graphs`: what a run refuses, and runs whose stacks are recorded compared with the same ones without."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +15,12 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
+from evodsp.launch.watch import Watch
 from evodsp.model.recorders import Rerun
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig
-from evodsp.training.execution import RecordedStacks, check_graphs
+from evodsp.training.execution import RecordedStacks, check_graphs, obstacle_to_graphs
+from tests.builders.training import CommandPool
 
 RUN, DATA = RunConfig(cuda_graphs=True), DataConfig()
 
@@ -24,7 +30,6 @@ RUN, DATA = RunConfig(cuda_graphs=True), DataConfig()
     [
         (RUN, ParallelConfig(), DATA, False, "this run is on a CPU"),
         (dataclasses.replace(RUN, compile="blocks"), ParallelConfig(), DATA, True, "set compile to none"),
-        (RUN, ParallelConfig(sequence=2), DATA, True, "set parallel.sequence to 1"),
         (RUN, ParallelConfig(parameters="fsdp2"), DATA, True, "to replicate or zero1"),
         (RUN, ParallelConfig(), DataConfig(train=FeatureConfig(crop_size=None)), True, "set data.train.crop_size"),
     ],
@@ -36,12 +41,15 @@ def test_what_cannot_be_recorded_is_one_line(
     with pytest.raises(UserError, match=said) as error:
         check_graphs(run, parallel, data, on_gpu)
     assert len(str(error.value).splitlines()) == 1
-    check_graphs(dataclasses.replace(run, cuda_graphs=False), parallel, data, on_gpu)
+    for other in ("auto", False):
+        check_graphs(dataclasses.replace(run, cuda_graphs=other), parallel, data, on_gpu)
 
 
-def test_a_gpu_is_accepted() -> None:
-    """Catches a check meant for CPUs that refuses a GPU."""
-    check_graphs(RUN, ParallelConfig(parameters="zero1"), DATA, on_gpu=True)
+@pytest.mark.parametrize("parallel", [ParallelConfig(parameters="zero1"), ParallelConfig(sequence=8)])
+def test_a_gpu_is_accepted(parallel: ParallelConfig) -> None:
+    """Catches a check meant for CPUs that refuses GPUs, and one that refuses collectives, which NCCL's recordings hold."""
+    check_graphs(RUN, parallel, DATA, on_gpu=True)
+    assert obstacle_to_graphs(RUN, parallel, DATA, on_gpu=True) is None
 
 
 @pytest.mark.parametrize(
@@ -57,10 +65,11 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
     weights that is recorded, and other names in checkpoints."""
     made: list[RecordedStacks] = []
 
-    def recorded() -> RecordedStacks:
-        made.append(RecordedStacks(Rerun()))
+    def recorded(required: bool) -> RecordedStacks:
+        made.append(RecordedStacks(recorder=Rerun()))
         return made[-1]
 
+    monkeypatch.setattr("evodsp.training.checks.obstacle_to_graphs", lambda *_: None)
     monkeypatch.setattr("evodsp.training.checks.check_graphs", lambda *_: None)
     monkeypatch.setattr("evodsp.training.command.RecordedStacks", recorded)
     found = []
@@ -90,3 +99,46 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
     assert usual.keys() == replayed.keys()
     assert all(torch.equal(x, replayed[name]) for name, x in usual.items())
     assert made[0].replays > 0
+
+
+@contextmanager
+def _recorded_by_running_again() -> Iterator[None]:
+    """Stacks are recorded on CPUs, by a recorder that launches again. The watch must hear of replayed collectives."""
+    counts: list[Callable[[], int]] = []
+    by_running_again = partial(RecordedStacks, recorder=Rerun())
+    with (
+        mock.patch("evodsp.training.checks.obstacle_to_graphs", return_value=None),
+        mock.patch("evodsp.training.checks.check_graphs", return_value=None),
+        mock.patch("evodsp.training.command.RecordedStacks", by_running_again),
+        mock.patch.object(Watch, "count", lambda _, count: counts.append(count)),
+    ):
+        yield
+    (count,) = counts
+    assert count() > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--model.optimizer.clip=batch", "--parallel.parameters=zero1"),
+        pytest.param(
+            ("--trainer.accumulate_grad_batches=2", "--trainer.precision=bf16-mixed"), marks=pytest.mark.verify
+        ),
+    ],
+)
+def test_a_recorded_run_on_two_ranks_is_the_run(
+    commands: CommandPool, chains: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """Catches ranks that replay another call than their neighbour, collectives that the watch does not count, gradients that
+    are summed before they are whole, and optimizer state that a recording holds."""
+    words = ("fit", f"--config={chains}/tiny.yaml", "--parallel.sequence=2", "--trainer.max_steps=3",
+             "--trainer.enable_progress_bar=false", *options)  # fmt: skip
+    found = []
+    for graphs in (False, True):
+        output = tmp_path / str(graphs)
+        around = {"around": _recorded_by_running_again} if graphs else {}
+        outcomes = commands.evodsp(2, *words, f"--cuda_graphs={str(graphs).lower()}", f"--output={output}", **around)
+        assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
+        found.append(torch.load(output / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"])
+    usual, replayed = found
+    assert all(torch.equal(x, replayed[name]) for name, x in usual.items())
