@@ -28,6 +28,8 @@ from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
 from evodsp.rng import Draws
 
+TORSIONS = "template_torsions"
+"""What the embedder of the templates' torsion angles reads: a feature that the model makes itself, once for all passes."""
 EXTRA_MSA_FEATURES = ("extra_msa", "extra_has_deletion", "extra_deletion_value")
 
 
@@ -89,10 +91,15 @@ class AlphaFold(Budgeted):
         last = sets // ensembles - 1
         device = next(self.parameters()).device
         recycled: Recycled | None = None
+        # Features that are the same in all sets, which `evodsp.features.batch` expands, and what follows from them.
+        shared = {name: batch[name][:, 0].to(device) for name in self.features if sets > 1 and not batch[name].stride(1)}
+        if self.template_torsion_embedder is not None and set(self.arrangement.template_features) <= shared.keys():
+            shared[TORSIONS] = self.template_torsion_embedder.features(self.arrangement.templates(shared))
+        own = [name for name in self.features if name not in shared]
         cycle = 0
         while True:
             members = [
-                {name: batch[name][:, entry].to(device) for name in self.features}
+                {**shared, **{name: batch[name][:, entry].to(device) for name in own}}
                 for entry in range(cycle * ensembles, (cycle + 1) * ensembles)
             ]
             if recycled is None:
@@ -209,7 +216,10 @@ class AlphaFold(Budgeted):
         clusters = msa_feat.shape[1]
         template_rows = None
         if self.template_torsion_embedder is not None and templates is not None:
-            template_rows, template_mask = self.template_torsion_embedder(templates)
+            torsions = features.get(TORSIONS)
+            if torsions is None:
+                torsions = self.template_torsion_embedder.features(templates)
+            template_rows, template_mask = self.template_torsion_embedder(torsions)
             msa_mask = torch.cat([msa_mask, template_mask], 1)
         local = self.exchange.owned(msa_mask.shape[1])
         m = self.input_embedder.msa_representation(features["target_feat"], msa_feat[:, local])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from evodsp.config import ArrangementName, EmbedderConfig, TemplateConfig
 from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X
@@ -47,7 +47,7 @@ class Arrangement:
     templates: Callable[[Mapping[str, Tensor]], Any]
     """Makes the record of the templates, which the next two read, from the features."""
     template_embedder: Callable[[int, TemplateConfig], TemplateEmbedder | ChainTemplateEmbedder]
-    template_torsion_embedder: Callable[[int], nn.Module]
+    template_torsion_embedder: Callable[[int], TemplateTorsionEmbedder]
     stack: Callable[..., EvoformerStack | OuterProductFirstStack]
     masked_letters: int
     """Letters of which the masked-MSA head predicts one."""

@@ -1,9 +1,9 @@
 """Records stacks of blocks as CUDA graphs and replays them, without launches by the host.
 
 A block launches 85 kernels forward and 149 backward, each of which costs the host more time than the GPU takes for small
-inputs. `use_graphs(model, Graphs(CudaRecorder()))` has the stacks of a model recorded: Evoformer, extra-MSA and template
-stack. The first call of a stack with inputs of some shape runs as usual. The second call is recorded, with its backward
-pass if gradients are needed, and later calls are replayed. Operators between the stacks are launched as before.
+inputs. `use_graphs(model, Graphs(CudaRecorder()))` has the stacks of a model recorded: Evoformer, extra-MSA and template stack,
+and the structure module. The first call of a stack with inputs of some shape runs as usual. The second call is recorded, with
+its backward pass if gradients are needed, and later calls are replayed. Operators between the stacks are launched as before.
 
 What a recording reads is at fixed addresses:
 
@@ -101,7 +101,7 @@ class Graphs:
         parameters = [getattr(module, name) for module, name, _ in self._places_of(stack)]
         recording = self._recordings.get(key)
         if recording is not None and recording.addresses != addresses_of(parameters):
-            self._recordings.pop(key).free()  # the model was moved; the memory is freed before another recording
+            self._drop(self._recordings.pop(key))  # the model was moved; the memory is freed before another recording
             recording = None
         if recording is None:
             self._seen[key] += 1
@@ -136,6 +136,11 @@ class Graphs:
         self._seen.clear()
         self._pool = None
 
+    def _drop(self, recording: Recording) -> None:
+        """Free a recording that is not used again. One that waits for its backward pass is freed with autograd's graph."""
+        if not recording.waits:
+            recording.free()
+
     def _places_of(self, stack: nn.Module) -> list[Place]:
         """The places of the parameters of `stack`, which are listed once."""
         if stack not in self._places:
@@ -150,7 +155,7 @@ class Graphs:
     def _check_alike(self, stack: Recorded, inputs: CallArguments, modes: Hashable) -> None:
         """Raise UserError on all ranks of the sample if they call different stacks, or with inputs of different sizes."""
         number = list(self._places).index(stack)
-        sizes = [list(x.shape) for x in inputs.tensors[stack.sharded :]]
+        sizes = [list(x.shape) for place, x in enumerate(inputs.tensors) if place not in stack.sharded]
         kinds = [(x.dtype, x.requires_grad and torch.is_grad_enabled()) for x in inputs.tensors]
         call = f"{type(stack).__name__} {number + 1}, training {stack.training}, sizes {sizes}, {kinds}, {modes}"
         calls = self.agree(call)
@@ -178,8 +183,7 @@ class Graphs:
         if not why:
             return recording
         for one in (*self._recordings.values(), *([] if recording is None else [recording])):
-            if not one.waits:  # otherwise autograd's graph holds it until its backward pass
-                one.free()
+            self._drop(one)
         self._recordings.clear()
         self.given_up = why
         return None
@@ -196,11 +200,13 @@ class Graphs:
 
 
 class Recorded(ShardedModule):
-    """A module whose calls may be replayed. Its inputs are tensors and dropout keys, by position; its results are tensors."""
+    """A module whose calls may be replayed. Its inputs are tensors and dropout keys, by position; its result is a tree of
+    tensors.
+    """
 
     graphs: Graphs | None = None
-    sharded: int
-    """Number of inputs, of the first ones, of which each rank has a shard. The others are the same on all ranks of a sample."""
+    sharded: tuple[int, ...]
+    """Positions of the inputs of which each rank has a shard. The others are the same on all ranks of a sample."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.graphs is None or named:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from evodsp.model.comparison import OF_PARAMETER, difference, same_bits, upstream
 from evodsp.model.dropout import DropoutKeys
@@ -101,8 +102,8 @@ class Recording(ABC):
         """Results and gradients of the launched runs before it was recorded, by what they are; empty once they are compared."""
         gradients = torch.is_grad_enabled()
         self.inputs = [x.detach().clone().requires_grad_(x.requires_grad and gradients) for x in inputs.tensors]
-        self.alone = False
-        """Whether the call returns one tensor instead of a tuple."""
+        self._tree: TreeSpec | None = None
+        """How the tensors of a result belong together."""
 
     @property
     def waits(self) -> bool:
@@ -141,16 +142,16 @@ class Recording(ABC):
     def computed(self, run: Callable[..., Any], inputs: CallArguments) -> list[Tensor]:
         """The results of the call for the recording's own inputs."""
         with _uncached_autocast(inputs.device):
-            results = run(*inputs.arguments(self.inputs))
-        self.alone = isinstance(results, Tensor)
-        return [results] if self.alone else list(results)
+            results, self._tree = tree_flatten(run(*inputs.arguments(self.inputs)))
+        return results
 
     def take(self, tensors: Sequence[Tensor]) -> None:
         with torch.no_grad():
             torch._foreach_copy_(self.inputs, list(tensors))
 
     def given(self, results: Sequence[Tensor]) -> Any:
-        return results[0] if self.alone else tuple(results)
+        assert self._tree is not None
+        return tree_unflatten(list(results), self._tree)
 
 
 class Forward(Recording):
@@ -177,7 +178,7 @@ class Forward(Recording):
 
     def _repeated(self) -> list[Tensor]:
         self.parts[0].repeat()
-        return [x.clone() for x in self.parts[0].results if x is not None]
+        return _copied([x for x in self.parts[0].results if x is not None])
 
     def _replayed(self) -> dict[str, Tensor]:
         return _named(self._repeated())
@@ -249,20 +250,22 @@ class WithGradient(Recording):
         self._number += 1
         use = _Use(self._number)
         self._use = weakref.ref(use)
-        return [x.clone() for x in self.results], use
+        return _copied(self.results), use
 
     def backward(self, use: _Use, arriving: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of inputs and parameters. `arriving`: gradients of the results."""
         if use.number != self._number:
             raise RuntimeError("the activations of this backward pass were overwritten by a later call of the stack")
-        for own, new in zip(self.arriving, arriving, strict=True):
-            if new is None:
-                own.zero_()
-            else:
-                own.copy_(new)
+        pairs = list(zip(self.arriving, arriving, strict=True))
+        if given := [(own, new) for own, new in pairs if new is not None]:
+            torch._foreach_copy_([own for own, _ in given], [new for _, new in given])
+        if absent := [own for own, new in pairs if new is None]:
+            torch._foreach_zero_(absent)
         self._repeat_backward()
         self._use = None
-        return self._parted([None if x is None else x.clone() for x in self.parts[1].results])
+        results = self.parts[1].results
+        copies = iter(_copied([x for x in results if x is not None]))
+        return self._parted([None if x is None else next(copies) for x in results])
 
     def _replayed(self) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -352,6 +355,14 @@ class _Replay(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *arriving: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.recording.backward(ctx.use, arriving)
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in memory of their own, by one launch for each precision."""
+    copies = [torch.empty_like(x) for x in tensors]
+    if copies:
+        torch._foreach_copy_(copies, list(tensors))
+    return copies
 
 
 def _named(results: Sequence[Tensor]) -> dict[str, Tensor]:

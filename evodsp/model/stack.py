@@ -74,7 +74,7 @@ class BlocksInTurn(Stack):
     dropout.
     """
 
-    sharded = 2
+    sharded = (0, 1)
 
     def forward(
         self,

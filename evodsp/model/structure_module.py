@@ -8,7 +8,7 @@ attention for its rows. Tensors without a second residue axis are small, and who
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_a
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
+from evodsp.model.graphs import Recorded
 from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.outputs import StructureOutput
 from evodsp.model.precision import without_autocast
@@ -193,9 +194,10 @@ class AngleNetwork(nn.Module):
         return raw / raw.square().sum(-1, keepdim=True).clamp(min=1e-12).sqrt(), raw
 
 
-class StructureModule(Budgeted):
+class StructureModule(Recorded, Budgeted):
     """Backbone frames, torsion angles and all atoms from the single and pair representations (algorithm 20)."""
 
+    sharded = (1,)
     atom37_mask: Tensor
     computes_in_float32 = True
 
@@ -215,6 +217,9 @@ class StructureModule(Budgeted):
         self.backbone_update = Linear(c_s, 6, init="final")
         self.angle_network = AngleNetwork(c_s, config)
         self.register_buffer("atom37_mask", torch.from_numpy(RESTYPE_ATOM37_MASK).float(), persistent=False)
+
+    def settings(self) -> Hashable | None:
+        return super().settings(), self.memory
 
     def dropout_streams(self, draws: Sequence[Draws]) -> Streams:
         """The dropout streams of the module. `draws`: this module's stream for each sample."""

@@ -185,7 +185,7 @@ def forward_only(items: Iterable[Item]) -> Iterator[Item]:
     return (item for item in items if item.phase == "forward" and item.place[0] != "losses")
 
 
-RECORDED = ("template_embedder", "extra_msa_stack", "evoformer")
+RECORDED = ("template_embedder", "extra_msa_stack", "evoformer", "structure_module")
 """Parts of the model that `cuda_graphs` records."""
 
 

@@ -96,7 +96,7 @@ def test_torsion_rows_match_alphafold(golden: Path) -> None:
     module = TemplateTorsionEmbedder(256)
     loaded(module, names.template_torsion_embedder("x", "evoformer"), params)
     templates = Templates.from_features(batched(data))
-    rows, mask = module(templates)
+    rows, mask = module(module.features(templates))
     close(template_torsion_features(templates)[0], data["out/template_angle_feat"], 2e-5, "features")
     close(rows[0], data["out/template_rows"], 2e-5, "rows")
     close(mask[0], data["out/template_rows_mask"], 0.0, "mask")

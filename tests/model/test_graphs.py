@@ -25,7 +25,7 @@ from evodsp.model.recorders import Rerun
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
 from tests.builders.parameters import dense
-from tests.builders.small_model import config, features, tensors
+from tests.builders.small_model import chains, config, features, features_of_chains, tensors
 from tests.builders.small_stack import small_stack, streams
 
 Stack = EvoformerStack | TemplatePairStack
@@ -336,3 +336,21 @@ def test_recomputation_leaves_the_states_of_generators_alone(kind: str, monkeypa
     run = Run(*stack_of(kind, recompute=True), half=False)
     monkeypatch.setattr(torch, "get_rng_state", refuse)
     run.step()
+
+
+@pytest.mark.parametrize("settings", [config(), chains()], ids=["monomer", "multimer"])
+def test_torsions_of_templates_are_made_once(settings: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches 130 launches more in each pass, and torsions of the first pass where the passes have other templates."""
+    model = dense(AlphaFold(settings))
+    batch = features_of_chains(1) if settings.arrangement == "multimer" else features(1)
+    templates = [name for name in model.features if name.startswith("template_")]
+    expanded = {name: x[:, :1].expand_as(x) if name in templates else x for name, x in batch.items()}
+    copied = {name: x.contiguous() for name, x in expanded.items()}
+    calls: list[int] = []
+    embedder = type(model.template_torsion_embedder)
+    made = embedder.features
+    monkeypatch.setattr(embedder, "features", staticmethod(lambda of: (calls.append(1), made(of))[1]))
+    found, expected, other = (tensors(model(one)) for one in (expanded, copied, batch))
+    assert len(calls) == 1 + 2 * batch["aatype"].shape[1]
+    assert all(torch.equal(x, expected[name]) for name, x in found.items())
+    assert not torch.equal(found["msa"], other["msa"])

@@ -118,7 +118,8 @@ def test_rows_of_templates_count_where_chi1_is_defined() -> None:
     assert (defined[:, :, 1] == 1).all()
     torch.testing.assert_close(sines.square() + cosines.square(), defined, rtol=1e-6, atol=1e-6)
     embedder = dense(ChainTorsionEmbedder(3))
-    assert torch.equal(embedder(templates)[1], ChainTorsionEmbedder.features(templates)[..., -4])
+    features = ChainTorsionEmbedder.features(templates)
+    assert torch.equal(embedder(features)[1], features[..., -4])
 
 
 def test_a_run_on_the_names_of_chains_says_that_samples_are_entries(

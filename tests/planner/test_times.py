@@ -214,8 +214,8 @@ def test_the_host_launches_collectives_too() -> None:
 
 
 def test_graphs_launch_the_stacks_and_nothing_else() -> None:
-    """Catches graphs that are planned as launching the whole model: the structure module and the losses are not recorded."""
-    parts = ("evoformer", "extra_msa_stack", "structure_module")
+    """Catches graphs that are planned as launching the whole model: embedders, heads and losses are not recorded."""
+    parts = ("evoformer", "extra_msa_stack", "losses")
     items: list[Item] = [span(1.0, operators=30, place=(part, 0)) for part in parts]
     assert [item.operators for item in replayed(items) if isinstance(item, Span)] == [0, 0, 30]
     assert simulate(items, 0.1, three_seconds).total == pytest.approx(9.0)  # the host's 90 launches
@@ -225,7 +225,7 @@ def test_graphs_launch_the_stacks_and_nothing_else() -> None:
 def test_graphs_launch_the_collectives_of_the_stacks() -> None:
     """Catches a plan in which the host launches recorded collectives, or in which nobody waits for them."""
     items: list[Item] = [item for number in range(30) for item in (send(number), wait(number))]
-    outside = [send(number, ("structure_module", 0)) for number in range(30, 40)]
+    outside = [send(number, ("heads", 0)) for number in range(30, 40)]
     launched, recorded = (simulate(run, 0.1, three_seconds) for run in (items + outside, replayed(items + outside)))
     assert recorded.calls == launched.calls == 40
     assert simulate(replayed(items), 0.1, lambda kind, counted: 0.0).total == 0.0
