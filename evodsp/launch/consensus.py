@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Some:
+class Members:
     """Some ranks of a group, who send one another messages through it, one by one. A process group of their own would cost
     every rank of the run a split of its communicator.
     """
@@ -48,7 +48,7 @@ _WORD_EVERY_S = 1.0
 """How often a rank that works long tells the others that it is still at it: far within any time-out."""
 
 
-def from_first(make: Callable[[], T], group: Group | Some | None) -> T:
+def from_first(make: Callable[[], T], group: Group | Members | None) -> T:
     """Call `make` on rank 0 and return its result on every rank (pickled on the way).
 
     A UserError of `make` is raised on every rank. `group`: None for one process, which then acts as rank 0.
@@ -157,18 +157,18 @@ def check_same(what: str, text: str, group: Group | None) -> None:
         )
 
 
-def all_of(value: T, group: Group | Some | None) -> list[T]:
+def all_of(value: T, group: Group | Members | None) -> list[T]:
     """Every rank's value, by rank (pickled on the way)."""
     if group is None:
         return [value]
-    if isinstance(group, Some):
+    if isinstance(group, Members):
         return from_first(lambda: _arrived(value, group), group) if group.rank == 0 else _sent(value, group)
     found: list[T | None] = [None] * group.size
     dist.all_gather_object(found, value, group=group.handle)
     return found  # type: ignore[return-value]
 
 
-def _broadcast(held: list[Any], group: Group | Some) -> None:
+def _broadcast(held: list[Any], group: Group | Members) -> None:
     """Rank 0's `held` on every rank."""
     if isinstance(group, Group):
         dist.broadcast_object_list(held, group=group.handle, group_src=0)
@@ -179,20 +179,20 @@ def _broadcast(held: list[Any], group: Group | Some) -> None:
             dist.send_object_list(held, group=group.group.handle, group_dst=member)
 
 
-def _arrived(value: T, some: Some) -> list[T]:
+def _arrived(value: T, ranks: Members) -> list[T]:
     """On rank 0: its value and those that the others send."""
     found: list[Any] = [value]
-    for member in some.members[1:]:
+    for member in ranks.members[1:]:
         held = [None]
-        dist.recv_object_list(held, group=some.group.handle, group_src=member)
+        dist.recv_object_list(held, group=ranks.group.handle, group_src=member)
         found += held
     return found
 
 
-def _sent(value: T, some: Some) -> list[T]:
+def _sent(value: T, ranks: Members) -> list[T]:
     """On another rank: the values of all, to which it adds its own."""
-    dist.send_object_list([value], group=some.group.handle, group_dst=some.members[0])
-    found: list[T] = from_first(list, some)
+    dist.send_object_list([value], group=ranks.group.handle, group_dst=ranks.members[0])
+    found: list[T] = from_first(list, ranks)
     return found
 
 

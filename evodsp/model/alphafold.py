@@ -92,7 +92,9 @@ class AlphaFold(Budgeted):
         device = next(self.parameters()).device
         recycled: Recycled | None = None
         # Features that are the same in all sets, which `evodsp.features.batch` expands, and what follows from them.
-        shared = {name: batch[name][:, 0].to(device) for name in self.features if sets > 1 and not batch[name].stride(1)}
+        shared = {
+            name: batch[name][:, 0].to(device) for name in self.features if sets > 1 and not batch[name].stride(1)
+        }
         if self.template_torsion_embedder is not None and set(self.arrangement.template_features) <= shared.keys():
             shared[TORSIONS] = self.template_torsion_embedder.features(self.arrangement.templates(shared))
         own = [name for name in self.features if name not in shared]

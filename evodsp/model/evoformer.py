@@ -209,7 +209,7 @@ class EvoformerStack(Stack):
     therefore hides it.
     """
 
-    sharded = (0, 1)
+    sharded_inputs = (0, 1)
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         super().__init__([EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)], config.checkpoint)

@@ -37,7 +37,7 @@ from evodsp.errors import UserError
 from evodsp.model.matmul import is_tf32
 from evodsp.model.primitives import ShardedModule
 from evodsp.model.recorders import Recorder
-from evodsp.model.recordings import CallArguments, Forward, Place, Recording, WithGradient, addresses_of
+from evodsp.model.recordings import CallArguments, Forward, NotRecorded, Place, Recording, WithGradient, addresses_of
 from evodsp.parallel.dtensor import is_dtensor
 
 Agree = Callable[[str], Sequence[str]]
@@ -155,7 +155,7 @@ class Graphs:
     def _check_alike(self, stack: Recorded, inputs: CallArguments, modes: Hashable) -> None:
         """Raise UserError on all ranks of the sample if they call different stacks, or with inputs of different sizes."""
         number = list(self._places).index(stack)
-        sizes = [list(x.shape) for place, x in enumerate(inputs.tensors) if place not in stack.sharded]
+        sizes = [list(x.shape) for place, x in enumerate(inputs.tensors) if place not in stack.sharded_inputs]
         kinds = [(x.dtype, x.requires_grad and torch.is_grad_enabled()) for x in inputs.tensors]
         call = f"{type(stack).__name__} {number + 1}, training {stack.training}, sizes {sizes}, {kinds}, {modes}"
         calls = self.agree(call)
@@ -172,7 +172,11 @@ class Graphs:
         name, recording, failure = type(stack).__name__, None, None
         try:
             recording = self._made(stack, run, inputs, parameters)
+        except NotRecorded as error:
+            failure = error.__cause__
         except Exception as error:
+            if stack.exchange.ranks > 1:  # the other ranks wait for this one in the launched run
+                raise
             failure = error
         if why := _first(self.agree(_reason(failure))):
             why = f"{name} cannot be recorded as a CUDA graph: {why}"
@@ -205,7 +209,7 @@ class Recorded(ShardedModule):
     """
 
     graphs: Graphs | None = None
-    sharded: tuple[int, ...]
+    sharded_inputs: tuple[int, ...]
     """Positions of the inputs of which each rank has a shard. The others are the same on all ranks of a sample."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -245,7 +249,7 @@ def records_collectives(model: nn.Module) -> bool:
     return any(stack.graphs is not None and stack.exchange.ranks > 1 for stack in stacks)
 
 
-def _reason(error: Exception | None) -> str:
+def _reason(error: BaseException | None) -> str:
     if error is None:
         return ""
     first = error.__context__ or error  # the end of a recording reports the failure without its reason

@@ -38,6 +38,10 @@ class Place(NamedTuple):
     """Its name within the stack."""
 
 
+class NotRecorded(Exception):
+    """A call could not be recorded. The ranks of a sample may still be told: while it records, nobody communicates."""
+
+
 class Part:
     """A recorded function, and the collectives that it launches. The ledger counts those of a replay like launched ones.
     A recording itself communicates nothing, and so it enters nothing.
@@ -45,7 +49,10 @@ class Part:
 
     def __init__(self, recorder: Recorder, exchange: Exchange, run: Callable[[], Results], pool: Any) -> None:
         with exchange.recording() as entries:
-            self._taken = recorder.record(run, pool)
+            try:
+                self._taken = recorder.record(run, pool)
+            except Exception as error:
+                raise NotRecorded from error
         self._exchange, self._entries = exchange, list[Entry](entries)
         self.results, self.free = self._taken.results, self._taken.free
 
@@ -128,10 +135,10 @@ class Recording(ABC):
         found, expected = self._replayed(), launched[-1]
         if same_bits(found, expected):
             return ""
-        if len(launched) > 1 and same_bits(launched[-2], expected):
-            other = next(name for name, x in expected.items() if not same_bits({name: found[name]}, {name: x}))
-            return difference(found, expected) or f"{other} has other bits"
-        return difference(found, expected)
+        if (text := difference(found, expected)) or len(launched) < 2 or not same_bits(launched[-2], expected):
+            return text
+        other = next(name for name, x in expected.items() if not same_bits({name: found[name]}, {name: x}))
+        return f"{other} has other bits"
 
     def free(self) -> None:
         """Give the memory of the recording back. It cannot be replayed afterwards."""

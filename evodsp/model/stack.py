@@ -74,7 +74,7 @@ class BlocksInTurn(Stack):
     dropout.
     """
 
-    sharded = (0, 1)
+    sharded_inputs = (0, 1)
 
     def forward(
         self,

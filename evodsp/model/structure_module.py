@@ -197,7 +197,7 @@ class AngleNetwork(nn.Module):
 class StructureModule(Recorded, Budgeted):
     """Backbone frames, torsion angles and all atoms from the single and pair representations (algorithm 20)."""
 
-    sharded = (1,)
+    sharded_inputs = (1,)
     atom37_mask: Tensor
     computes_in_float32 = True
 

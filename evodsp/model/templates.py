@@ -142,7 +142,7 @@ class TemplatePairStack(Stack):
 
     takes: Axis = "i"
 
-    sharded = (0,)
+    sharded_inputs = (0,)
 
     def __init__(self, config: TemplateConfig, blocks: Sequence[Block] | None = None) -> None:
         """`blocks`: other blocks than those of algorithm 16."""
@@ -310,7 +310,9 @@ class TemplateTorsionEmbedder(nn.Module):
         self.embedding = Linear(self.width, c_m, init="relu")
         self.projection = Linear(c_m, c_m, init="relu")
 
-    def forward(self, features: Float[Tensor, "B T R width"]) -> tuple[Float[Tensor, "B T R c_m"], Float[Tensor, "B T R"]]:
+    def forward(
+        self, features: Float[Tensor, "B T R width"]
+    ) -> tuple[Float[Tensor, "B T R c_m"], Float[Tensor, "B T R"]]:
         """Rows to append to the MSA, and their mask, from what the method `features` returns."""
         rows = self.projection(self.embedding(features.to(self.embedding.weight.dtype)).relu())
         return rows, features[..., self.mask]

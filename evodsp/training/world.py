@@ -21,7 +21,7 @@ from torch.optim import Adam, Optimizer
 from evodsp.data.samples.sample_pool import layout_of, pack, packed_bytes, unpack
 from evodsp.errors import UserError
 from evodsp.launch import process_group
-from evodsp.launch.consensus import Some, all_of, check_same, from_first
+from evodsp.launch.consensus import Members, all_of, check_same, from_first
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
@@ -122,7 +122,7 @@ class MeshWorld(World):
         self.reads = self._readers.rank == 0
         self._all_hosts = self._connected_hosts()
         begin = self.data_rank * self.mesh.sequence
-        self._reading_hosts = Some(self._all_hosts, range(begin, begin + self.mesh.sequence))
+        self._reading_hosts = Members(self._all_hosts, range(begin, begin + self.mesh.sequence))
         # FSDP2 communicates by itself.
         self.waits = None if config.parameters == "fsdp2" else WaitTimes(on_gpu)
         self._gradients: BatchGradients | None = None
