@@ -21,7 +21,6 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
 from evodsp.model.frozen import freeze, trained
-from evodsp.model.graphs import records_collectives
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_kernels
 from evodsp.printing import show
@@ -153,8 +152,7 @@ class TrainingModule(LightningModule):
         trainer = self.trainer
         clip = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm") != "value" else None
         per_sample = self.config.optimizer.clip == "sample"
-        accumulate, early = trainer.accumulate_grad_batches, not records_collectives(self.model)
-        self._gradients = self.world.gradients(trained(self.model), clip, per_sample, accumulate, early)
+        self._gradients = self.world.gradients(trained(self.model), clip, per_sample, trainer.accumulate_grad_batches)
         self._passes = []
 
     def on_train_start(self) -> None:

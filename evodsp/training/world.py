@@ -22,6 +22,7 @@ from evodsp.data.samples.sample_pool import layout_of, pack, packed_bytes, unpac
 from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import Members, all_of, check_same, from_first
+from evodsp.model.graphs import records_collectives
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
@@ -84,18 +85,12 @@ class World:
         return dict(on_device), dict(on_host)
 
     def gradients(
-        self,
-        parameters: Iterable[nn.Parameter],
-        clip: float | None,
-        per_sample: bool,
-        accumulate: int,
-        early: bool = True,
+        self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
     ) -> Gradients:
         """The object that turns backward passes into the gradient of an optimizer step.
 
         `clip`: the largest norm, or None for no limit. `per_sample`: whether it bounds the gradient of each sample, instead of
-        the whole batch's. `accumulate`: the number of backward passes in a step. `early`: whether sums over ranks may begin
-        while the backward pass still runs.
+        the whole batch's. `accumulate`: the number of backward passes in a step.
         """
         if per_sample and clip is not None and accumulate > 1:
             return SampleGradients(parameters, None, clip)
@@ -126,6 +121,8 @@ class MeshWorld(World):
         # FSDP2 communicates by itself.
         self.waits = None if config.parameters == "fsdp2" else WaitTimes(on_gpu)
         self._gradients: BatchGradients | None = None
+        self._model: nn.Module | None = None
+        """The model that was placed."""
 
     @classmethod
     def meet(cls, config: ParallelConfig, on_gpu: bool, settings: str) -> MeshWorld:
@@ -206,6 +203,7 @@ class MeshWorld(World):
 
         `plan`: the choice of communication where the model has more than one way. `half`: see `shard_parameters`.
         """
+        self._model = model
         broadcast_weights(model)
         if self.mesh.sequence > 1:
             wire = torch.bfloat16 if self.config.wire == "bf16" else None
@@ -215,17 +213,13 @@ class MeshWorld(World):
             shard_parameters(model, half)
 
     def gradients(
-        self,
-        parameters: Iterable[nn.Parameter],
-        clip: float | None,
-        per_sample: bool,
-        accumulate: int,
-        early: bool = True,
+        self, parameters: Iterable[nn.Parameter], clip: float | None, per_sample: bool, accumulate: int
     ) -> Gradients:
         if self.config.parameters == "fsdp2":
             return PlainGradients(parameters, clip)  # FSDP2 averages over all ranks in the backward pass
         if per_sample and clip is not None:
             return SampleGradients(parameters, self.mesh, clip, self.waits)
+        early = self._model is None or not records_collectives(self._model)
         self._gradients = BatchGradients(parameters, self.mesh, clip, accumulate, self.waits, early=early)
         return self._gradients
 
