@@ -71,6 +71,9 @@ def test_gradients_are_reduced_once_a_sample_or_once_a_step() -> None:
     batch = dataclasses.replace(SMALL, clip="batch")
     assert _reductions(batch, numbers, 4, 2, LINKS, backward_s=1.0) == (0.0, 0.0)
     assert _reductions(batch, numbers, 4, 2, LINKS, backward_s=0.0)[1] > 0
+    recorded = dataclasses.replace(batch, graphs=True)  # no other collective runs beside those of a replay
+    assert _reductions(recorded, numbers, 4, 2, LINKS, backward_s=1.0)[1] > 0
+    assert _reductions(recorded, numbers, 4, 1, LINKS, backward_s=1.0) == (0.0, 0.0)
 
 
 def test_the_time_of_a_step_is_that_of_its_parts() -> None:

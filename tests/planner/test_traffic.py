@@ -17,7 +17,14 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
-from evodsp.planner.traffic import CollectiveCall, StackSizes, evoformer_calls, extra_msa_calls, inner_block, recomputed
+from scripts.benchmarks.traffic import (
+    CollectiveCall,
+    StackSizes,
+    evoformer_calls,
+    extra_msa_calls,
+    inner_block,
+    recomputed,
+)
 from tests.ranks import RankPool
 
 RESIDUES = 7

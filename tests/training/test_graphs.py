@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +21,7 @@ from evodsp.model.recorders import Rerun
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig
 from evodsp.training.execution import RecordedStacks, check_graphs, obstacle_to_graphs
+from evodsp.training.gradients import BatchGradients
 from tests.builders.training import CommandPool
 
 RUN, DATA = RunConfig(cuda_graphs=True), DataConfig()
@@ -103,10 +105,18 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
 
 @contextmanager
 def _recorded_by_running_again() -> Iterator[None]:
-    """Stacks are recorded on CPUs, by a recorder that launches again. The watch must hear of replayed collectives."""
+    """Stacks are recorded on CPUs, by a recorder that launches again. The watch must hear of replayed collectives, and no other
+    collective may run beside them."""
     counts: list[Callable[[], int]] = []
     by_running_again = partial(RecordedStacks, recorder=Rerun())
+    early: list[bool] = []
+
+    def reducing(*given: Any, **named: Any) -> BatchGradients:
+        early.append(named["early"])
+        return BatchGradients(*given, **named)
+
     with (
+        mock.patch("evodsp.training.world.BatchGradients", reducing),
         mock.patch("evodsp.training.checks.obstacle_to_graphs", return_value=None),
         mock.patch("evodsp.training.checks.check_graphs", return_value=None),
         mock.patch("evodsp.training.command.RecordedStacks", by_running_again),
@@ -115,6 +125,7 @@ def _recorded_by_running_again() -> Iterator[None]:
         yield
     (count,) = counts
     assert count() > 0
+    assert not any(early)
 
 
 @pytest.mark.parametrize(
