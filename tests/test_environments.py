@@ -25,13 +25,14 @@ OF_EACH_ROOM = """
 
 
 def other_python() -> str | None:
-    """A newer Python than the one that runs the tests, from the path or pyenv; None if there is none."""
+    """A newer Python than the one that runs the tests, from the path or pyenv; None if there is none. pyenv also puts names of
+    versions on the path that it does not start there."""
     for version in ("3.14", "3.13", "3.12"):
         if sys.version_info < tuple(map(int, version.split("."))):
             of_pyenv = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-            found = shutil.which(f"python{version}") or (str(of_pyenv[-1]) if of_pyenv else None)
-            if found and subprocess.run([found, "-c", "import venv"], capture_output=True).returncode == 0:
-                return found
+            for found in (shutil.which(f"python{version}"), *map(str, reversed(of_pyenv))):
+                if found and subprocess.run([found, "-c", "import venv"], capture_output=True).returncode == 0:
+                    return found
     return None
 
 
