@@ -166,6 +166,9 @@ def test_a_list_of_many_chains_is_read_in_time(tmp_path: Path) -> None:
     assert chain_list(names) == names
     with pytest.raises(UserError, match="'000017_A' is listed more than once"):
         chain_list([*names, "000017_A"])
+    (tmp_path / "twice.txt").write_text("# mine\n1abc_A\n\n1abc_A # again\n")
+    with pytest.raises(UserError, match=r"twice\.txt:4: '1abc_A' is listed more than once"):
+        chain_list(str(tmp_path / "twice.txt"))
 
 
 @pytest.mark.parametrize(
