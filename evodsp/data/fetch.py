@@ -22,10 +22,10 @@ from xml.etree import ElementTree
 
 from evodsp import download
 from evodsp.data.fetch_config import DataFetchConfig
-from evodsp.data.samples.selection import chain_list
+from evodsp.data.samples.selection import chain_list, chains_and_lines
 from evodsp.data.sources.layout import split_key
 from evodsp.download import BLOCK, fetch_file
-from evodsp.errors import UserError
+from evodsp.errors import FileFormatError, UserError
 from evodsp.printing import tell
 from evodsp.progress import progress
 from evodsp.reading.answers import PASSING, BadAnswerError, ask, content_of
@@ -168,16 +168,20 @@ def run(settings: DataFetchConfig, words: list[str]) -> int:
     return 1 if missing else 0
 
 
+def _chains(path: str) -> list[str]:
+    """The names in a list. Raises FileFormatError for one that could be no folder's."""
+    for key, line in chains_and_lines(path):
+        if not _NAME.fullmatch(key):
+            message = f"{shown(key)} is no name of a chain, such as 1abc_A, or of a cluster; correct the list"
+            raise FileFormatError(path, message, line)
+    return chain_list(path)
+
+
 def _fetch_all(settings: DataFetchConfig, base: str | None) -> list[str]:
     """Fetch the files that `settings` name. Returns a line for each missing file."""
     missing: list[str] = []
     wanted: list[Wanted] = []
-    chains = chain_list(settings.chains) if settings.chains is not None else []
-    for key in chains:
-        if not _NAME.fullmatch(key):
-            raise UserError(
-                f"{settings.chains}: {shown(key)} is no name of a chain, such as 1abc_A, or of a cluster; correct the list"
-            )
+    chains = _chains(settings.chains) if settings.chains is not None else []
     if "lists" in settings.what:
         wanted += [Wanted(base or public, name, settings.output / name) for name, public in LISTS.items()]
     if "structures" in settings.what:

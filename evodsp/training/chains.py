@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -45,6 +45,7 @@ from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.data.templates.template_chains import TemplateChains, listed_chains
 from evodsp.errors import UserError
+from evodsp.given_settings import Given
 from evodsp.launch.consensus import long_from_first, on_every
 from evodsp.parallel.group import Group
 from evodsp.printing import counted
@@ -254,6 +255,13 @@ def _rules(config: DataConfig | DistillationConfig, where: str, excluded: Exclus
     return Selection(
         where, config.chain_data_cache, config.index, config.filters, type(config)().filters, config.sampling, excluded
     )
+
+
+def unapplied_filters(config: DataConfig, given: Sequence[Given]) -> list[str]:
+    """A line for each set of chains whose filters are given, but not applied. `given`: the settings that the user wrote."""
+    parts = ((config, "data"), (config.distillation, "data.distillation"))
+    lines = (_rules(part, where, None).unapplied(given) for part, where in parts)
+    return [line for line in lines if line is not None]
 
 
 def _selected(keys: list[str], rules: Selection, store: Store, kind: str) -> Selected:

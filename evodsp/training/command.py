@@ -31,6 +31,7 @@ from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
 from evodsp.training.baseline import warn_of_overlap, write_baseline
+from evodsp.training.chains import unapplied_filters
 from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, use_checkpoint_io
 from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
 from evodsp.training.config import RunConfig
@@ -262,6 +263,8 @@ def run(command: Command, words: list[str]) -> int:
         stop()
         tell_first("evodsp: the time limit is over; nothing was trained")
         return STOPPED
+    for line in unapplied_filters(checked.settings.data, cli.parser.given) if command == "fit" else ():
+        tell_first(f"evodsp: warning: {line}")
     stopped = False
     try:
         with guarded(), output_errors(checked.folder.path), float32_matmul(checked.settings.run.matmul_precision):

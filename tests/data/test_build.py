@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import pytest
 from evodsp.cli import main
 from evodsp.data.building import command
 from evodsp.data.building.command import BuildPlan, build, build_parts
-from evodsp.data.building.parts import Account
 from evodsp.data.executors import DaskCluster, LocalProcesses, executor
 from evodsp.data.index import parts
 from evodsp.data.sources.feature_store import CHAINS, FeatureStore
@@ -82,20 +82,18 @@ def test_all_chains_bad_is_no_store(tmp_path: Path) -> None:
     assert "1abc_A" in FeatureStore(str(tmp_path / "store"))
 
 
-def test_chains_that_kill_their_worker_are_left_out(folder: Path, tmp_path: Path) -> None:
-    """Catches a build that ends, hangs or loses other chains when a worker is killed, and a deadly chain tried for ever."""
+def test_chains_that_kill_their_worker_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a build that ends, hangs or loses other chains when its only worker is killed, a worker that is the command's
+    own process, and a deadly chain tried for ever."""
     write_chain(tmp_path, "9abc_A", letters_of(1))
     write_chain(tmp_path, "9bbc_A", letters_of(2))
     write_chain(tmp_path, "8abc_A", letters_of(3))
-    plan = BuildPlan.of(config(tmp_path, tmp_path / "store", chains_per_shard=3))
-    for name in ("building", CHAINS):
-        (tmp_path / "store" / name).mkdir(parents=True)
-    (part,) = plan.parts(tmp_path / "store", CHAINS, plan.keys)
-    assert list(build_parts([part], LocalProcesses(2, isolated=True), build_with_deadly_chains)) == [3]
-    account = Account.read(part.account)
-    assert [entry.key for entry in account.records] == ["8abc_A"]
-    assert [name for name, _ in account.failed] == ["9abc_A", "9bbc_A"]
-    assert "worker process was ended" in account.failed[0][1]
+    monkeypatch.setattr(command, "build_parts", partial(build_parts, build=build_with_deadly_chains))
+    build(config(tmp_path, tmp_path / "store", chains_per_shard=3, workers=1))
+    assert FeatureStore(str(tmp_path / "store")).keys() == ["8abc_A"]
+    failed = [json.loads(line) for line in (tmp_path / "store" / "failed.jsonl").read_text().splitlines()]
+    assert [entry["name"] for entry in failed] == ["9abc_A", "9bbc_A"]
+    assert "worker process was ended" in failed[0]["reason"]
 
 
 def test_a_worker_that_dies_before_it_reads_is_no_chains_fault(folder: Path, tmp_path: Path) -> None:

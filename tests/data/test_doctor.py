@@ -149,7 +149,7 @@ def test_the_cache_and_the_filters_of_the_config(folder: Path, capsys: pytest.Ca
     assert "in their files" in (folder / "doctor" / "doctor.html").read_text()
     code, report = doctor(folder, "--config", written(folder, "e.yaml"))
     assert (code, report["left_out"]) == (0, {})
-    assert "No filter is given." in (folder / "doctor" / "doctor.html").read_text()
+    assert "No filter is applied." in (folder / "doctor" / "doctor.html").read_text()
     for data, message in (
         ({"sampling": "alphafold2"}, "data.chain_data_cache and data.index are null"),
         ({"sampling": "often"}, "data.sampling is 'often', but must be uniform or alphafold2"),

@@ -154,12 +154,13 @@ def test_damaged_and_missing_files_are_listed(
 def test_a_list_does_not_leave_the_folder(
     mirror: Path, tmp_path: Path, name: str, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches a name that is a path: files were written beside the folder to fill, from somebody else's list."""
-    (tmp_path / "chains.txt").write_text(f"{KEY}\n{name}\n")
+    """Catches a name that is a path: files were written beside the folder to fill, from somebody else's list; and a name
+    that has to be looked for in a long list."""
+    (tmp_path / "chains.txt").write_text(f"# mine\n{KEY}\n\n{name}\n")
     before = sorted(tmp_path.rglob("*"))
     assert run(what, str(mirror), tmp_path) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(rf"chains\.txt: '{re.escape(name)}' is no name of a chain", line)
+    assert re.search(rf"chains\.txt:4: '{re.escape(name)}' is no name of a chain", line)
     assert sorted(tmp_path.rglob("*")) == before
 
 

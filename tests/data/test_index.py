@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -68,10 +69,11 @@ def content(index: Path) -> dict[str, str]:
 
 
 def test_headers_alignments_and_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a column that is shifted, files of another chain, and an unresolved chain that passes for usable."""
+    """Catches a column that is shifted, files of another chain, an unresolved chain that passes for usable, and a
+    comment taken for the first record."""
     third = folder / "alignments" / "3abc_C"
     third.mkdir()
-    (third / "hits.a3m").write_text(">q\nAAAX\n>r\nAAAA\n")
+    (third / "hits.a3m").write_text("#4\t1\n>q\nAAAX\n>r\nAAAA\n")
     index = index_of(folder)
     table = index.table
     assert index.keys[:] == [KEY, OTHER, "3abc_C"]
@@ -391,7 +393,7 @@ def test_workers_do_not_compare_checksums_again(folder: Path, monkeypatch: pytes
         ("lengths", np.array(["a", "b"])),
         ("chain_databases", np.array([0, 0], np.int32)),
         ("chain_databases", np.array([-1], np.int32)),
-        ("first_files", np.array([0, 5, 1])),
+        ("first_files", np.array([0, 5, 2])),
         ("first_files", np.array([0, 1])),
         ("first_files", np.array([1, 1, 2])),
         ("file_name_rows", np.array([7, 7], np.int32)),
@@ -523,7 +525,7 @@ def test_a_scan_that_is_killed_ten_times(folder: Path) -> None:
 
 @needs_dask
 def test_a_dask_cluster_finds_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches parts that Dask's workers write elsewhere, because they run in another folder than the command."""
+    """Catches parts that are lost or differ when Dask's workers scan them."""
     from distributed import LocalCluster
 
     assert main(words(folder, output="here")) == 0
@@ -535,6 +537,24 @@ def test_a_dask_cluster_finds_the_same(folder: Path, monkeypatch: pytest.MonkeyP
     assert {name: digest for name, digest in here.items() if name != "index.json"} == {
         name: digest for name, digest in there.items() if name != "index.json"
     }
+
+
+def test_a_cluster_works_in_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches relative paths that reach a cluster's workers, which run in other folders than the command."""
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+
+    class Elsewhere:
+        def map(self, function: Any, pieces: list[Any]) -> list[tuple[int, Any]]:
+            with contextlib.chdir(elsewhere):
+                return [(number, function(*piece)) for number, piece in enumerate(pieces)]
+
+    monkeypatch.setattr(parts, "executor", lambda *_: Elsewhere())
+    monkeypatch.chdir(folder)
+    options = ["--alignment_dir", "alignments", "--structure_dir", "mmcif_files", "--output", "there"]
+    assert main(["data", "index", *options, "--scheduler", "tcp://node:1"]) == 0
+    assert ChainIndex(folder / "there").alignment_files(0)[2]
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_a_scheduler_and_the_main_process_cannot_both_scan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,14 +45,16 @@ def test_an_alignment_of_the_chain_itself_is_kept() -> None:
 
 
 def test_hits_of_such_a_query_are_renumbered() -> None:
-    """Catches templates shifted behind a residue with several monomers, or hits of the chain itself changed."""
+    """Catches templates shifted behind a residue with several monomers, hits of the chain itself changed, and the
+    IndexError of a hit that ends one residue behind the query."""
     searched = make_hit("STG-EDNW", "MKLVMKLV", first_query=1)  # of A S T G E D N W
     (hit,) = matched_hits([searched], QUERY)
     assert (hit.query, hit.indices_query.tolist()) == ("-TG--D-W", [-1, 1, 2, -1, -1, 3, -1, 4])
     assert hit.aligned_columns == searched.aligned_columns - 3
     assert hit.pairs.tolist() == [[1, 1], [2, 2], [3, 5], [4, 7]]
-    own, other = make_hit("TGDW", "MKLV", first_query=1), make_hit("WWWW", "MKLV", first_query=4)
+    own, other = make_hit("TGDW", "MKLV", first_query=1), make_hit("WWWW", "MKLV", first_query=5)
     assert matched_hits([own, other], QUERY) == (own, other)
+    assert matched_hits([own], replace(QUERY, alternatives=())) == (own,)
 
 
 def test_hmmsearch_of_such_a_query(tmp_path: Path) -> None:

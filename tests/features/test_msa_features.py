@@ -370,7 +370,7 @@ def test_letters_to_residue_types() -> None:
         ("crop_size", 0),
         ("recycles", -1),
         ("masked_msa_fraction", 1.5),
-        ("masked_same", 0.9),
+        ("masked_same", 0.81),
         ("block_delete_fraction", -0.1),
         ("block_delete_blocks", -1),
     ],
@@ -378,3 +378,8 @@ def test_letters_to_residue_types() -> None:
 def test_impossible_configs_are_named(field: str, value: float) -> None:
     with pytest.raises(UserError, match=field):
         check_config(replace(CONFIG, **{field: value}))
+
+
+def test_shares_that_add_up_to_one_are_possible() -> None:
+    """Catches shares refused because their sum in binary is 1.0000000000000002, or because no row is left for [MASK]."""
+    check_config(replace(CONFIG, masked_uniform=0.33, masked_profile=0.56, masked_same=0.11))

@@ -22,9 +22,10 @@ from evodsp.data.similarity.exclusion import resembling
 from evodsp.data.similarity.pairs import identity
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
+from evodsp.given_settings import Given
 from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module
-from evodsp.training.chains import find_chains
+from evodsp.training.chains import find_chains, unapplied_filters
 from evodsp.training.config import DataConfig
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 from tests.ranks import RankPool
@@ -165,6 +166,9 @@ def test_a_list_of_many_chains_is_read_in_time(tmp_path: Path) -> None:
     assert chain_list(names) == names
     with pytest.raises(UserError, match="'000017_A' is listed more than once"):
         chain_list([*names, "000017_A"])
+    (tmp_path / "twice.txt").write_text("# mine\n1abc_A\n\n1abc_A # again\n")
+    with pytest.raises(UserError, match=r"twice\.txt:4: '1abc_A' is listed more than once"):
+        chain_list(str(tmp_path / "twice.txt"))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +241,20 @@ def test_a_filter_that_is_given_is_applied(source: str, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=rf"data\.filters: 0 of 3 training chains; left out: 3 {reason}"):
             left(**filters)
+
+
+def test_filters_that_are_given_but_not_applied_are_said() -> None:
+    """Catches a filter that a user wrote and that leaves nothing out, without a word, because its value is the default."""
+    given = [Given("data.filters.max_resolution", "a.yaml:3: ", None), Given("data.distillation.filters", "--", "{}")]
+    lines = unapplied_filters(DataConfig(), given)
+    assert [line.partition(" are not")[0] for line in lines] == ["a.yaml:3: data.filters", "data.distillation.filters"]
+    assert unapplied_filters(DataConfig(), [Given("data.filtersets", "--", "1")]) == []
+    applied = (
+        {"chain_data_cache": "x.json"},
+        {"sampling": "alphafold2"},
+        {"filters": FilterConfig(max_residue_share=0.9)},
+    )
+    assert [unapplied_filters(DataConfig(**one), given[:1]) for one in applied] == [[], [], []]  # type: ignore[arg-type]
 
 
 LETTERS = "MKTAYIAKQRWLEGSHMDERCNPFVY"

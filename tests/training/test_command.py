@@ -158,15 +158,18 @@ def check_file(path: Path, table: list[str], split: str) -> None:
 def test_without_logger_and_checkpoints_only_the_config_is_written(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """config.yaml written to the current folder, over another one; files named that do not exist."""
+    """config.yaml written to the current folder, over another one; files named that do not exist; filters that the user wrote
+    and that are not applied, without a word."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text("mine")
     options = ("--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.max_steps=1")
-    assert fit(chains, Path("run"), *options, NO_VALIDATION) == 0
+    assert fit(chains, Path("run"), *options, NO_VALIDATION, "--data.filters.max_resolution=9") == 0
     files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {"config.yaml", "run/config.yaml"}
     assert (tmp_path / "config.yaml").read_text() == "mine"
-    assert capsys.readouterr().out.splitlines()[-1] == "config: run/config.yaml"
+    said = capsys.readouterr()
+    assert said.out.splitlines()[-1] == "config: run/config.yaml"
+    assert said.err.count("evodsp: warning: data.filters are not applied: values that are all the default") == 1
 
 
 @pytest.mark.parametrize(

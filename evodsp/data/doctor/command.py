@@ -189,7 +189,7 @@ def _add_set(page: Page, found: Diagnosis) -> None:
     applied = (
         f"The filters leave out these {units}"
         if found.data.selection.is_applied
-        else f"No filter is given. The defaults, which sampling: alphafold2 turns on, would leave out these {units}"
+        else f"No filter is applied. The defaults, which sampling: alphafold2 turns on, would leave out these {units}"
     )
     page.note(
         f"{applied}, of {len(found.table):,}, by reason. A reason with the word unknown counts the {units} without that fact. "

@@ -8,7 +8,6 @@ such chains alone learns no confidence, and its `train/plddt` is 0. A message sa
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from evodsp.data.similarity.comparison import ComparedKeys
 from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
-from evodsp.errors import UserError
+from evodsp.errors import FileFormatError, UserError
+from evodsp.given_settings import Given
 from evodsp.printing import counted
 from evodsp.progress import progress
 from evodsp.reading.text_files import lines_of
@@ -41,24 +41,29 @@ def chain_list(chains: str | list[str]) -> list[str]:
 
     Raises UserError if the file is missing, empty or no UTF-8 text, or if a name is listed twice.
     """
-    source, names = "the list of chains", chains
-    if isinstance(chains, str):
-        source, path = chains, Path(chains)
-        if path.is_dir():
-            raise UserError(
-                f"{chains}: is a folder, but a list of chains is a file with one name per line; give the file, "
-                "or a list [102m_A, ...]"
-            )
-        if not path.is_file():
-            raise UserError(
-                f"{chains}: no such file of chain names; write one name per line, or give a list [102m_A, ...]"
-            )
-        names = [name for line in lines_of(path) if (name := line.partition("#")[0].strip())]
-    if not names:
+    source = chains if isinstance(chains, str) else "the list of chains"
+    listed = chains_and_lines(chains) if isinstance(chains, str) else [(name, None) for name in chains]
+    if not listed:
         raise UserError(f"{source}: no chain names in it; write one per line")
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{source}: '{twice[0]}' is listed more than once; remove the repetition")
-    return list(names)
+    names: set[str] = set()
+    for name, line in listed:
+        if name in names:
+            raise FileFormatError(source, f"'{name}' is listed more than once; remove the repetition", line)
+        names.add(name)
+    return [name for name, _ in listed]
+
+
+def chains_and_lines(path: str) -> list[tuple[str, int | None]]:
+    """The names in a text file, as `chain_list` reads them, each with its line. Raises UserError if there is no such file."""
+    if Path(path).is_dir():
+        raise UserError(
+            f"{path}: is a folder, but a list of chains is a file with one name per line; give the file, "
+            "or a list [102m_A, ...]"
+        )
+    if not Path(path).is_file():
+        raise UserError(f"{path}: no such file of chain names; write one name per line, or give a list [102m_A, ...]")
+    lines = enumerate(lines_of(path), start=1)
+    return [(name, number) for number, line in lines if (name := line.partition("#")[0].strip())]
 
 
 def exclusion(source: str | list[str] | None, share: float, comparison: ComparedKeys) -> Exclusion | None:
@@ -130,6 +135,18 @@ class Selection:
     def is_applied(self) -> bool:
         """Whether the filters leave chains out. Those that nobody gave do so only where facts are asked for anyway."""
         return self.chain_data_cache is not None or self.sampling == "alphafold2" or self.filters != self.default
+
+    def unapplied(self, given: Iterable[Given]) -> str | None:
+        """A line for those who gave filters that leave nothing out, because their values are the defaults; otherwise None."""
+        name = f"{self.where}.filters"
+        mine = next((one for one in given if f"{one.key}.".startswith(f"{name}.")), None)
+        if mine is None or self.is_applied:
+            return None
+        return (
+            f"{mine.place.removeprefix('--')}{name} are not applied: values that are all the default leave out chains only "
+            f"with {self.where}.chain_data_cache or {self.where}.sampling alphafold2; give one of these, or a value next to "
+            f"the default, such as {name}.max_resolution 8.9"
+        )
 
     def known(self, keys: Sequence[str], store: Store) -> KnownChains | None:
         """The facts about `keys`, from the cache, the index, or their files; None if no setting asks for facts.
