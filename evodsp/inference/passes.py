@@ -73,21 +73,41 @@ def run_passes(
 ) -> tuple[ModelOutput, tuple[float, ...]]:
     """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
     device = next(model.parameters()).device
-    marks = [time.perf_counter()]
-
-    def mark(*_: Any) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        marks.append(time.perf_counter())
-
-    hook = model.structure_module.register_forward_hook(mark)
+    clock = PassClock(device)
+    hook = model.structure_module.register_forward_hook(lambda *_: clock.mark())
     try:
         half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
         with torch.inference_mode(), float32_matmul(settings.matmul_precision), half, CastParameters(model):
             output = model(batch, ensembles=settings.ensembles, stop_tolerance=settings.stop_tolerance or 0.0)
     finally:
         hook.remove()
-    return output, tuple(after - before for before, after in pairwise(marks))
+    return output, clock.seconds()
+
+
+class PassClock:
+    """Times the passes of a model. On a GPU events are read when all passes are over, so that the host waits once."""
+
+    def __init__(self, device: torch.device) -> None:
+        """The first pass begins."""
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A pass ends, and the next one begins."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of each pass."""
+        if self._on_gpu:
+            self._marks[-1].synchronize()
+            return tuple(before.elapsed_time(after) / 1000 for before, after in pairwise(self._marks))
+        return tuple(after - before for before, after in pairwise(self._marks))
 
 
 def structure_of(

@@ -20,7 +20,7 @@ from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.passes import run_passes, structure_of
+from evodsp.inference.passes import PassClock, run_passes, structure_of
 from evodsp.inference.predict import predict
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
@@ -193,3 +193,30 @@ def test_both_names_of_a_precision(tmp_path: Path) -> None:
         passes = PredictConfig(**given).passes
         assert (passes.half, passes.precision) == (half, "bf16" if half else "fp32")
         assert computes_in_half(cast(LayerPrecision, name)) == half
+
+
+def test_a_clock_on_a_gpu_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a host that waits for the GPU after each pass, and times in another unit than seconds."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            done.append("record")
+            self.at = 2000.0 * len(done)
+
+        def synchronize(self) -> None:
+            done.append("wait")
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = PassClock(torch.device("cuda"))
+    clock.mark()
+    clock.mark()
+    assert done == ["record"] * 3
+    assert clock.seconds() == (2.0, 2.0)
+    assert done == [*["record"] * 3, "wait"]
