@@ -241,7 +241,10 @@ def run(program: list[str], timeout: float, environment: dict[str, str]) -> subp
 def test_the_command_starts_its_ranks(workplace: Workplace) -> None:
     """Catches ranks that are not started, and progress printed by every rank. These ranks are no forks."""
     done = run(["evodsp", *command(workplace.change(seeds=1), 2)], 120, {})
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [
+        line for line in done.stderr.splitlines() if "waits for rank" not in line
+    ]  # a busy machine starts a rank late
+    assert (done.returncode, said) == (0, [])
     assert done.stdout.count("alpha_A: 22 residues") == 1
     timings = json.loads((workplace.config.output / "beta_A" / "timings.json").read_text())
     assert len(timings["ranks"]) == 2
