@@ -1,7 +1,7 @@
 """The communication plan: choices between ways of communicating that compute the same.
 
 The blocks themselves (`evodsp.model.evoformer`, `evodsp.model.templates`) say along which axis each sub-layer works.
-`scripts/benchmarks/traffic.py` runs a block on shapes alone and lists what it communicates.
+`evodsp.planner.traffic` runs a block on shapes alone and lists what it communicates.
 """
 
 from __future__ import annotations

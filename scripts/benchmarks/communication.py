@@ -26,7 +26,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Entry, Ledger, Phase
-from scripts.benchmarks.traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
+from evodsp.planner.traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
 
 from . import pair_volume
 from .fake_ranks import fake_group

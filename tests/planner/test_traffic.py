@@ -17,7 +17,7 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
-from scripts.benchmarks.traffic import (
+from evodsp.planner.traffic import (
     CollectiveCall,
     StackSizes,
     evoformer_calls,
