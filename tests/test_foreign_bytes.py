@@ -34,9 +34,11 @@ ALLOWED = {
     "evodsp/data/pool.py": {"recv()"},
     "scripts/fuzz/__main__.py": {"recv()"},
     # Between ranks whose process group is connected. docs/training.md says which networks these messages may cross.
-    "evodsp/launch/consensus.py": {"broadcast_object_list", "all_gather_object"},
+    "evodsp/launch/consensus.py": {
+        "broadcast_object_list", "all_gather_object", "send_object_list", "recv_object_list",
+    },
     "evodsp/training/strategy.py": {"broadcast_object_list"},
-}
+}  # fmt: skip
 """By file: what it may use, and why that is safe."""
 
 

@@ -37,7 +37,15 @@ from evodsp.errors import UserError
 from evodsp.model.matmul import is_tf32
 from evodsp.model.primitives import ShardedModule
 from evodsp.model.recorders import Recorder
-from evodsp.model.recordings import CallArguments, Forward, NotRecorded, Place, Recording, WithGradient, addresses_of
+from evodsp.model.recordings import (
+    CallArguments,
+    Forward,
+    NotRecorded,
+    ParameterPlace,
+    Recording,
+    WithGradient,
+    addresses_of,
+)
 from evodsp.parallel.dtensor import is_dtensor
 
 Agree = Callable[[str], Sequence[str]]
@@ -73,7 +81,7 @@ class Graphs:
         """Why all calls run as usual, in words; '' as long as graphs work."""
         self._recordings: dict[Hashable, Recording] = {}
         self._seen: Counter[Hashable] = Counter()
-        self._places: dict[nn.Module, list[Place]] = {}
+        self._places: dict[nn.Module, list[ParameterPlace]] = {}
         self._pool: Any = None
         self.replays = 0
         """Number of calls that were replayed."""
@@ -141,11 +149,11 @@ class Graphs:
         if not recording.waits:
             recording.free()
 
-    def _places_of(self, stack: nn.Module) -> list[Place]:
+    def _places_of(self, stack: nn.Module) -> list[ParameterPlace]:
         """The places of the parameters of `stack`, which are listed once."""
         if stack not in self._places:
             self._places[stack] = [
-                Place(module, name, f"{prefix}.{name}".lstrip("."))
+                ParameterPlace(module, name, f"{prefix}.{name}".lstrip("."))
                 for prefix, module in stack.named_modules()
                 for name, parameter in module._parameters.items()
                 if parameter is not None

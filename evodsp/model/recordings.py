@@ -28,7 +28,7 @@ from evodsp.parallel.exchange import Exchange
 from evodsp.parallel.ledger import Entry
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A parameter of a stack."""
 
     module: nn.Module
@@ -42,7 +42,7 @@ class NotRecorded(Exception):
     """A call could not be recorded. The ranks of a sample may still be told: while it records, nobody communicates."""
 
 
-class Part:
+class RecordedPart:
     """A recorded function, and the collectives that it launches. The ledger counts those of a replay like launched ones.
     A recording itself communicates nothing, and so it enters nothing.
     """
@@ -104,7 +104,7 @@ class Recording(ABC):
         self, recorder: Recorder, exchange: Exchange, inputs: CallArguments, parameters: Sequence[Tensor]
     ) -> None:
         self.recorder, self.exchange, self.addresses = recorder, exchange, addresses_of(parameters)
-        self.parts: list[Part] = []
+        self.parts: list[RecordedPart] = []
         self.launched: list[dict[str, Tensor]] = []
         """Results and gradients of the launched runs before it was recorded, by what they are; empty once they are compared."""
         gradients = torch.is_grad_enabled()
@@ -177,7 +177,7 @@ class Forward(Recording):
         super().__init__(recorder, exchange, inputs, parameters)
         for _ in range(warm_ups):
             recorder.warm_up(lambda: self.launched.append(_named(self.computed(run, inputs))))
-        self.parts = [Part(recorder, exchange, lambda: self.computed(run, inputs), pool)]
+        self.parts = [RecordedPart(recorder, exchange, lambda: self.computed(run, inputs), pool)]
 
     def __call__(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> Any:
         self.take(tensors)
@@ -201,7 +201,7 @@ class WithGradient(Recording):
         warm_ups: int,
         run: Callable[..., Any],
         inputs: CallArguments,
-        places: Sequence[Place],
+        places: Sequence[ParameterPlace],
         parameters: Sequence[Tensor],
     ) -> None:
         super().__init__(recorder, exchange, inputs, parameters)
@@ -230,12 +230,12 @@ class WithGradient(Recording):
         leaves = self._fresh_leaves(parameters)
         with _in_place_of_parameters(places, leaves):  # until the backward pass has read them for a recomputation
             pool = self.recorder.pool()
-            forwards = Part(recorder, exchange, forward, pool)
+            forwards = RecordedPart(recorder, exchange, forward, pool)
             self.results = [x.detach() for x in forwards.results if x is not None]
             self.differentiable = [x.requires_grad for x in self._made]
             self.arriving = [torch.zeros_like(x) for x in self.results]
             self._found: list[torch.dtype | None] = []
-            backwards = Part(recorder, exchange, self._backward, pool)
+            backwards = RecordedPart(recorder, exchange, self._backward, pool)
         self.parts = [forwards, backwards]
         self._repeat, self._repeat_backward = forwards.repeat, backwards.repeat
         if self.recorder.device == "cuda":
@@ -388,7 +388,7 @@ def _uncached_autocast(device: str) -> torch.autocast:
 
 
 @contextmanager
-def _in_place_of_parameters(places: Sequence[Place], leaves: Sequence[Tensor]) -> Iterator[None]:
+def _in_place_of_parameters(places: Sequence[ParameterPlace], leaves: Sequence[Tensor]) -> Iterator[None]:
     """A context in which `leaves` stand in the places of the modules' parameters, or of their copies (`evodsp.model.casts`)."""
     before = [module.__dict__.get(name) for module, name, _ in places]
     for (module, name, _), leaf in zip(places, leaves, strict=True):
@@ -403,7 +403,9 @@ def _in_place_of_parameters(places: Sequence[Place], leaves: Sequence[Tensor]) -
                 module.__dict__[name] = hidden
 
 
-def _with_leaves(repeat: Callable[[], None], places: Sequence[Place], leaves: Sequence[Tensor]) -> Callable[[], None]:
+def _with_leaves(
+    repeat: Callable[[], None], places: Sequence[ParameterPlace], leaves: Sequence[Tensor]
+) -> Callable[[], None]:
     def repeated() -> None:
         with _in_place_of_parameters(places, leaves), torch.enable_grad():
             repeat()

@@ -24,6 +24,9 @@ from tests.builders.training_chains import SEQUENCES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TURNS = f"one after another; {WHEN_TO_RAISE}"
+NO_GRAPHS = (
+    "this run has no CUDA graphs, because data.train.crop_size is null, and each length would be recorded by itself"
+)
 
 EVERY_STAGE = {
     # 1.11.3: training protocol
@@ -201,15 +204,17 @@ def test_the_recipe_is_the_same_on_every_mesh(
         (("--parallel.sequence=2",), 2, ["add --trainer.accelerator gpu --trainer.devices 2"]),
         (("--parallel.sequence=2",), 1, ["has 1 GPU; add --trainer.accelerator gpu --trainer.devices 1 --parallel.sequence 1"]),
         (("--parallel.sequence=2", "--global_batch=4"), 0, [f"1 data rank takes the 4 samples of a step {TURNS}"]),
-        (("--trainer.accelerator=gpu", "--trainer.devices=1"), 4, []),
-        (("--trainer.accelerator=gpu", "--trainer.devices=4", "--parallel.sequence=2", "--global_batch=2"), 4, []),
+        (("--trainer.accelerator=gpu", "--trainer.devices=1"), 4, [NO_GRAPHS]),
+        (("--trainer.accelerator=gpu", "--trainer.devices=1", "--data.train.crop_size=32"), 4, []),
+        (("--trainer.accelerator=gpu", "--trainer.devices=1", "--cuda_graphs=false"), 4, []),
+        (("--trainer.accelerator=gpu", "--trainer.devices=4", "--parallel.sequence=2", "--global_batch=2"), 4, [NO_GRAPHS]),
     ],
 )  # fmt: skip
 def test_a_run_says_what_makes_it_slow(
     options: tuple[str, ...], gpus: int, said: list[str], chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a config for CPUs that leaves the GPUs of a machine alone in silence, ranks that share samples one after another,
-    and such a line about the demonstration on two ranks, or about a run that uses its ranks well."""
+    GPUs without CUDA graphs, and such a line about the demonstration on two ranks, or about a run that uses its ranks well."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
     lists = {name: ["1abc_A"] for name in ("train_chains", "validation_chains")}
