@@ -30,18 +30,18 @@ class Members:
     """
 
     group: Group
-    members: Sequence[int]
+    ranks: Sequence[int]
     """Their numbers in the group, this rank's among them."""
 
     @property
     def rank(self) -> int:
         """This rank's number among the members."""
-        return list(self.members).index(self.group.rank)
+        return list(self.ranks).index(self.group.rank)
 
     @property
     def size(self) -> int:
         """Number of members."""
-        return len(self.members)
+        return len(self.ranks)
 
 
 _WORD_EVERY_S = 1.0
@@ -162,7 +162,9 @@ def all_of(value: T, group: Group | Members | None) -> list[T]:
     if group is None:
         return [value]
     if isinstance(group, Members):
-        return from_first(lambda: _arrived(value, group), group) if group.rank == 0 else _sent(value, group)
+        if group.rank > 0:
+            dist.send_object_list([value], group=group.group.handle, group_dst=group.ranks[0])
+        return from_first(lambda: [value, *_sent_by_others(group)], group)
     found: list[T | None] = [None] * group.size
     dist.all_gather_object(found, value, group=group.handle)
     return found  # type: ignore[return-value]
@@ -173,26 +175,19 @@ def _broadcast(held: list[Any], group: Group | Members) -> None:
     if isinstance(group, Group):
         dist.broadcast_object_list(held, group=group.handle, group_src=0)
     elif group.rank > 0:
-        dist.recv_object_list(held, group=group.group.handle, group_src=group.members[0])
+        dist.recv_object_list(held, group=group.group.handle, group_src=group.ranks[0])
     else:
-        for member in group.members[1:]:
+        for member in group.ranks[1:]:
             dist.send_object_list(held, group=group.group.handle, group_dst=member)
 
 
-def _arrived(value: T, ranks: Members) -> list[T]:
-    """On rank 0: its value and those that the others send."""
-    found: list[Any] = [value]
-    for member in ranks.members[1:]:
+def _sent_by_others(members: Members) -> list[Any]:
+    """On rank 0: what the other members send, in their order."""
+    found: list[Any] = []
+    for member in members.ranks[1:]:
         held = [None]
-        dist.recv_object_list(held, group=ranks.group.handle, group_src=member)
+        dist.recv_object_list(held, group=members.group.handle, group_src=member)
         found += held
-    return found
-
-
-def _sent(value: T, ranks: Members) -> list[T]:
-    """On another rank: the values of all, to which it adds its own."""
-    dist.send_object_list([value], group=ranks.group.handle, group_dst=ranks.members[0])
-    found: list[T] = from_first(list, ranks)
     return found
 
 

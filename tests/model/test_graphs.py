@@ -21,7 +21,7 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.recorders import Rerun
+from evodsp.model.recorders import Rerun, Taken
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
 from tests.builders.parameters import dense
@@ -354,3 +354,22 @@ def test_torsions_of_templates_are_made_once(settings: ModelConfig, monkeypatch:
     assert len(calls) == 1 + 2 * batch["aatype"].shape[1]
     assert all(torch.equal(x, expected[name]) for name, x in found.items())
     assert not torch.equal(found["msa"], other["msa"])
+
+
+def test_recordings_are_freed() -> None:
+    """Catches graphs that live on: NCCL ends no communicator whose collectives one holds, and a run would hang at its end."""
+    freed: list[int] = []
+
+    class Counting(Rerun):
+        def record(self, run: Any, pool: Any) -> Taken:
+            return dataclasses.replace(super().record(run, pool), free=lambda: freed.append(1))
+
+    run = Run(*stack_of("evoformer"), half=False)
+    graphs = Graphs(Counting(), calls_before=0)
+    use_graphs(run.stack, graphs)
+    run.step()
+    with torch.no_grad():
+        run.forward()
+    assert (len(graphs), freed) == (2, [])
+    graphs.free()
+    assert (len(graphs), len(freed)) == (0, 3)  # two passes of a call with gradients, and one without

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ from evodsp.errors import UserError
 from evodsp.launch.watch import Watch
 from evodsp.model.recorders import Rerun
 from evodsp.parallel.config import ParallelConfig
+from evodsp.training.checkpoints import LastCheckpoint
+from evodsp.training.checks import CheckedRun
+from evodsp.training.command import _callbacks
 from evodsp.training.config import DataConfig, RunConfig
 from evodsp.training.execution import RecordedStacks, check_graphs, obstacle_to_graphs
 from evodsp.training.gradients import BatchGradients
+from evodsp.training.module import TrainingModule
 from tests.builders.training import CommandPool
 
 RUN, DATA = RunConfig(cuda_graphs=True), DataConfig()
@@ -101,6 +106,39 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
     assert usual.keys() == replayed.keys()
     assert all(torch.equal(x, replayed[name]) for name, x in usual.items())
     assert made[0].replays > 0
+
+
+@pytest.mark.parametrize(("setting", "required"), [(True, True), ("auto", False)])
+def test_graphs_that_nobody_demanded_end_no_run(setting: bool | str, required: bool) -> None:
+    """Catches a run with the default that ends because a stack cannot be recorded, and `true` that goes on without graphs."""
+    settings, chains = Mock(), Mock(validation=[])
+    run = Mock(spec=CheckedRun, command="fit", records_stacks=True, settings=settings, chains=chains)
+    settings.run.cuda_graphs, settings.run.compile, settings.model.ema_decay = setting, "none", None
+    settings.trainer = {"enable_progress_bar": False, "enable_checkpointing": False}
+    last = Mock(spec=LastCheckpoint)
+    with mock.patch("evodsp.training.command.RecordedStacks", return_value=RecordedStacks(recorder=Rerun())) as made:
+        _callbacks(run, last)
+        made.assert_called_once_with(required=required)
+        run.records_stacks = False
+        _callbacks(run, last)
+    made.assert_called_once()
+
+
+def test_a_run_that_goes_on_without_graphs_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run that is slow in silence, and a line in each step or from each rank of a sample."""
+    for reads in (True, False):
+        world, model = Mock(reads=reads, group=None), Mock()
+        stacks, module = RecordedStacks(recorder=Rerun()), Mock(spec=TrainingModule, world=world, model=model)
+        module.modules.return_value, module.parameters.return_value = [], []
+        stacks.on_fit_start(Mock(), module)
+        stacks.on_train_batch_end(Mock(), module)
+        assert capsys.readouterr().err == ""
+        assert stacks._graphs is not None
+        stacks._graphs.given_up = "a replay of EvoformerStack is not what was launched: result 1 has other bits"
+        for _ in range(2):
+            stacks.on_train_batch_end(Mock(), module)
+        line = f"evodsp: {stacks._graphs.given_up}; the run goes on without CUDA graphs\n"
+        assert capsys.readouterr().err == (line if reads else "")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from datetime import date
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
+from evodsp.features.batch import with_features
+from evodsp.model.arrangement import TEMPLATE_FEATURES
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, check_templates
@@ -82,6 +85,19 @@ def test_batches_hold_the_templates(searched: Path) -> None:
     assert [mask[0, 0].tolist() for mask in masks] == [[1, 0], [0, 0]]
     train = next(iter(module.train_dataloader()))
     assert train["template_aatype"].shape == (1, 1, 2, 10)
+
+
+def test_templates_are_the_same_memory_in_all_passes(searched: Path) -> None:
+    """Catches templates that are copied for each pass, whose torsions the model would make in each pass."""
+    config = data_config(searched)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, recycles=3))
+    module = ChainDataModule(config, find_chains(config))
+    made = [with_features(batch, config.train) for batch in module.train_dataloader()]
+    several = [batch for batch in made if batch["aatype"].shape[1] > 1]
+    assert several
+    for batch in several:
+        assert all(batch[name].stride(1) == 0 for name in TEMPLATE_FEATURES)
+        assert batch["template_all_atom_positions"].dtype == torch.float32  # what bf16-mixed and 32-true leave as it is
 
 
 def test_without_a_folder_templates_are_masked(searched: Path) -> None:
