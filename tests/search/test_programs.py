@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -31,7 +32,7 @@ def stand_in(program: str, folder: Path, body: str, monkeypatch: pytest.MonkeyPa
     """A program that notes its arguments, before all others on PATH; the path of its database."""
     file = folder / "bin" / program
     file.parent.mkdir()
-    file.write_text(f'#!/bin/sh\necho "$@" >> {folder}/arguments\n{body}\n')
+    file.write_text(f'#!/bin/sh\necho "$@" >> {shlex.quote(str(folder))}/arguments\n{body}\n')
     file.chmod(0o755)
     monkeypatch.setenv("PATH", f"{file.parent}:/usr/bin:/bin")
     (folder / _DATABASES[program]).touch()

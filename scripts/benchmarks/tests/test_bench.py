@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import shlex
 import sys
 from pathlib import Path
 
@@ -104,7 +105,8 @@ def peer_python(tmp_path: Path) -> Path:
     """Instead of a peer's environment: a Python that runs a peer of ours, whatever module it is asked for."""
     (tmp_path / "peer.py").write_text(PEER)
     stand_in = tmp_path / "python"
-    stand_in.write_text(f"#!/bin/sh\nPYTHONPATH=. exec {sys.executable} {tmp_path / 'peer.py'}\n")
+    words = shlex.join([sys.executable, str(tmp_path / "peer.py")])
+    stand_in.write_text(f"#!/bin/sh\nPYTHONPATH=. exec {words}\n")
     stand_in.chmod(0o755)
     return stand_in
 

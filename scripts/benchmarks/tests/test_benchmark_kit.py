@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -25,7 +26,7 @@ esac
 def at_hand(tmp_path: Path) -> Path:
     """A folder with a stand-in for Python 3.12, a clone of OpenFold, and cuEquivariance's wheels."""
     python = tmp_path / "python"
-    python.write_text(STAND_IN.replace("{python}", sys.executable))
+    python.write_text(STAND_IN.replace("{python}", shlex.quote(sys.executable)))
     python.chmod(0o755)
     model = tmp_path / "clone" / "openfold" / "model"
     model.mkdir(parents=True)

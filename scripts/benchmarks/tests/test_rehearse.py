@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def rehearse(folder: Path, *steps: str) -> tuple[int, list[str], list[str]]:
     log, numpy, python = folder / "log", folder / "for_triton", folder / "python"
     (numpy / "numpy").mkdir(parents=True, exist_ok=True)
     log.write_text("")
-    python.write_text(STAND_IN.replace("{log}", str(log)).replace("{numpy}", str(numpy)))
+    python.write_text(STAND_IN.replace("{log}", shlex.quote(str(log))).replace("{numpy}", shlex.quote(str(numpy))))
     python.chmod(0o755)
     environment = {**os.environ, "EVODSP_PYTHON": str(python), "NUMPY_FOR_TRITON": str(numpy)}
     done = subprocess.run(["bash", SCRIPT, *steps], capture_output=True, text=True, check=False, env=environment)
