@@ -143,6 +143,14 @@ def test_an_a3m_in_blocks_is_the_whole_one(tmp_path: Path, monkeypatch: pytest.M
             parse_a3m(write(path, f">q\nAC\n>h\n\n{'-' * 90}{bad}\n>z\n"))
 
 
+def test_an_endless_header_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Catches a header that is kept until it fills the memory, or of which the rest is read as a sequence."""
+    monkeypatch.setattr(text_files, "BLOCK", 100)
+    text = ">q\nAC\n>" + "h" * 1_000 + "\nAC\n"
+    with pytest.raises(FileFormatError, match=r"a\.a3m:3: a header of more than 100 characters; shorten it"):
+        parse_a3m(write(tmp_path / "a.a3m", text))
+
+
 def test_an_insertion_longer_than_any_protein_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Catches a few kilobytes of gzip that unpack to gigabytes of one insertion, and a number that two bytes do not hold."""
     monkeypatch.setattr(text_files, "BLOCK", 10_000)

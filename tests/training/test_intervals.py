@@ -117,16 +117,16 @@ def test_a_request_is_met_at_the_end_of_the_step(tmp_path: Path, monkeypatch: py
     folder, now = RunFolder(tmp_path), [1000.0]
     monkeypatch.setattr("evodsp.training.checkpoints.time.monotonic", lambda: now[0])
     trainer = fake_trainer(folder)
-    last, written = LastCheckpoint(folder.last, seconds=60.0), []
+    trainer.accumulate_grad_batches = 3
+    last, written = LastCheckpoint(folder.last, seconds=90.0), []
     for batch in range(12):
         now[0] += 20
-        if batch % 2:
-            trainer.global_step += 1
-            if last.asked:
-                last.agree()
+        trainer.global_step = (batch + 1) // 3
+        if last.asked:
+            last.agree()
         last.on_train_batch_end(trainer, MagicMock(spec=LightningModule), None, None, batch)
         written.append(last.saved_step)
-    assert written == [None, None, None, 2, 2, 2, 2, 4, 4, 4, 4, 6]
+    assert written == [None] * 5 + [2] * 6 + [4]
     assert not last.asked
 
 
