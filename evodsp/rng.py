@@ -13,30 +13,37 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds: int = 10) -> tuple[Any, Any, Any, Any]:
+def philox4x32(
+    counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds: int = ROUNDS
+) -> tuple[Any, Any, Any, Any]:
     """Philox4x32: four random 32-bit words.
 
     `counter`: four 32-bit words, `key`: two; each an int or an int64 array or tensor. They broadcast: a column of keys and a
     row of positions give all draws of many streams.
     """
+    return philox_rounds(counter, (tuple(k + n * w for k, w in zip(key, WEYL, strict=True)) for n in range(rounds)))
+
+
+def philox_rounds(counter: tuple[Any, Any, Any, Any], keys: Iterable[tuple[Any, ...]]) -> tuple[Any, Any, Any, Any]:
+    """`philox4x32` from the keys of its rounds, each `WEYL` more than the one before."""
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
+    for k0, k1 in keys:
         # 32 x 32 -> 64 bits. In int64 the product may wrap to a negative number: its bits are right, and the masks remove the
         # sign extension. c1, c3 and the keys keep their upper halves, which those masks remove too, for fewer operations.
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = ((p1 >> 32) ^ c1 ^ k0) & _LOW, p1, ((p0 >> 32) ^ c3 ^ k1) & _LOW, p0
-        k0, k1 = k0 + _WEYL[0], k1 + _WEYL[1]
     return c0, c1 & _LOW, c2, c3 & _LOW
 
 

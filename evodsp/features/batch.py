@@ -7,12 +7,12 @@ the crop, K cells with deletions.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int8, Int32, Int64
+from jaxtyping import Bool, Float32, Int8, Int32, Int64, Shaped
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
@@ -176,96 +176,109 @@ def write_features(into: dict[str, Tensor], msa: RawMsa, drawn: Drawn, config: F
     clusters, crop, padding. From the summary on, each column is independent of the others, so only the cropped columns are
     computed.
     """
-    total, length, crop, drawn_size = len(msa.letters), msa.length, msa.crop, drawn.replace.shape[1]
-    true = msa.letters.index_select(0, drawn.order[:, :drawn_size].flatten()).view(*drawn.replace.shape)
+    length, crop = msa.length, msa.crop
+    size, shown = max(rows.clusters for rows in msa.rows), max(rows.extra for rows in msa.rows)
+    # An iteration with fewer clusters has no rows but their centres. So this parts the rows of all iterations alike; where some
+    # have fewer, rows follow that block deletion leaves out.
+    centres, others = drawn.order[:, : max(rows.kept for rows in msa.rows)].tensor_split([size], 1)
+    true = _rows(msa.letters, drawn.order[:, : drawn.replace.shape[1]])
     masked, replaced = (
         values.view(true.shape)
         for values in mask_letters(
             true.flatten(0, 1), msa.profile, drawn.replace.flatten(0, 1), drawn.letter.flatten(0, 1), config
         )
     )
-    taken = [
-        order[: rows.kept].split([rows.clusters, rows.kept - rows.clusters])
-        for order, rows in zip(drawn.order, msa.rows, strict=True)
-    ]
-    summary = _nearest(msa, masked, taken) if msa.chains is None else _shared(msa, masked, taken)
-    letters = msa.letters[:, crop]
-    deletion_values = torch.zeros(total * length, device=letters.device)
-    deletion_values = deletion_values.scatter_(0, msa.cells, deletion_value(msa.numbers)).view(total, length)
-    for cycle, (centres, others) in enumerate(taken):
-        size = len(centres)
-        corner = {name: values[cycle] for name, values in into.items()}
-        features, own = corner["msa_feat"][:size, :length], masked[cycle, :size, crop]
-        values = deletion_values.index_select(0, centres)
-        write_one_hot(features[..., :23], own)
-        features[..., 23] = values > 0
-        features[..., 24] = values
-        means = summary(cycle, own, letters.index_select(0, others), features[..., 25:48])
-        features[..., 48] = deletion_value(means)
-        corner["msa_mask"][:size, :length] = 1
-        corner["msa_row_mask"][:size] = 1
-        corner["true_msa"][:size, :length] = true[cycle, :size, crop]
-        counted = replaced[cycle, :size, crop]
-        if msa.chains is not None:  # the gaps beside a block are masked, too, but there is nothing to learn from them
-            block = msa.chains.block[centres][:, None]
-            counted = counted & ((block == 0) | (block == msa.chains.entity))
-        corner["bert_mask"][:size, :length] = counted
+    own = masked[:, :size, crop]
+    letters = _rows(msa.letters[:, crop], others)
+    deletion_values = torch.zeros(len(msa.letters) * length, device=letters.device)
+    deletion_values = deletion_values.scatter_(0, msa.cells, deletion_value(msa.numbers)).view(-1, length)
+    features, values = into["msa_feat"][:, :size, :length], _rows(deletion_values, centres)
+    write_one_hot(features[..., :23], own)
+    features[..., 25:48] = features[..., :23]
+    features[..., 23] = values > 0
+    features[..., 24] = values
+    summary = _nearest if msa.chains is None else _shared
+    means = summary(msa, masked, own, centres, others, letters, features[..., 25:48])
+    features[..., 48] = deletion_value(means)
+    into["msa_mask"][:, :size, :length] = 1
+    into["msa_row_mask"][:, :size] = 1
+    into["true_msa"][:, :size, :length] = true[:, :size, crop]
+    counted = replaced[:, :size, crop]
+    if msa.chains is not None:  # the gaps beside a block are masked, too, but there is nothing to learn from them
+        block = msa.chains.block[centres][..., None]
+        counted = counted & ((block == 0) | (block == msa.chains.entity))
+    into["bert_mask"][:, :size, :length] = counted
 
-        # The rows are in random order, so the first ones are a random sample.
-        shown = others[: msa.rows[cycle].extra]
-        values = deletion_values.index_select(0, shown)
-        corner["extra_msa"][: len(shown), :length] = letters.index_select(0, shown)
-        corner["extra_msa_mask"][: len(shown), :length] = 1
-        corner["extra_msa_row_mask"][: len(shown)] = 1
-        corner["extra_has_deletion"][: len(shown), :length] = values > 0
-        corner["extra_deletion_value"][: len(shown), :length] = values
+    # The rows are in random order, so the first ones are a random sample.
+    values = _rows(deletion_values, others[:, :shown])
+    into["extra_msa"][:, :shown, :length] = letters[:, :shown]
+    into["extra_msa_mask"][:, :shown, :length] = 1
+    into["extra_msa_row_mask"][:, :shown] = 1
+    into["extra_has_deletion"][:, :shown, :length] = values > 0
+    into["extra_deletion_value"][:, :shown, :length] = values
+    for cycle, rows in enumerate(msa.rows):
+        for name, values in into.items():
+            taken, most = (rows.extra, shown) if name.startswith("extra") else (rows.clusters, size)
+            if taken < most:
+                values[cycle, taken:most] = 0
 
 
-Taken = Sequence[Sequence[Tensor]]
-"""In each iteration, the rows of the cluster centres [S] and of the extra sequences [E]."""
-
-Summary = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""From an iteration and the letters of its centres [S, R] and of its extra sequences [E, R]: writes the profiles of the
-clusters into zeros [S, R, 23] and returns their mean deletions [S, R]."""
+def _rows(table: Shaped[Tensor, "N c"], rows: Int64[Tensor, "C n"]) -> Shaped[Tensor, "C n c"]:
+    return table.index_select(0, rows.flatten()).view(*rows.shape, table.shape[1])
 
 
-def _nearest(msa: RawMsa, masked: Int8[Tensor, "C S L"], taken: Taken) -> Summary:
-    """Clusters of the sequences nearest to each centre (supplement 1.2.7)."""
-    nearest = nearest_clusters(
-        masked, msa.letters, [others for _, others in taken], [len(centres) for centres, _ in taken]
+def _nearest(
+    msa: RawMsa,
+    masked: Int8[Tensor, "C S L"],
+    own: Int8[Tensor, "C size R"],
+    centres: Int64[Tensor, "C size"],
+    others: Int64[Tensor, "C E"],
+    letters: Int8[Tensor, "C E R"],
+    profiles: Float32[Tensor, "C size R 23"],
+) -> Float32[Tensor, "C size R"]:
+    """Clusters of the sequences nearest to each centre (supplement 1.2.7): writes their profiles in place of the one-hot
+    letters of the centres, and returns their mean deletions. `own`: the letters of the centres. `others`, `letters`: the rows
+    that follow, and their letters.
+    """
+    size = own.shape[1]
+    assigned = nearest_clusters(masked, msa.letters, others, [rows.kept - rows.clusters for rows in msa.rows])
+    counted = msa.kept.gather(1, others)
+    sizes = members(assigned, counted, size)
+    cluster = torch.zeros(msa.kept.shape, dtype=torch.int64, device=own.device)
+    cluster.scatter_(1, centres, torch.arange(size, device=own.device).expand_as(centres)).scatter_(1, others, assigned)
+    row, column = msa.cells // msa.length, msa.cells % msa.length
+    cluster_profiles(letters, assigned, counted, sizes, out=profiles)
+    return mean_deletions(
+        cluster.index_select(1, row), column, msa.numbers, msa.kept.index_select(1, row), sizes, msa.length
     )
+
+
+def _shared(
+    msa: RawMsa,
+    masked: Int8[Tensor, "C S L"],
+    own: Int8[Tensor, "C size R"],
+    centres: Int64[Tensor, "C size"],
+    others: Int64[Tensor, "C E"],
+    letters: Int8[Tensor, "C E R"],
+    profiles: Float32[Tensor, "C size R 23"],
+) -> Float32[Tensor, "C size R"]:
+    """Clusters as AlphaFold-Multimer makes them (`evodsp.features.shared_clusters`), of the cropped columns; see `_nearest`."""
     cell_row, cell_column = msa.cells // msa.length, msa.cells % msa.length
-
-    def summary(cycle: int, own: Tensor, extra: Tensor, profiles: Tensor) -> Tensor:
-        (centres, others), assigned, size = taken[cycle], nearest[cycle], len(own)
-        cluster = torch.zeros(len(msa.letters), dtype=torch.int64, device=own.device)
-        cluster.index_copy_(0, centres, torch.arange(size, device=own.device)).index_copy_(0, others, assigned)
-        means = mean_deletions(
-            cluster[cell_row], cell_column, msa.numbers, msa.kept[cycle][cell_row], members(assigned, size), msa.length
-        )
-        cluster_profiles(own, extra, assigned, out=profiles)
-        return means
-
-    return summary
-
-
-def _shared(msa: RawMsa, masked: Int8[Tensor, "C S L"], taken: Taken) -> Summary:
-    """Clusters as AlphaFold-Multimer makes them (`evodsp.features.shared_clusters`), of the cropped columns."""
-    cell_row, cell_column = msa.cells // msa.length, msa.cells % msa.length
-
-    def summary(cycle: int, own: Tensor, extra: Tensor, profiles: Tensor) -> Tensor:
-        centres, others = taken[cycle]
-        shares = shares_of(own, extra)
-        profiles.copy_(shared_profiles(own, extra, shares, msa.length))
-        numbers = torch.zeros(len(msa.letters), msa.length, device=own.device)
-        numbers[cell_row, cell_column] = msa.numbers.float()
+    numbers = torch.zeros(len(msa.letters), msa.length, device=own.device)
+    numbers[cell_row, cell_column] = msa.numbers.float()
+    means = torch.zeros(own.shape, device=own.device)
+    for cycle, rows in enumerate(msa.rows):
+        size, extra = rows.clusters, rows.kept - rows.clusters
+        clusters, sequences = own[cycle, :size], letters[cycle, :extra]
+        shares = shares_of(clusters, sequences)
+        profiles[cycle, :size] = shared_profiles(clusters, sequences, shares, msa.length)
         place = torch.full((len(msa.letters),), -1, dtype=torch.int64, device=own.device)
-        place[others] = torch.arange(len(others), device=own.device)
+        place[others[cycle, :extra]] = torch.arange(extra, device=own.device)
         row = place[cell_row]
         row, column, number = (x[row >= 0] for x in (row, cell_column, msa.numbers))
-        return shared_deletions(numbers[centres], row, column, number, shares, len(others), msa.length)
-
-    return summary
+        of_centres = numbers[centres[cycle, :size]]
+        means[cycle, :size] = shared_deletions(of_centres, row, column, number, shares, extra, msa.length)
+    return means
 
 
 def deletion_value(deletions: Int32[Tensor, "*s"] | Float32[Tensor, "*s"]) -> Float32[Tensor, "*s"]:

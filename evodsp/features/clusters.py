@@ -6,44 +6,46 @@ K cells with deletions. Residue codes: `evodsp.geometry.alphabet`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float32, Int8, Int32, Int64, UInt64
 from torch import Tensor
 
-from evodsp.geometry.alphabet import GAP, LETTERS_WITH_X, MASK
+from evodsp.geometry.alphabet import GAP, LETTERS_WITH_X
 
 _BITS, _WORD = 5, 64
 _NO_LETTER = (1 << _BITS) - 1
 _PAIRS = 1 << 15
 """Number of pairs of sequences that a CPU compares at once: their words fill a part of a core's second-level cache."""
-_ROWS = 1 << 10
-"""Number of sequences that a GPU compares at once: their one-hot letters take 33 MB at 384 columns."""
+_ROWS = 1 << 11
+"""Number of sequences that a GPU compares at once: their one-hot letters take 66 MB at 384 columns."""
 _CELLS = 1 << 22
 """Number of cells of an alignment that are counted at once: their indices take 32 MB."""
 _CELLS_ON_CPU = 1 << 17
 
 
 def nearest_clusters(
-    centres: Int8[Tensor, "C S L"], letters: Int8[Tensor, "N L"], others: list[Int64[Tensor, " _"]], sizes: list[int]
-) -> list[Int64[Tensor, " _"]]:
+    centres: Int8[Tensor, "C S L"],
+    letters: Int8[Tensor, "N L"],
+    others: Int64[Tensor, "C E"],
+    numbers: Sequence[int],
+) -> Int64[Tensor, "C E"]:
     """For each extra sequence of each iteration, the cluster it agrees with in most columns; the first of equals.
 
-    `others`: the rows of `letters` that are the extra sequences of an iteration. `sizes`: the clusters of an iteration, the
-    first ones of its `centres`. Gaps and masked letters agree with nothing. On a CPU NumPy's bit planes take an eighth of the
-    time of products; a GPU has units for products, and torch has no operator that counts bits.
+    `others`: the rows of `letters` that are the extra sequences of an iteration, of which the first `numbers` count. Gaps and
+    masked letters agree with nothing. On a CPU NumPy's bit planes take an eighth of the time of products; a GPU has units for
+    products, and torch has no operator that counts bits.
     """
-    if letters.device.type == "cpu":
-        planes = _bit_planes(letters.numpy())  # [words, 5, N]
-        return [
-            torch.from_numpy(_nearest_by_bits(own[:size].numpy(), planes[:, :, rows.numpy()]))
-            for own, rows, size in zip(centres, others, sizes, strict=True)
-        ]
-    centres = centres.clone()
-    for own, size in zip(centres, sizes, strict=True):
-        own[size:].fill_(MASK)  # a mask attracts nothing
-    nearest = nearest_by_products(centres, letters)
-    return [found[rows] for found, rows in zip(nearest, others, strict=True)]
+    if not max(numbers):
+        return torch.zeros_like(others)
+    if letters.device.type != "cpu":
+        return nearest_by_products(centres, letters).gather(1, others)
+    planes, found = _bit_planes(letters.numpy()), torch.zeros_like(others)  # [words, 5, N]
+    for own, rows, number, nearest in zip(centres, others, numbers, found, strict=True):
+        nearest[:number] = torch.from_numpy(_nearest_by_bits(own.numpy(), planes[:, :, rows[:number].numpy()]))
+    return found
 
 
 def _nearest_by_bits(
@@ -93,62 +95,71 @@ def nearest_by_products(centres: Int8[Tensor, "C S L"], rows: Int8[Tensor, "N L"
     return torch.cat(nearest).T
 
 
-def members(nearest: Int64[Tensor, " E"], size: int) -> Float32[Tensor, " {size}"]:
-    """The number of sequences of each cluster, its centre included, with AlphaFold2's small number added."""
-    counts = torch.zeros(size, dtype=torch.int64, device=nearest.device)
-    counts.scatter_add_(0, nearest, torch.ones_like(nearest))
+def members(nearest: Int64[Tensor, "C E"], counted: Bool[Tensor, "C E"], size: int) -> Float32[Tensor, "C {size}"]:
+    """The number of sequences of each cluster, its centre included, with AlphaFold2's small number added. `counted`: which
+    extra sequences there are."""
+    counts = torch.zeros(len(nearest), size, dtype=torch.int64, device=nearest.device)
+    counts.scatter_add_(1, nearest, counted.long())
     return (counts.double() + (1e-6 + 1)).float()
 
 
 def cluster_profiles(
-    clusters: Int8[Tensor, "S R"],
-    extra: Int8[Tensor, "E R"],
-    nearest: Int64[Tensor, " E"],
-    out: Float32[Tensor, "S R 23"],
+    extra: Int8[Tensor, "C E R"],
+    nearest: Int64[Tensor, "C E"],
+    counted: Bool[Tensor, "C E"],
+    sizes: Float32[Tensor, "C S"],
+    out: Float32[Tensor, "C S R 23"],
 ) -> None:
-    """Write the letter frequencies of each cluster, its centre included, into zeros. Counts are exact in any order."""
-    size, residues = clusters.shape
-    one = torch.ones(1, device=out.device)
-    step = max(1, (_CELLS_ON_CPU if out.device.type == "cpu" else _CELLS) // residues)
-    parts = [(torch.arange(size, device=out.device), clusters)]
-    for cluster, letters in [*parts, *zip(nearest.split(step), extra.split(step), strict=True)]:
-        cells = _places(out, cluster, letters)
-        _flat(out).scatter_add_(0, cells, one.expand_as(cells))
-    out.div_(members(nearest, size)[:, None, None])
+    """The letter frequencies of each cluster, in place of the one-hot letters of its centre. Counts are exact in any order.
+
+    `counted`: which extra sequences there are. `sizes`: the `members` of the clusters.
+    """
+    step = max(1, (_CELLS_ON_CPU if out.device.type == "cpu" else _CELLS) // max(1, out[:, 0, :, 0].numel()))
+    rows, columns = _rows_of(out, nearest), _steps(out, 2)
+    parts = (x.split(step, 1) for x in (rows, extra, counted.float()[..., None]))
+    for row, letters, number in zip(*parts, strict=True):
+        cells = row + columns + letters
+        _flat(out).scatter_add_(0, cells.flatten(), number.expand_as(cells).flatten())
+    out.div_(sizes[..., None, None])
 
 
-def write_one_hot(out: Float32[Tensor, "S R 23"], letters: Int8[Tensor, "S R"]) -> None:
+def write_one_hot(out: Float32[Tensor, "C S R 23"], letters: Int8[Tensor, "C S R"]) -> None:
     """Write one-hot letters into zeros."""
-    _flat(out).index_fill_(0, _places(out, torch.arange(len(out), device=out.device), letters), 1)
+    rows = _rows_of(out, torch.arange(out.shape[1], device=out.device)[None])
+    _flat(out).index_fill_(0, (rows + _steps(out, 2) + letters).flatten(), 1)
 
 
-def _flat(out: Float32[Tensor, "S R n"]) -> Float32[Tensor, " m"]:
+def _flat(out: Float32[Tensor, "C S R n"]) -> Float32[Tensor, " m"]:
     """The memory from the first to the last number of a part of a larger tensor, as one axis."""
     last = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
     return out.as_strided((last + 1,), (1,))
 
 
-def _places(
-    out: Float32[Tensor, "S R n"], row: Int64[Tensor, " E"], letters: Int8[Tensor, "E R"]
-) -> Int64[Tensor, " E*R"]:
-    """The place in `_flat(out)` of the cell of each letter. `row`: the row of `out` for each row of letters."""
-    columns = torch.arange(out.shape[1], device=out.device) * out.stride(1)
-    return (row[:, None] * out.stride(0) + columns + letters).flatten()
+def _rows_of(out: Float32[Tensor, "C S R n"], row: Int64[Tensor, "#C E"]) -> Int64[Tensor, "C E 1"]:
+    """The place in `_flat(out)` where each row begins."""
+    iterations = _steps(out, 0)
+    return (row * out.stride(1) + iterations[:, None])[..., None]
+
+
+def _steps(out: Float32[Tensor, "C S R n"], axis: int) -> Int64[Tensor, " _"]:
+    """The place in `_flat(out)` of each entry of an axis."""
+    step = out.stride(axis)
+    return torch.arange(0, out.shape[axis] * step, step, device=out.device)
 
 
 def mean_deletions(
-    cluster: Int64[Tensor, " K"],
+    cluster: Int64[Tensor, "C K"],
     column: Int64[Tensor, " K"],
     number: Int32[Tensor, " K"],
-    counted: Bool[Tensor, " K"],
-    sizes: Float32[Tensor, " S"],
+    counted: Bool[Tensor, "C K"],
+    sizes: Float32[Tensor, "C S"],
     residues: int,
-) -> Float32[Tensor, "S R"]:
+) -> Float32[Tensor, "C S R"]:
     """The mean number of deletions of each cluster.
 
     `cluster`, `column`, `number`: the cluster, the column and the number of deletions of each cell that has some. `counted`:
     whether its sequence is in a cluster. `sizes`: the `members` of the clusters.
     """
-    sums = torch.zeros(len(sizes) * residues, dtype=torch.int64, device=number.device)
-    sums.scatter_add_(0, cluster * residues + column, number.long() * counted)
-    return (sums.view(-1, residues).double() / sizes.double()[:, None]).float()
+    sums = torch.zeros(len(sizes), sizes.shape[1] * residues, dtype=torch.int64, device=number.device)
+    sums.scatter_add_(1, cluster * residues + column, number.long() * counted)
+    return (sums.view(*sizes.shape, residues).double() / sizes.double()[..., None]).float()

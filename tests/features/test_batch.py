@@ -20,7 +20,7 @@ from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignment
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.features.clusters import nearest_by_products, nearest_clusters
-from evodsp.features.draws import row_order, uniform
+from evodsp.features.draws import draw
 from evodsp.rng import Draws
 from tests.builders.host_waits import HostWaits
 from tests.builders.numpy_features import make_features
@@ -162,21 +162,26 @@ def test_products_find_the_clusters_of_bit_planes() -> None:
         rows[::4, ::2] = 21
         rows[-1] = 21
         found = nearest_by_products(torch.from_numpy(centres), torch.from_numpy(rows))
-        every = [torch.arange(number)] * 3
-        by_bits = nearest_clusters(torch.from_numpy(centres), torch.from_numpy(rows), every, [size] * 3)
-        np.testing.assert_array_equal(found, torch.stack(by_bits))
+        every = torch.arange(number).expand(3, -1)
+        by_bits = nearest_clusters(torch.from_numpy(centres), torch.from_numpy(rows), every, [number] * 3)
+        np.testing.assert_array_equal(found, by_bits)
 
 
 def test_random_numbers_are_the_addressed_ones() -> None:
-    """Keys with a sign bit, sorting by half of a number, and an order in which rows that are left out come first."""
+    """Keys with a sign bit, sorting by half of a number, an order in which rows that are left out come first, and numbers of
+    another stream where streams are drawn together and one of them is shorter."""
     streams = [Draws(key) for key in (0, 1, 2**63, 2**64 - 1, 0x89ABCDEF01234567)]
     keys = torch.tensor([stream.signed_key() for stream in streams])
+    keys = torch.stack([keys, keys.roll(1), keys.roll(2)], 1)
     kept = torch.ones(5, 4001, dtype=torch.bool)
-    for order, numbers, stream in zip(row_order(keys, kept), uniform(keys, 99), streams, strict=True):
-        np.testing.assert_array_equal(order[1:], 1 + stream.permutation(4000))
-        np.testing.assert_array_equal(numbers, stream.uniform(99))
+    for clusters in (9, 500):
+        drawn = draw(keys, kept, clusters, 11)
+        for number, stream in enumerate(streams):
+            np.testing.assert_array_equal(drawn.order[number, 1:], 1 + stream.permutation(4000))
+            for found, shift in ((drawn.replace, 1), (drawn.letter, 2)):
+                np.testing.assert_array_equal(found[number].flatten(), streams[number - shift].uniform(clusters * 11))
     kept[:, 1:4000:2] = False
-    few = row_order(keys, kept)
+    few = draw(keys, kept, 1, 1).order
     for order, stream in zip(few, streams, strict=True):
         whole = 1 + stream.permutation(4000)
         np.testing.assert_array_equal(order[1:2001], whole[whole % 2 == 0])

@@ -17,7 +17,7 @@ from evodsp.data.samples.raw_features import kept_rows, raw_features, target_fea
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, query_only
 from evodsp.errors import UserError
 from evodsp.features.batch import RawMsa, deletion_value, rows_of, write_features
-from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters
+from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters, write_one_hot
 from evodsp.features.draws import Drawn
 from evodsp.features.masking import mask_letters
 from evodsp.geometry.alphabet import encode_sequence
@@ -98,7 +98,7 @@ def test_masking(steps: dict[str, np.ndarray], flat_msa: MsaFeatures, golden_dra
 def nearest(centres: np.ndarray, extra: np.ndarray) -> np.ndarray:
     """The cluster of each extra sequence, on a CPU."""
     letters = torch.cat([int8(extra), int8(centres[:1])])
-    (found,) = nearest_clusters(int8(centres)[None], letters, [torch.arange(len(extra))], [len(centres)])
+    (found,) = nearest_clusters(int8(centres)[None], letters, torch.arange(len(extra))[None], [len(extra)])
     return found.numpy()
 
 
@@ -106,7 +106,11 @@ def profiles(clusters: np.ndarray, extra: np.ndarray, assigned: np.ndarray) -> n
     """The profiles of clusters [S, R, 23], written into a part of a larger tensor."""
     around = torch.zeros(len(clusters) + 1, clusters.shape[1] + 2, 30)
     out = around[:-1, :-2, 5:28]
-    cluster_profiles(int8(clusters), int8(extra), torch.from_numpy(assigned.astype(np.int64)), out)
+    cluster = torch.from_numpy(assigned.astype(np.int64))[None]
+    counted = torch.ones_like(cluster, dtype=torch.bool)
+    sizes = members(cluster, counted, len(clusters))
+    write_one_hot(out[None], int8(clusters)[None])
+    cluster_profiles(int8(extra)[None], cluster, counted, sizes, out[None])
     found = out.numpy().copy()
     out.zero_()
     assert not around.any(), "written beside its place"
@@ -118,9 +122,10 @@ def mean_deletions_of(own: np.ndarray, extra: np.ndarray, assigned: np.ndarray) 
     cluster = torch.from_numpy(np.concatenate([np.arange(len(own)), assigned]).astype(np.int64))
     deletions = torch.from_numpy(np.concatenate([own, extra]).astype(np.int32))
     row, column = deletions.nonzero(as_tuple=True)
-    sizes = members(cluster[len(own) :], len(own))
-    everywhere = torch.ones(len(row), dtype=torch.bool)
-    return mean_deletions(cluster[row], column, deletions[row, column], everywhere, sizes, own.shape[1]).numpy()
+    counted = torch.ones(1, len(cluster), dtype=torch.bool)
+    sizes = members(cluster[None, len(own) :], counted[:, len(own) :], len(own))
+    found = mean_deletions(cluster[None, row], column, deletions[row, column], counted[:, row], sizes, own.shape[1])
+    return found[0].numpy()
 
 
 def test_nearest_clusters(steps: dict[str, np.ndarray]) -> None:
