@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.samples.dataset import ChainDataset, Sample, collate, existing_entries, load_record
+from evodsp.data.samples.dataset import ChainDataset, Sample, collate, existing_entries, listed_sizes, load_record
 from evodsp.data.samples.feature_axes import FEATURE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
@@ -277,14 +277,21 @@ def test_collate_lists_every_entry_that_exists_once() -> None:
         for listed, marked in zip(batch[name].tolist(), mark.flatten(1), strict=True):
             assert len(set(listed)) == len(listed)
             assert set(marked.nonzero().flatten().tolist()) <= set(listed), name
-    assert batch["observed_atoms"].shape[1] == int(marks["observed_atoms"].flatten(1).sum(1).max())
 
 
-def test_lists_of_nothing_have_one_entry() -> None:
-    """Catches empty lists, of which ranks could not own a part; a batch without labels has no lists at all."""
+def test_lists_have_the_same_sizes_in_each_step() -> None:
+    """Catches sizes that follow from what exists, which no recording could replay; and existing entries that are left out where
+    there are more than that. A batch without labels has no lists."""
     batch = collate([dataset(training=False)[0]])
-    unseen = existing_entries({name: torch.zeros_like(value) for name, value in batch.items()})
-    assert [values.shape for values in unseen.values()] == [(1, 1)] * 4
+    unseen, usual, full = (
+        existing_entries({name: make(value) for name, value in batch.items()})
+        for make in (torch.zeros_like, torch.clone, torch.ones_like)
+    )
+    residues = batch["atom14_gt_exists"].shape[1]
+    assert {name: x.shape[1] for name, x in unseen.items()} == listed_sizes(residues)
+    assert {name: x.shape for name, x in unseen.items()} == {name: x.shape for name, x in usual.items()}
+    sizes = {"observed_frames": 8, "observed_atoms": 14, "existing_atoms": 14, "ambiguous_residues": 1}
+    assert {name: x.shape[1] for name, x in full.items()} == {name: n * residues for name, n in sizes.items()}
     assert existing_entries({"aatype": batch["aatype"]}) == {}
 
 

@@ -9,6 +9,7 @@ Everything random about sample i is a function of (seed, i), whatever the worker
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
@@ -303,7 +304,8 @@ def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
     Batches with labels also list the parts of their structures that exist, so that losses need not search for them on the
     device, which would make the host wait: `observed_frames` (of R x 8 rigid groups), `observed_atoms` (of R x 14, under
     either naming of symmetric atoms), `existing_atoms` (of R x 14, observed or not) and `ambiguous_residues` (of R). Each is
-    int64 [batch, most entries of a sample]; a sample with fewer ends in entries that do not exist, which the masks leave out.
+    int64 [batch, n] and ends in entries that do not exist, which the masks leave out. n follows from R (`listed_sizes`), and so
+    is the same for all batches of a crop size; only where a sample has more of them, all are listed.
 
     Raises ValueError unless all have the same entries and the same number of recycling iterations.
     """
@@ -335,7 +337,16 @@ def existing_entries(batch: dict[str, Tensor]) -> dict[str, Tensor]:
         "existing_atoms": batch["atom14_atom_exists"][:, -1],
         "ambiguous_residues": (observed * batch["atom14_atom_is_ambiguous"]).amax(-1),
     }
-    return {name: _marked(mask.flatten(1)) for name, mask in marked.items()}
+    sizes = listed_sizes(marked["observed_frames"].shape[1])
+    return {name: _marked(mask.flatten(1), sizes[name]) for name, mask in marked.items()}
+
+
+def listed_sizes(residues: int) -> dict[str, int]:
+    """The lengths of the lists, but for samples with more: a quarter more than natural sequences have on average, and twice as
+    many ambiguous residues, because short crops vary.
+    """
+    of_residue = {"observed_frames": 4.5, "observed_atoms": 9.75, "existing_atoms": 9.75, "ambiguous_residues": 0.5}
+    return {name: math.ceil(number * residues) for name, number in of_residue.items()}
 
 
 def observed_atoms(labels: Mapping[str, Tensor]) -> Tensor:
@@ -343,11 +354,11 @@ def observed_atoms(labels: Mapping[str, Tensor]) -> Tensor:
     return labels["atom14_gt_exists"] + labels["atom14_alt_gt_exists"]
 
 
-def _marked(mask: Tensor) -> Tensor:
-    """The marked entries of each row [b, n], then as many others as make rows equally long; at least one."""
+def _marked(mask: Tensor, size: int) -> Tensor:
+    """The marked entries of each row [b, n], then others, `size` together; all n if a row has more that are marked."""
     marked = mask != 0
-    most = max(1, int(marked.sum(1).max()))
-    return marked.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+    listed = marked.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+    return listed if int(marked.sum(1).max()) > size else listed[:, :size]
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
