@@ -30,6 +30,10 @@ MARGIN = 0.03
 """The share of a device's memory that a plan leaves free where it can: a count of bytes is no measurement."""
 
 
+SMALL_S = 10e-6
+"""A kernel whose products and memory traffic take less than this at a device's peaks is small."""
+
+
 def is_tight(counted: int, usable: int) -> bool:
     """Whether so many bytes leave less than `MARGIN` of those that a device has."""
     return counted > (1 - MARGIN) * usable
@@ -59,7 +63,7 @@ class Device:
     """Time of a launch in which the device is not full: until its first programs work, and while its last ones end. On a
     CPU, of calling an operator."""
     launch_us: float
-    """The host's time for an operator."""
+    """The host's time for an operator of torch, with autocast and autograd."""
     gpus_per_node: int
     inside: str
     """Link between the devices of a node."""
@@ -72,6 +76,10 @@ class Device:
     attention_tlogits: float = 0.0
     """Logits of the GPU kernels' attention a second, in 10^12, forward: their time hardly depends on the width of a head. 0:
     `attention_efficiency` tells, as for every other product."""
+    own_us: float = 0.0
+    """The host's time for a launch of evodsp's own kernels. 0: as for an operator of torch."""
+    small_efficiency: float = 1.0
+    """The part of these shares, and of `attention_tlogits`, that small kernels reach (`SMALL_S`)."""
     crowding: float = 1.0
     """How many times longer an operator takes when all devices of the node work: processes share cores, caches and memory,
     GPUs share power."""
@@ -96,7 +104,14 @@ class Device:
         if logits and half and self.attention_tlogits:
             computing = logits / (self.attention_tlogits * 1e12)
         moving = moved / (self.memory_gbps * self.memory_efficiency * 1e9)
-        return max(computing, moving) + launches * self.kernel_us * 1e-6
+        small = max(flops / (peak * 1e12), moved / (self.memory_gbps * 1e9)) < SMALL_S * launches
+        return max(computing, moving) / (self.small_efficiency if small else 1.0) + launches * self.kernel_us * 1e-6
+
+    def operators(self, name: str, launches: int) -> float:
+        """The host's time for an operator, in units of `launch_us`."""
+        if self.own_us and self.launch_us and name.startswith("evodsp::"):
+            return launches * self.own_us / self.launch_us
+        return 1.0
 
     @property
     def usable(self) -> int:

@@ -1,9 +1,9 @@
 """`evodsp plan --measure`: what this machine does, as a file of its device and one of the link between its devices.
 
 On a GPU it times matrix products in each precision, copies, attention, the host's part of an operator, and the collectives
-among all GPUs of this machine (NCCL); on a CPU the same of one thread and of two processes. One Evoformer block of full width,
-and one of small widths, whose time is all overhead, correct what single operators cannot tell. A block on all devices at once
-tells how much they slow each other down. It takes a minute.
+among all GPUs of this machine (NCCL); on a CPU the same of one thread and of two processes. What single operators cannot tell
+correct an Evoformer block of full width (on a GPU two: one of small kernels, one of large ones), and one of small widths, whose
+time is all overhead. A block on all devices at once tells how much they slow each other down. It takes a minute.
 """
 
 from __future__ import annotations
@@ -110,6 +110,18 @@ def operator_us(on_gpu: bool) -> float:
     return seconds(many, on_gpu, 5) * 1e3
 
 
+def own_launch_us() -> float:
+    """The host's time for a launch of an own kernel."""
+    x = torch.zeros(1, 16, 16, 128, device="cuda", dtype=torch.bfloat16)
+    scale = torch.ones(128, device="cuda")
+
+    def many() -> None:
+        for _ in range(1000):
+            triton.layer_norm(x, scale, scale)
+
+    return seconds(many, True, 5) * 1e3
+
+
 class MeasuredBlock:
     """The forward and backward pass of one Evoformer block."""
 
@@ -159,10 +171,10 @@ class MeasuredBlock:
 
 SMALL = MeasuredBlock(ModelConfig.preset("small").evoformer, 64, 32, 8, 16)
 FULL = {
-    True: MeasuredBlock(EvoformerConfig(), 256, 128, 128, 256),
-    False: MeasuredBlock(EvoformerConfig(), 256, 128, 32, 64),
+    True: (MeasuredBlock(EvoformerConfig(), 256, 128, 128, 256), MeasuredBlock(EvoformerConfig(), 256, 128, 512, 384)),
+    False: (MeasuredBlock(EvoformerConfig(), 256, 128, 32, 64),),
 }
-"""By whether the device is a GPU."""
+"""By whether the device is a GPU. Most kernels of the last block are large; those of a GPU's other block are small."""
 
 
 def precision(on_gpu: bool) -> torch.dtype:
@@ -181,36 +193,59 @@ def attention_tlogits(rows: int, residues: int, heads: int, width: int) -> float
 
 
 def corrected(device: Device) -> Device:
-    """The device with the time of an operator, and the shares of the peaks, that explain the two blocks."""
-    dtype, full = precision(device.on_gpu), FULL[device.on_gpu]
-    small_s = seconds(SMALL.on_device(dtype, device.on_gpu), device.on_gpu)
-    run = full.on_device(dtype, device.on_gpu)
-    full_s = gpu_seconds(run) if device.on_gpu else seconds(run, device.on_gpu)
-    small_work, full_work = (block.work(dtype, device.on_gpu) for block in (SMALL, full))
-    each = small_s / sum(work.launches > 0 for work in small_work) * 1e6
-    if device.on_gpu:
-        launches = sum(work.launches for work in small_work)
+    """The device with the times of an operator, and the shares of the peaks, that explain the blocks."""
+    dtype, on_gpu = precision(device.on_gpu), device.on_gpu
+    small_s, work = seconds(SMALL.on_device(dtype, on_gpu), on_gpu), SMALL.work(dtype, on_gpu)
+    if on_gpu:
+        own_us = own_launch_us()
+        own = [one for one in work if one.name.startswith("evodsp::")]
+        others_us = small_s * 1e6 - own_us * sum(one.launches for one in own)
         device = dataclasses.replace(
             device,
-            launch_us=each,
-            kernel_us=gpu_seconds(SMALL.on_device(dtype, True)) / launches * 1e6,
+            own_us=own_us,
+            launch_us=max(own_us, others_us / (len(work) - len(own))),
+            kernel_us=gpu_seconds(SMALL.on_device(dtype, True)) / sum(one.launches for one in work) * 1e6,
             attention_tlogits=attention_tlogits(256, 384, 8, 32),
         )
     else:
-        device = dataclasses.replace(device, kernel_us=each)
+        device = dataclasses.replace(device, kernel_us=small_s / len(work) * 1e6)
+    time_of = gpu_seconds if on_gpu else (lambda run: seconds(run, False))
+    timed = [(block.work(dtype, on_gpu), time_of(block.on_device(dtype, on_gpu))) for block in FULL[on_gpu]]
+    return with_shares(device, *timed)
 
-    def total(share: float) -> float:
-        trial = dataclasses.replace(
+
+Timed = tuple[list[Operation], float]
+"""The operators of a block, and the seconds that they took together."""
+
+
+def with_shares(device: Device, *blocks: Timed) -> Device:
+    """The device with the shares that explain the last block and, if there are two, with the part of them that small kernels
+    reach, which explains the first."""
+
+    def reached(share: float) -> Device:
+        return dataclasses.replace(
             device, products_efficiency=share, memory_efficiency=share, attention_efficiency=share
         )
-        return sum(trial.seconds(w.name, w.flops, w.bytes, w.launches, w.half, logits=w.logits) for w in full_work)
 
+    def of_small(part: float) -> Device:
+        return dataclasses.replace(device, small_efficiency=part)
+
+    for _ in range(5):  # each block has a few kernels of the other kind
+        device = _fitted(reached, *blocks[-1])
+        if len(blocks) > 1:
+            device = _fitted(of_small, *blocks[0])
+    return device
+
+
+def _fitted(device_of: Callable[[float], Device], work: list[Operation], taken: float) -> Device:
+    """The device with which the operators take so many seconds."""
     low, high = 0.02, 2.0
     for _ in range(30):  # the time falls with the share
-        middle = (low + high) / 2
-        low, high = (middle, high) if total(middle) > full_s else (low, middle)
-    share = round((low + high) / 2, 3)
-    return dataclasses.replace(device, products_efficiency=share, memory_efficiency=share, attention_efficiency=share)
+        middle = round((low + high) / 2, 4)
+        device = device_of(middle)
+        total = sum(device.seconds(w.name, w.flops, w.bytes, w.launches, w.half, logits=w.logits) for w in work)
+        low, high = (middle, high) if total > taken else (low, middle)
+    return device
 
 
 def collectives(group: Group, x: Tensor, y: Tensor) -> dict[Kind, Callable[[], None]]:
@@ -275,7 +310,7 @@ def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None
 
 def crowded_block(rank: int, on_gpu: bool) -> float:
     """How many times longer a block takes when all ranks compute one than when only the first does."""
-    run = FULL[on_gpu].on_device(precision(on_gpu), on_gpu)
+    run = FULL[on_gpu][0].on_device(precision(on_gpu), on_gpu)
     alone, together = [], []
     for _ in range(REPEATS):  # by turns, so that another program on this machine slows down both
         dist.barrier()

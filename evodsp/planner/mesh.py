@@ -14,7 +14,7 @@ from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, is_tight
 from evodsp.planner.program import PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
-from evodsp.planner.simulate import Item, Span, Times, forward_only, replayed, segment, simulate, spans, whole
+from evodsp.planner.simulate import Item, Span, Times, free_pass, replayed, segment, simulate, spans, whole
 from evodsp.planner.trace import Operation
 
 SINGLE, HALF = 4, 2
@@ -175,7 +175,7 @@ class TracedPass:
             )
             return alone * crowded
 
-        return cls(program, spans(program.events, seconds))
+        return cls(program, spans(program.events, seconds, lambda work: device.operators(work.name, work.launches)))
 
     @property
     def items(self) -> list[Item]:
@@ -197,7 +197,7 @@ def estimate(
     one = simulate(items, launch_s, link, device.overlaps)
     block_items = launched(segment(traced_pass.few, ("evoformer", 1)))
     block = simulate(block_items, launch_s, link, device.overlaps, keep_intervals=True)
-    free = simulate(forward_only(items), launch_s, link, device.overlaps).total
+    free = simulate(free_pass(items), launch_s, link, device.overlaps).total
     numbers, batches = program.parameters, training.global_batch // data
     gradients_s, reduction_s = _reductions(training, numbers, data, sequence, links, one.total * 2 / 3)
     update_s = _update_s(training, numbers, batches, data * sequence, sequence, device)

@@ -21,9 +21,9 @@ from evodsp.config import ArrangementName, ModelConfig
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
-from evodsp.planner.program import PlannedStep, Program, SampleSizes
+from evodsp.planner.program import MADE_ONCE, PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
-from evodsp.planner.simulate import Times, items_of, simulate
+from evodsp.planner.simulate import Item, Span, Times, items_of, simulate
 from evodsp.planner.trace import Operation
 
 GIB = 2**30
@@ -217,8 +217,12 @@ def prediction_times(what: PlannedPrediction, device: Device, links: Links | Non
     def link(kind: Kind, counted: int) -> float:
         return links.seconds(kind, counted, what.ranks) if links is not None else 0.0
 
+    def operators(work: Operation) -> float:
+        return device.operators(work.name, work.launches)
+
     def times(sets: int) -> Times:
-        return simulate(items_of(_followed(what, sets, None), seconds), device.launch_us * 1e-6, link, device.overlaps)
+        items = items_of(_followed(what, sets, None), seconds, operators)
+        return simulate(_mean_pass(items, what.passes), device.launch_us * 1e-6, link, device.overlaps)
 
     one = times(1)
     if what.ensembles == 1:
@@ -228,6 +232,14 @@ def prediction_times(what: PlannedPrediction, device: Device, links: Links | Non
     for name in ("total", "device", "host", "communication", "exposed", "launches", "calls", "bytes", "flops"):
         sums[name] += (what.ensembles - 1) * (getattr(two, name) - getattr(one, name))
     return Times(**sums)
+
+
+def _mean_pass(items: list[Item], passes: int) -> Iterator[Item]:
+    """The items of a pass, each with its share of what is made once for all passes."""
+    for item in items:
+        if isinstance(item, Span) and item.place == MADE_ONCE:
+            item = replace(item, seconds=item.seconds / passes, operators=item.operators / passes)
+        yield item
 
 
 @lru_cache(maxsize=64)

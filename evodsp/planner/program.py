@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
+from evodsp.data.samples.dataset import listed_sizes
 from evodsp.data.samples.feature_axes import CHAIN_AXES, FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
@@ -47,6 +48,9 @@ STACKS = ("extra_msa_stack", "evoformer")
 """Parts of the model that are made of equal blocks. Segment k of such a part is the latter half of block k - 1 and the former
 half of block k."""
 
+
+MADE_ONCE: Segment = ("template_torsions", 0)
+"""The place of the templates' torsion angles, which are made once a sample, not in each pass."""
 
 LEAST_RECOMPUTED, LEAST_KEPT = 4, 3
 """Blocks of a reduced stack that recomputes some of its blocks and keeps others."""
@@ -235,8 +239,6 @@ _INTEGERS = {
 }  # fmt: skip
 _ACTIVATIONS = {"target_feat", "msa_feat", "extra_has_deletion", "extra_deletion_value"}
 """Features that go into linear layers, where autocast makes them half precision."""
-LISTED = {"observed_frames": 3.6, "observed_atoms": 7.8, "existing_atoms": 7.8, "ambiguous_residues": 0.25}
-"""Entries of a residue that exist, on average over natural sequences; see `evodsp.data.samples.dataset.collate`."""
 
 
 def sample_batch(step: PlannedStep, make: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
@@ -258,7 +260,7 @@ def sample_batch(step: PlannedStep, make: Callable[..., Tensor] = torch.empty) -
         if name not in batch:
             batch[name] = make((1, n.residues, *sizes), dtype=dtype)
     batch |= {name: make((1,)) for name in ("resolution", "use_clamped_fape")}
-    return batch | {name: make((1, int(share * n.residues)), dtype=torch.int64) for name, share in LISTED.items()}
+    return batch | {name: make((1, size), dtype=torch.int64) for name, size in listed_sizes(n.residues).items()}
 
 
 def _labels() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -288,6 +290,14 @@ def _name_places(model: AlphaFold, recorder: ProgramRecorder) -> None:
         elif part != "structure_module":
             name(module, lambda part=part: (part, 0))  # type: ignore[misc]
     _name_iterations(model.structure_module, recorder)
+    if (embedder := model.template_torsion_embedder) is not None:
+        angles = embedder.features
+
+        def features(templates: Any) -> Tensor:
+            with recorder.at(MADE_ONCE):
+                return angles(templates)
+
+        embedder.features = features  # type: ignore[method-assign]
 
 
 def _name_iterations(structure: StructureModule, recorder: ProgramRecorder) -> None:

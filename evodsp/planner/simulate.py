@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from evodsp.parallel.ledger import Kind, Phase
-from evodsp.planner.program import Program, Repeat
+from evodsp.planner.program import MADE_ONCE, Program, Repeat
 from evodsp.planner.trace import Event, Operation, Segment, Send
 
 
@@ -27,8 +27,8 @@ class Span:
 
     place: Segment
     phase: Phase
-    operators: int
-    """Number of operators that the host launches."""
+    operators: int | float
+    """Number of operators that the host launches, in units of torch's: an own one takes less of the host's time."""
     launches: int
     seconds: float
     """Time on the device."""
@@ -65,10 +65,17 @@ class Wait:
 Item = Span | Communication | Wait
 
 
-def spans(events: Iterable[Event], seconds: Callable[[Operation], float]) -> list[Item]:
+def one(work: Operation) -> float:
+    """The host's time for an operator that is like every other."""
+    return 1.0
+
+
+def spans(
+    events: Iterable[Event], seconds: Callable[[Operation], float], operators: Callable[[Operation], float] = one
+) -> list[Item]:
     """Merge consecutive operators of one place into one `Span`; collectives separate spans.
 
-    `seconds`: time of an operator on the device.
+    `seconds`: time of an operator on the device. `operators`: the host's time for it, in units of that for one of torch's.
     """
     items: list[Item] = []
     run: list[Operation] = []
@@ -81,7 +88,7 @@ def spans(events: Iterable[Event], seconds: Callable[[Operation], float]) -> lis
                 Span(
                     run[0].place,
                     run[0].phase,
-                    len(run),
+                    sum(operators(work) for work in run),
                     sum(work.launches for work in run),
                     sum(seconds(work) for work in run),
                     sum(work.flops for work in run),
@@ -175,14 +182,16 @@ def segment(items: list[Item], place: Segment, forward: bool = True) -> list[Ite
     return [] if run is None else items[slice(*run)]
 
 
-def items_of(program: Program, seconds: Callable[[Operation], float]) -> list[Item]:
+def items_of(
+    program: Program, seconds: Callable[[Operation], float], operators: Callable[[Operation], float] = one
+) -> list[Item]:
     """The items of the whole step of `program`."""
-    return whole(spans(program.events, seconds), program.repeats)
+    return whole(spans(program.events, seconds, operators), program.repeats)
 
 
-def forward_only(items: Iterable[Item]) -> Iterator[Item]:
-    """A pass without gradients: the forward items without those of losses."""
-    return (item for item in items if item.phase == "forward" and item.place[0] != "losses")
+def free_pass(items: Iterable[Item]) -> Iterator[Item]:
+    """A further pass without gradients: the forward items without those of losses, and without what a sample has once."""
+    return (item for item in items if item.phase == "forward" and item.place not in (("losses", 0), MADE_ONCE))
 
 
 RECORDED = ("template_embedder", "extra_msa_stack", "evoformer", "structure_module")
@@ -241,9 +250,10 @@ def simulate(
     overlaps: bool = True,
     keep_intervals: bool = False,
 ) -> Times:
-    """Run `items`. `launch_s`: the host's time for an operator. `link`: seconds of a collective by kind and counted bytes.
+    """Run `items`. `launch_s`: the host's time for one of torch's operators. `overlaps`: whether the link works while the
+    device computes.
 
-    `overlaps`: whether the link works while the device computes.
+    `link`: seconds of a collective by kind and counted bytes.
     """
     times = Times()
     host = device = wire = 0.0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import HeadsConfig, LossConfig, ModelConfig, TemplateConfig
+from evodsp.data.samples.dataset import listed_sizes
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import by_chunks
@@ -24,8 +25,9 @@ from evodsp.parallel.ledger import Ledger
 from evodsp.planner import operator_costs
 from evodsp.planner import program as followed
 from evodsp.planner.device import Links, load_device, load_link
+from evodsp.planner.prediction import PlannedPrediction, prediction_times
 from evodsp.planner.program import PlannedStep, Program, SampleSizes, program
-from evodsp.planner.simulate import Item, Span, segment, simulate, spans, whole
+from evodsp.planner.simulate import Item, Span, free_pass, segment, simulate, spans, whole
 from evodsp.planner.trace import Operation
 from evodsp.rng import Draws
 from tests.builders.fake_cuda import Case, measure
@@ -66,8 +68,7 @@ def real_step(handle: Any, arrangement: str) -> list[tuple[str, str, int]]:
         exchange = ShardedExchange(Group(handle, ledger))
         use_exchange(model, exchange)
         inputs = {name: x[:, -1:] if name in model.features else x for name, x in inputs.items()}
-        # Of what exists, the planner knows the average number only.
-        inputs |= {name: torch.arange(int(share * SIZES[2]))[None] for name, share in followed.LISTED.items()}
+        inputs |= {name: torch.arange(size)[None] for name, size in listed_sizes(SIZES[2]).items()}
         loss, _ = total_loss(model(inputs, [Draws.root(0)]), inputs, weights, small.heads, exchange)
         loss.backward()
     finally:
@@ -245,3 +246,19 @@ def test_the_parameters_of_the_preset() -> None:
     assert followed.parameters(PRESET) == 93_237_338
     assert followed.parameters(model_with(3, True)) < followed.parameters(model_with(4, True))
     assert followed.parameters(dataclasses.replace(PRESET, heads=HeadsConfig())) < 93_237_338
+
+
+def test_torsions_of_templates_are_made_once_a_sample() -> None:
+    """Catches torsions that are planned in each pass of a sample, and a plan without them."""
+    model = few_parts(config())
+    found = whole(spans(program(PlannedStep(model, SampleSizes(7, 5, 6, 2), WEIGHTS)).events, seconds), [])
+    once = [item for item in found if isinstance(item, Span) and item.place == followed.MADE_ONCE]
+    assert sum(item.operators for item in once) > 100
+    assert all(item.phase == "forward" for item in once)
+    assert not any(item.place == followed.MADE_ONCE for item in free_pass(found))
+
+    def host(passes: int) -> float:
+        what = PlannedPrediction(model, SampleSizes(7, 5, 6, 2), passes)
+        return prediction_times(what, H100).host
+
+    assert 4 * host(4) - 3 * host(3) == pytest.approx(host(1) - 1e-6 * H100.launch_us * sum(x.operators for x in once))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +13,11 @@ import torch
 from evodsp.errors import UserError
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Link, Links, load_device, load_link, names
+from evodsp.planner.measure import with_shares
 from evodsp.planner.operator_costs import logits_of
 from evodsp.planner.program import Repeat
-from evodsp.planner.simulate import Communication, Item, Span, Wait, replayed, simulate, whole
+from evodsp.planner.simulate import Communication, Item, Span, Wait, replayed, simulate, spans, whole
+from evodsp.planner.trace import Operation
 
 PLACE = ("evoformer", 1)
 LINK = Link("test", dict.fromkeys(load_link("nvlink4").start_us, 10.0), [[1e3, 1.0], [1e6, 2.0]], 0.5)
@@ -211,6 +213,40 @@ def test_the_host_launches_collectives_too() -> None:
     assert (times.total, times.exposed, times.calls) == (3.25, 1.75, 1), (
         "launched at 0.25, the operator runs from 0.5 on"
     )
+
+
+def operation(name: str, moved: int, launches: int = 1) -> Operation:
+    return Operation(PLACE, "forward", name, 0, moved, launches, True, 0)
+
+
+def test_the_host_launches_own_kernels_sooner_than_torchs_operators() -> None:
+    """Catches one time for all operators, grids of an own operator that cost nothing, and a file of an earlier version that is
+    refused or planned otherwise than before."""
+    device = replace(load_device("h200"), launch_us=50.0, own_us=10.0)
+    events = [operation("add", 8), operation("evodsp::gate", 8), operation("evodsp::attention_backward", 8, launches=4)]
+
+    def host(of: Device) -> float:
+        items = spans(events, lambda work: 0.0, lambda work: of.operators(work.name, work.launches))
+        return simulate(items, of.launch_us * 1e-6, three_seconds).host
+
+    assert host(device) == pytest.approx(100e-6)
+    earlier = {name: value for name, value in asdict(device).items() if name not in ("own_us", "small_efficiency")}
+    assert host(Device(**earlier)) == pytest.approx(150e-6)
+
+
+def test_two_blocks_tell_two_shares() -> None:
+    """Catches one share for kernels that fill a device and for those that do not, and one that is fitted to the other block."""
+    device = replace(load_device("h200"), memory_efficiency=0.8, small_efficiency=0.6)
+    few = [operation("add", 10**7)] * 90 + [operation("add", 10**9)]
+    many = [operation("add", 10**9)] * 90 + [operation("add", 10**7)]
+
+    def taken(works: list[Operation]) -> float:
+        return sum(device.seconds(work.name, work.flops, work.bytes, work.launches, work.half) for work in works)
+
+    start = replace(device, memory_efficiency=0.3, small_efficiency=1.0)
+    found = with_shares(start, (few, taken(few)), (many, taken(many)))
+    assert (found.memory_efficiency, found.small_efficiency) == pytest.approx((0.8, 0.6), abs=1e-3)
+    assert with_shares(start, (many, taken(many))).small_efficiency == 1.0
 
 
 def test_graphs_launch_the_stacks_and_nothing_else() -> None:
