@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
@@ -22,6 +24,7 @@ from evodsp.losses.renaming import compute_renamed_ground_truth
 from evodsp.losses.resolved import experimentally_resolved_loss
 from evodsp.losses.torsion import angle_norm_loss, torsion_loss
 from evodsp.losses.violation import find_violations, violation_loss
+from evodsp.model.graphs import Recorded
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.precision import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
@@ -29,7 +32,7 @@ from evodsp.parallel.exchange import Exchange, LocalExchange
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs of every term. `batch` holds the features of the last recycling iteration and the labels, axes [B, ...]."""
+    """The inputs of every term. `batch` is what `_read` returns, axes [B, ...]."""
 
     output: ModelOutput
     batch: dict[str, Tensor]
@@ -150,6 +153,8 @@ class _Term:
 
 CHAIN = "asym_id"
 """The feature of complexes, which single chains have not: the number of each residue's chain, from 1 on, 0 in padding."""
+OPTIONAL = ("use_clamped_fape", "observed_frames", "observed_atoms", "existing_atoms", "ambiguous_residues")
+"""What terms read only where a batch has it."""
 _BACKBONE = ("rigidgroups_gt_frames", "backbone_affine_mask")
 TERMS = {
     "backbone_fape": _Term(_backbone_fape, labels=_BACKBONE),
@@ -199,20 +204,62 @@ def total_loss(
     On several ranks the logits of distogram, PAE and masked MSA are this rank's shards; everything else in `output` and `batch`
     is whole. The MEAN over ranks of the results is the loss and its breakdown, and the mean of the gradients is the gradient.
     """
-    terms = {name: term for name, term in TERMS.items() if getattr(config, name) != 0}
+    return _total(_Inputs(output, _read(output, batch, config), config, heads, exchange))
+
+
+class RecordedLoss(Recorded):
+    """`total_loss` in a training step, whose calls may be replayed. Batches of other passes have the same shapes here, because
+    only what the terms read is an input.
+    """
+
+    def __init__(self, config: LossConfig, heads: HeadsConfig) -> None:
+        super().__init__()
+        self.config, self.heads = config, heads
+        self._tree: TreeSpec | None = None
+        """How the inputs of a call belong together."""
+
+    def __call__(self, output: ModelOutput, batch: dict[str, Tensor]) -> Any:
+        read = _read(output, batch, self.config)
+        heads = {term.head for term in _weighted(self.config).values()}
+        logits = {name: x for name, x in output.logits.items() if name in heads}
+        tensors, self._tree = tree_flatten((logits, output.structure, read))
+        self.sharded_inputs = tuple(range(len(logits)))
+        return super().__call__(*tensors)
+
+    def forward(self, *tensors: Tensor) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+        assert self._tree is not None
+        logits, structure, read = tree_unflatten(tensors, self._tree)
+        return _total(_Inputs(ModelOutput({}, structure, logits), read, self.config, self.heads, self.exchange))
+
+    def settings(self) -> Hashable | None:
+        return super().settings(), self._tree
+
+
+def _weighted(config: LossConfig) -> dict[str, _Term]:
+    return {name: term for name, term in TERMS.items() if getattr(config, name) != 0}
+
+
+def _read(output: ModelOutput, batch: dict[str, Tensor], config: LossConfig) -> dict[str, Tensor]:
+    """What the terms read: features of the last recycling iteration, and labels. Raises UserError if something is missing."""
+    terms = _weighted(config)
     _require(terms, batch, output)
-    names = [CHAIN, *(name for term in terms.values() for name in term.features)]
-    features = {name: batch[name][:, -1] for name in names if name in batch}
-    inputs = _Inputs(output, {**batch, **features}, config, heads, exchange)
-    pair = output.representations["pair"]
+    features = {"seq_mask", CHAIN, *(name for term in terms.values() for name in term.features)}
+    labels = {*OPTIONAL, *(name for term in terms.values() for name in term.labels)} - features
+    read = {name: x[:, -1] for name, x in batch.items() if name in features}
+    return read | {name: x for name, x in batch.items() if name in labels}
+
+
+def _total(x: _Inputs) -> tuple[Float[Tensor, ""], dict[str, Float[Tensor, ""]]]:
+    """The loss, and its terms."""
+    config, positions = x.config, x.output.structure.positions
     # Losses sum many small numbers, so they need at least float32, whatever precision the layers use.
-    with without_autocast(pair.device):
-        losses = {name: term.compute(inputs) for name, term in terms.items()}
-    total = pair.new_zeros(len(pair), dtype=torch.promote_types(pair.dtype, torch.float32))
+    with without_autocast(positions.device):
+        losses = {name: term.compute(x) for name, term in _weighted(config).items()}
+    total = positions.new_zeros(len(positions), dtype=torch.promote_types(positions.dtype, torch.float32))
     for name, loss in losses.items():
         total = total + getattr(config, name) * loss
     if config.scale_by_length:
-        total = total * batch["seq_mask"][:, -1].sum(-1).sqrt()
+        total = total * x.batch["seq_mask"].sum(-1).sqrt()
     mean = total.mean()
     breakdown = {name: loss.detach().mean() for name, loss in losses.items()}
     return mean, {**breakdown, "total": mean.detach()}

@@ -194,7 +194,7 @@ def free_pass(items: Iterable[Item]) -> Iterator[Item]:
     return (item for item in items if item.phase == "forward" and item.place not in (("losses", 0), MADE_ONCE))
 
 
-RECORDED = ("template_embedder", "extra_msa_stack", "evoformer", "structure_module")
+RECORDED = ("template_embedder", "extra_msa_stack", "evoformer", "structure_module", "losses")
 """Parts of the model that `cuda_graphs` records."""
 
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from evodsp import metrics
 from evodsp.config import FeatureConfig, KernelsConfig
 from evodsp.losses.permutation import with_fitting_labels
-from evodsp.losses.total import total_loss
+from evodsp.losses.total import RecordedLoss, total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
 from evodsp.model.frozen import freeze, trained
@@ -115,6 +115,7 @@ class TrainingModule(LightningModule):
         """The rows of the logs; a callback of the trainer, which keeps the steps of a row in checkpoints."""
         self._dropout = Draws.root(seed).at("dropout")
         self._casts = CastParameters(self.model)
+        self._loss = RecordedLoss(config.loss, config.heads)
         self._gradients: Gradients | None = None
         self._passes: list[TrainedBatch] = []
         """Batches of the running optimizer step."""
@@ -136,7 +137,7 @@ class TrainingModule(LightningModule):
         self._casts.make()  # dropped after the backward pass, which recomputes activations
         output = self.model(batch, draws)
         batch = with_fitting_labels(output.structure.positions, batch, draws, self.model.exchange)
-        loss, terms = total_loss(output, batch, self.config.loss, self.config.heads, self.model.exchange)
+        loss, terms = self._loss(output, batch)
         lddt_ca = metrics.lddt_ca(*ca_atoms(output, batch)).mean()
         residues = batch["seq_mask"][:, 0].sum() / len(batch["seq_mask"])
         numbers = {"loss": loss.detach(), **terms, "lddt_ca": lddt_ca.detach(), "residues": residues}
@@ -149,7 +150,7 @@ class TrainingModule(LightningModule):
 
     def on_fit_start(self) -> None:
         """Not in `setup`: the strategy has moved or sharded the parameters only now."""
-        trainer = self.trainer
+        trainer, self._loss.exchange = self.trainer, self.model.exchange
         clip = trainer.gradient_clip_val if str(trainer.gradient_clip_algorithm or "norm") != "value" else None
         per_sample = self.config.optimizer.clip == "sample"
         self._gradients = self.world.gradients(trained(self.model), clip, per_sample, trainer.accumulate_grad_batches)

@@ -21,10 +21,12 @@ from evodsp.geometry.alphabet import LETTERS_WITH_GAP
 from evodsp.geometry.rigid import Rigid
 from evodsp.losses import pairs
 from evodsp.losses.fape import sidechain_fape
-from evodsp.losses.total import CHAIN, TERMS, total_loss
+from evodsp.losses.total import CHAIN, TERMS, RecordedLoss, total_loss
 from evodsp.losses.violation import find_violations
 from evodsp.metrics import lddt_ca
 from evodsp.model.confidence import compute_pae, compute_ptm
+from evodsp.model.graphs import Graphs, use_graphs
+from evodsp.model.recorders import Rerun
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
@@ -255,3 +257,32 @@ def test_no_term_waits_forward_or_backward(chains: bool, weights: LossConfig) ->
         loss, _ = total_loss(output_of(leaves, exchange), batch, weights, HEADS)
         loss.backward()
     assert seen.waits == []
+
+
+@pytest.mark.parametrize(("chains", "weights"), [(False, WEIGHTS), (True, CHAIN_WEIGHTS)])
+def test_a_recorded_loss_is_the_loss(chains: bool, weights: LossConfig) -> None:
+    """Catches labels or lists of an earlier step in a replay, a term whose inputs the recording lacks, and a recording
+    of its own for each number of recycling iterations, or for what exists in a sample."""
+    graphs, recorded = Graphs(Rerun()), RecordedLoss(weights, HEADS)
+    use_graphs(recorded, graphs)
+    for step in range(4):
+        batch = batch_of(2, chains=chains)
+        iterations = {name: x for name, x in batch.items() if x.ndim > 1 and x.shape[1] == 2 and not x[:, 0].any()}
+        batch |= {name: torch.cat([x[:, :1].expand(-1, step, *x.shape[2:]), x], 1) for name, x in iterations.items()}
+        batch["rigidgroups_gt_exists"][0, :step] = 0
+        batch |= existing_entries(batch)
+        given = [{name: (1 + step) * x for name, x in leaves_of(2).items()} for _ in range(2)]
+        if chains:
+            for leaves in given:
+                leaves["masked_msa_logits"] = leaves["masked_msa_logits"][..., :LETTERS_WITH_GAP]
+        first, second = ({name: x.detach().requires_grad_() for name, x in leaves.items()} for leaves in given)
+        usual, terms = total_loss(output_of(first, LocalExchange()), batch, weights, HEADS)
+        found, parts = recorded(output_of(second, LocalExchange()), batch)
+        for loss in (usual, found):
+            (2 * loss).backward()
+        assert torch.equal(usual, found)
+        assert {name: x.item() for name, x in terms.items()} == {name: x.item() for name, x in parts.items()}
+        for name, leaf in first.items():
+            gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in (leaf, second[name])]
+            assert torch.equal(*gradients), name
+    assert (graphs.replays, len(graphs)) == (3, 1)

@@ -160,7 +160,7 @@ def step() -> Step:
     batch = {name: x.float() if x.is_floating_point() else x for name, x in features(len(SAMPLES)).items()}
     batch["sample_index"] = torch.tensor(SAMPLES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("evodsp.training.module.total_loss", _stop_after_forward)
+        patch.setattr("evodsp.training.module.RecordedLoss.__call__", _stop_after_forward)
         with pytest.raises(ForwardDone):
             module.training_step(batch, 0)
     return Step(found, singles)

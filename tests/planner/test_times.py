@@ -250,8 +250,8 @@ def test_two_blocks_tell_two_shares() -> None:
 
 
 def test_graphs_launch_the_stacks_and_nothing_else() -> None:
-    """Catches graphs that are planned as launching the whole model: embedders, heads and losses are not recorded."""
-    parts = ("evoformer", "extra_msa_stack", "losses")
+    """Catches graphs that are planned as launching the whole model: embedders and heads are not recorded."""
+    parts = ("evoformer", "losses", "heads")
     items: list[Item] = [span(1.0, operators=30, place=(part, 0)) for part in parts]
     assert [item.operators for item in replayed(items) if isinstance(item, Span)] == [0, 0, 30]
     assert simulate(items, 0.1, three_seconds).total == pytest.approx(9.0)  # the host's 90 launches
