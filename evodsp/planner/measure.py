@@ -14,7 +14,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, get_args
@@ -43,6 +43,8 @@ from evodsp.printing import counted
 REPEATS, SWEEP_REPEATS = 15, 60
 _CYCLES = 2.0e9
 """Cycles a second of a GPU, about: only the length of a lead depends on it."""
+_CHAIN = 10
+"""Collectives that are timed together on a GPU."""
 WIRE_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 """Sizes of what a rank sends in the sweep of collectives."""
 
@@ -277,30 +279,47 @@ def after(first: Callable[[], object], second: Callable[[], object]) -> Callable
     return both
 
 
+def timed_collectives(
+    group: Group, on_gpu: bool, sizes: Sequence[int] = WIRE_BYTES
+) -> Iterator[tuple[Kind, float, float]]:
+    """Every collective at every size, of bytes that a rank sends: its kind, its bytes on the wire and its seconds. All ranks of
+    the default process group call this together, each with its own group."""
+    where = "cuda" if on_gpu else "cpu"
+    factor = torch.randn(256, 256, device=where)
+
+    def work() -> Tensor:
+        return factor @ factor
+
+    for size in sizes:
+        small = size <= WIRE_BYTES[-1]
+        numbers = size // 4 // group.size * group.size
+        x, y = torch.zeros(numbers, device=where), torch.zeros(numbers, device=where)
+
+        def taken(run: Callable[[], object], small: bool = small) -> float:
+            if not on_gpu:
+                return seconds(run, False, SWEEP_REPEATS if small else REPEATS)
+            # Ranks begin apart by some of the host's time; a chain of calls divides that among them.
+            return gpu_seconds(lambda: [run() for _ in range(_CHAIN)]) / _CHAIN if small else gpu_seconds(run, 5)
+
+        for kind, call in collectives(group, x, y).items():
+            on_wire = 4 * numbers * (group.size - 1) / group.size * (2 if kind == "all-reduce" else 1)
+            # Between products, as in a model: a rank that computes notices late that something has arrived.
+            dist.barrier()
+            alone = taken(work)
+            dist.barrier()
+            both = taken(after(work, call))
+            yield kind, on_wire, max(both - alone, 0.1 * both)
+
+
 def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None:
     """Time every collective at every size, on one rank of `ranks`, and find `Device.crowding`."""
     if on_gpu:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    group, where = init_mesh(ranks).sequence_group(), "cuda" if on_gpu else "cpu"
-    factor = torch.randn(256, 256, device=where)
-
-    def work() -> Tensor:
-        return factor @ factor
-
     found: dict[str, list[tuple[float, float]]] = {}
-    for size in WIRE_BYTES:
-        numbers = size // 4 // ranks * ranks
-        x, y = torch.zeros(numbers, device=where), torch.zeros(numbers, device=where)
-        for kind, call in collectives(group, x, y).items():
-            on_wire = 4 * numbers * (ranks - 1) / ranks * (2 if kind == "all-reduce" else 1)
-            # Between products, as in a model: a rank that computes notices late that something has arrived.
-            dist.barrier()
-            alone = seconds(work, on_gpu, SWEEP_REPEATS)
-            dist.barrier()
-            both = seconds(after(work, call), on_gpu, SWEEP_REPEATS)
-            found.setdefault(kind, []).append((on_wire, max(both - alone, 0.1 * both)))
+    for kind, on_wire, taken in timed_collectives(init_mesh(ranks).sequence_group(), on_gpu):
+        found.setdefault(kind, []).append((on_wire, taken))
     crowding = crowded_block(rank, on_gpu)
     if rank == 0:
         results.put((found, crowding))
@@ -373,13 +392,8 @@ def measured_device(on_gpu: bool, ranks: int) -> Device:
     )
 
 
-def measure(ranks: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The content of a device's file and of its link's; a single device has no link to measure.
-
-    `ranks`: number of devices that communicate; None: all GPUs, or two processes.
-    """
-    on_gpu = torch.cuda.is_available()
-    ranks = ranks or (torch.cuda.device_count() if on_gpu else 2)
+def measured(on_gpu: bool, ranks: int) -> dict[str, Any]:
+    """The content of a device's file, as far as one of `ranks` devices of a node tells it."""
     threads = torch.get_num_threads()
     if not on_gpu:
         torch.set_num_threads(1)
@@ -387,14 +401,25 @@ def measure(ranks: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
         content = dataclasses.asdict(corrected(measured_device(on_gpu, ranks)))
     finally:
         torch.set_num_threads(threads)
-    link = None
+    return {key: round(value, 4) if isinstance(value, float) else value for key, value in content.items()}
+
+
+def measure(ranks: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The content of a device's file and of its link's; a single device has no link to measure.
+
+    `ranks`: number of devices that communicate; None: all GPUs, or two processes.
+    """
+    on_gpu = torch.cuda.is_available()
+    ranks = ranks or (torch.cuda.device_count() if on_gpu else 2)
+    content, link = measured(on_gpu, ranks), None
     if ranks > 1:
         with tempfile.TemporaryDirectory() as folder:
             results = mp.get_context("spawn").SimpleQueue()
             mp.spawn(sweep, (ranks, f"{folder}/store", on_gpu, results), ranks)
-            found, content["crowding"] = results.get()
+            found, crowding = results.get()
+        content["crowding"] = round(crowding, 4)
         link = link_of("NCCL" if on_gpu else "processes of one machine", found)
-    return {key: round(value, 4) if isinstance(value, float) else value for key, value in content.items()}, link
+    return content, link
 
 
 def write_measured(output: Path, ranks: int | None) -> list[Path]:
