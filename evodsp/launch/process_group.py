@@ -11,11 +11,13 @@ How failures are noticed:
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -24,7 +26,7 @@ import torch.distributed as dist
 from evodsp.errors import UserError
 from evodsp.launch.environment import RankAddress, place
 from evodsp.launch.parent import GIVEN_UP
-from evodsp.launch.store import foreign, open_store, text
+from evodsp.launch.store import foreign, loopback, open_store, text
 from evodsp.launch.watch import Watch, watch_of_this_process
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.mesh import Mesh, init_mesh
@@ -77,6 +79,7 @@ def start(
             f"rank {here.rank} did not meet the others at {here.host}:{here.port} within {meeting_s:g} s; "
             "check that all of them were started and reach that address"
         ) from error
+    _check_address(dist.PrefixStore(part, main), here)
     if device is not None:
         _claim_gpu(dist.PrefixStore(part, main), here, device)
     dist.init_process_group(
@@ -173,6 +176,36 @@ def _claim_gpu(store: dist.Store, here: RankAddress, device: torch.device) -> No
         raise UserError(
             f"rank {here.rank} (local rank {here.local_rank}) has the same GPU as another rank, {gpu}; start one rank for each "
             "GPU of the machine"
+        )
+
+
+def own_address() -> str:
+    """Where gloo tells the other ranks to connect: the network that GLOO_SOCKET_IFNAME names, otherwise the first address of
+    the host's own name that is this machine's; 127.0.0.1 if there is none."""
+    if network := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return "127.0.0.1" if network == "lo" else network
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, kind, protocol, _, address in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as one:
+            one.bind(address)
+            return str(address[0])
+    return "127.0.0.1"
+
+
+def _check_address(store: dist.Store, here: RankAddress) -> None:
+    """Raise UserError if the ranks are on several hosts and this one tells gloo an address that others cannot reach: gloo would
+    wait for ever."""
+    host, ends = socket.gethostname(), (0, here.ranks - 1)  # ranks are numbered host by host
+    if here.rank in ends:
+        store.set(f"host/{here.rank}", host)
+    address = own_address()
+    if loopback(address) and any(text(store, f"host/{rank}") != host for rank in ends):
+        raise UserError(
+            f"rank {here.rank} on {host}: gloo would tell ranks of other hosts to connect to {address}, which is their own "
+            "machine; set GLOO_SOCKET_IFNAME to a network that all hosts share (`ip -br address` lists them)"
         )
 
 

@@ -61,6 +61,28 @@ def test_two_ranks_on_one_gpu_are_a_mistake_of_one_line(monkeypatch: pytest.Monk
         process_group._claim_gpu(store, here, torch.device("cuda", 0))
 
 
+def test_an_address_that_others_cannot_reach_is_a_mistake_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches ranks of several hosts that wait in gloo for ever, and a refusal where all ranks are on one host."""
+    given(monkeypatch, **TORCHRUN)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(process_group.socket, "gethostname", lambda: "node2")
+    monkeypatch.setattr(process_group.socket, "getaddrinfo", lambda *_, **__: [(2, 1, 6, "", ("127.0.1.1", 0))])
+    store, here = dist.HashStore(), place()
+    store.set("host/0", "node2")
+    store.set("host/7", "node2")
+    process_group._check_address(store, here)
+    store.set("host/7", "node3")
+    with pytest.raises(
+        UserError, match=r"rank 5 on node2: gloo would .* to connect to 127\.0\.1\.1, .* set GLOO_SOCKET_IFNAME"
+    ):
+        process_group._check_address(store, here)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    process_group._check_address(store, here)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with pytest.raises(UserError, match=r"to connect to 127\.0\.0\.1"):
+        process_group._check_address(store, here)
+
+
 def states(*pairs: tuple[int, int]) -> dict[int, State]:
     """The state of each rank, from pairs (heartbeats, launched collectives)."""
     return {rank: State(*pair) for rank, pair in enumerate(pairs)}
