@@ -40,7 +40,7 @@ from evodsp.model.kernels.operators import OPERATORS
 from evodsp.model.kernels.registry import choose
 from evodsp.model.kernels.self_check import problem_of
 from evodsp.model.primitives import use_exchange, use_kernels
-from evodsp.parallel.collectives import Collective, Gather, ScatterSum, Sum, Switch
+from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.layout import shard_sizes
@@ -144,33 +144,51 @@ def _gradients(stack: EvoformerStack, m: Tensor, z: Tensor, backend: str, dtype:
 
 
 def collectives(group: Group, device: torch.device) -> str:
-    """Check that the backward pass of every collective is its exact transpose: <A x, y> = <x, A' y>, summed over ranks."""
+    """Check every collective, with uneven and empty shards: three in flight bring what is expected, in three precisions, and
+    the backward pass is the exact transpose: <A x, y> = <x, A' y>, summed over the ranks of the group."""
     largest = 0.0
-    sizes = [shard_sizes(size, group.size) for size in (11, 13)]
-    whole, rows, columns = (2, 11, 13), (2, sizes[0][group.rank], 13), (2, 11, sizes[1][group.rank])
-    cases: list[tuple[Collective, tuple[int, ...]]] = [
-        (Switch(group, 1, 2, sizes[0], sizes[1]), rows),
-        (Switch(group, 2, 1, sizes[1], sizes[0]), columns),
-        (Gather(group, 1, sizes[0]), rows),
-        (ScatterSum(group, 2, sizes[1]), whole),
-        (Sum(group), whole),
-    ]
-    for number, (collective, shape) in enumerate(cases):
-        torch.manual_seed(100 * group.rank + number)
-        x = torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True)
-        y = start(x, collective).wait()
-        weight = torch.randn_like(y)
-        (y * weight).sum().backward()
-        assert x.grad is not None
-        # The transpose applied to the weights must equal the gradient, and both inner products must agree.
-        back = start(weight, collective.transpose()).wait()
-        torch.testing.assert_close(back, x.grad, rtol=0, atol=1e-12)
-        sides = torch.stack([(y.detach() * weight).sum(), (x.detach() * back).sum()])
-        dist.all_reduce(sides)
-        largest = max(largest, float((sides[0] - sides[1]).abs() / sides[0].abs().clamp(min=1)))
+    for number, sizes in enumerate(((11, 13), (1, group.size + 1))):
+        whole = (torch.arange(2 * sizes[0] * sizes[1], device=device) % 5).view(2, *sizes)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):  # which add these numbers exactly
+            cases = _every_collective(group, whole.to(dtype))
+            for three in (cases[:3], cases[3:6], cases[4:]):
+                pending = [start(x, collective) for collective, x, _ in three]
+                for (collective, _, expected), result in reversed([*zip(three, pending, strict=True)]):
+                    if not torch.equal(result.wait(), expected):
+                        raise AssertionError(f"{collective.kind} of {list(sizes)} in {dtype}: other numbers arrived")
+        for place, (collective, x, _) in enumerate(_every_collective(group, whole.double())):
+            torch.manual_seed(1000 * number + 100 * group.rank + place)
+            x = torch.randn_like(x).requires_grad_()
+            y = start(x, collective).wait()
+            weight = torch.randn_like(y)
+            (y * weight).sum().backward()
+            assert x.grad is not None
+            # The transpose applied to the weights must equal the gradient, and both inner products must agree.
+            back = start(weight, collective.transpose()).wait()
+            torch.testing.assert_close(back, x.grad, rtol=0, atol=1e-12)
+            sides = torch.stack([(y.detach() * weight).sum(), (x.detach() * back).sum()])
+            group.all_reduce(sides).wait()
+            largest = max(largest, float((sides[0] - sides[1]).abs() / sides[0].abs().clamp(min=1)))
     if largest > 1e-12:
         raise AssertionError(f"inner products differ by {largest:.1e}, more than 1e-12")
     return f"inner products agree to {largest:.0e}"
+
+
+def _every_collective(group: Group, whole: Tensor) -> list[tuple[Collective, Tensor, Tensor]]:
+    """Each collective, this rank's input and its result, from a tensor [2, rows, columns] that all ranks have."""
+    rows, columns = (shard_sizes(size, group.size) for size in whole.shape[1:])
+    root = group.size - 1 if rows[-1] else 0
+    by_row, by_column = whole.split(rows, 1), whole.split(columns, 2)
+    own, across = by_row[group.rank], by_column[group.rank]
+    return [
+        (Switch(group, 1, 2, rows, columns), own, across),
+        (Switch(group, 2, 1, columns, rows), across, own),
+        (Gather(group, 1, rows), own, whole),
+        (ScatterSum(group, 2, columns), whole, group.size * across),
+        (Sum(group), whole, group.size * whole),
+        (Broadcast(group, root, 1, rows), own, by_row[root]),
+        (Reduce(group, root, 1, rows), by_row[root], group.size * own * (group.rank == root)),
+    ]
 
 
 def model(group: Group, device: torch.device) -> str:

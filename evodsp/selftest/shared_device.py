@@ -24,6 +24,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.kernels.backends import BACKENDS
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_exchange, use_kernels
@@ -130,6 +131,8 @@ class Setting:
     device: torch.device
     dtype: torch.dtype
     """float32, or bfloat16 for bf16-mixed."""
+    graphs: Graphs | None = None
+    """Records the stacks; None: they are launched."""
 
     def prepared(self, module: Module) -> Module:
         """A module on the device with dense random parameters, this rank's exchange and the device's kernels.
@@ -146,6 +149,7 @@ class Setting:
         backend = importlib.import_module(BACKENDS["triton" if self.device.type == "cuda" else "chunked"].module)
         use_kernels(module, Kernels.of(backend))
         use_exchange(module, self.exchange)
+        use_graphs(module, self.graphs)
         return module.to(self.device)
 
     def gradients(self, module: nn.Module, compute: Callable[[], tuple[Tensor, Results]], leaves: Results) -> Results:
@@ -240,21 +244,32 @@ def shared(world: Group, device: torch.device) -> str:
     lines: list[str] = []
     for subject in subjects(device):
         # The other ranks wait at the barrier, and find kernels compiled.
-        alone = _both(subject, LocalExchange(), device) if world.rank == 0 else []
+        alone = both(subject, LocalExchange(), device) if world.rank == 0 else []
         dist.barrier()
         for size, group in enumerate(groups, 2):
             if group is None:
                 continue
             before = group.exchanges
-            found = [_mean(results, group) for results in _both(subject, ShardedExchange(group), device)]
+            found = [mean_of(results, group) for results in both(subject, ShardedExchange(group), device)]
             if world.rank == 0:
                 text = compared(found, alone, subject.tolerance)
                 lines.append(f"{subject.name} on {size} ranks, {group.exchanges - before} exchanges: {text}")
     return "\n".join([*lines, "only several GPUs can show:", *(f"  {line}" for line in UNSEEN)])
 
 
-def _both(subject: Subject, exchange: Exchange, device: torch.device) -> list[Results]:
-    return [subject.compute(Setting(exchange, device, dtype)) for dtype in (torch.float32, torch.bfloat16)]
+def both(
+    subject: Subject, exchange: Exchange, device: torch.device, graphs: Callable[[], Graphs | None] = lambda: None
+) -> list[Results]:
+    """The results in float32 and in bf16-mixed. `graphs`: makes what records the stacks of each."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        recorded = graphs()
+        found.append(subject.compute(Setting(exchange, device, dtype, recorded)))
+        if recorded is not None:
+            recorded.free()
+            if recorded.given_up or not recorded.replays:
+                raise AssertionError(recorded.given_up or f"nothing of {subject.name} was replayed")
+    return found
 
 
 def compared(found: Sequence[Results], alone: Sequence[Results], tolerance: float) -> str:
@@ -298,7 +313,7 @@ def _handles(world: Group) -> list[dist.ProcessGroup | None]:
     return [handle if world.rank < size else None for size, handle in made]
 
 
-def _mean(results: Results, group: Group) -> Results:
+def mean_of(results: Results, group: Group) -> Results:
     """The mean over the ranks of what each has computed, on all of them."""
     vector = torch.cat([x.flatten() for x in results.values()])
     group.all_reduce(vector).wait()
