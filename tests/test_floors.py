@@ -29,10 +29,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "search": ("data", "reading"),
     "features": ("data", "geometry"),
     "planner": ("data", "geometry", "losses", "model", "parallel", "reading", "report"),
-    "selftest": ("geometry", "launch", "losses", "model", "parallel", "weights"),
     "training": (
         "data", "features", "geometry", "launch", "losses", "metrics", "model", "parallel", "planner", "reading", "report",
         "weights",
+    ),
+    "selftest": (
+        "geometry", "launch", "losses", "model", "parallel", "planner", "reading", "report", "training", "weights",
     ),
     "inference": (
         "data", "features", "geometry", "launch", "losses", "metrics", "model", "parallel", "planner", "reading", "report",

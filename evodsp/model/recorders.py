@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -112,3 +114,15 @@ class Rerun(Recorder):
                     kept.copy_(new.detach())
 
         return Taken(first, repeat, lambda: None)
+
+
+def versions() -> str:
+    """What decides which kernels a recording holds, besides the settings."""
+    triton = importlib.util.find_spec("triton")
+    named = {
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": torch.cuda.nccl.version() if torch.cuda.is_available() else None,
+        "Triton": importlib.metadata.version("triton") if triton else None,
+    }
+    return ", ".join(f"{name} {version}" for name, version in named.items())

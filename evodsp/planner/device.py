@@ -1,6 +1,7 @@
 """What a device and a link can do: numbers of a data file, and the times that follow from them.
 
-Files are below `devices/` and `links/`; a user's own file has the same keys. `evodsp plan --measure` writes one.
+Files are below `devices/` and `links/`; a user's own file has the same keys. `evodsp plan --measure` writes one, and the report
+of `evodsp selftest --scaling` holds a device and its links.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from evodsp.errors import UserError, nearest
 from evodsp.parallel.ledger import Kind
 from evodsp.reading.quoting import quoted, shown
+from evodsp.reading.text_files import read_json
 from evodsp.reading.yaml_files import read_yaml
 
 _CALLED = {"str": "text", "int": "a whole number", "bool": "true or false"}
@@ -186,15 +188,19 @@ class Links:
 
 
 _SUFFIXES = (".yaml", ".yml")
+_REPORT, _PART = ".json", "#"
+"""The suffix of a report, and what separates its path from the name of a link in it."""
 
 
 def load_device(name: str) -> Device:
     """A device by its name or by the path of its file. Raises UserError.
 
-    Links that a file names by their own files are looked for beside it.
+    Links that a file names by their own files are looked for beside it, those of a report within it.
     """
     device = _load(Device, "device", name)
     links = {link: getattr(device, link) for link in ("inside", "across")}
+    if name.endswith(_REPORT):
+        return replace(device, **{link: f"{name}{_PART}{own}" for link, own in links.items() if own == link})
     beside = {link: str(Path(name).parent / own) for link, own in links.items() if own.endswith(_SUFFIXES)}
     return replace(device, **beside)
 
@@ -214,15 +220,25 @@ def _folder(kind: str) -> Any:
 
 
 def _load(cls: type[Any], kind: str, name: str) -> Any:
-    own = name.endswith(_SUFFIXES)
+    file, _, part = name.rpartition(_PART) if f"{_REPORT}{_PART}" in name else (name, "", "")
+    own = file.endswith((*_SUFFIXES, _REPORT))
     if not own and name not in names(kind):
         known = names(kind)
         raise UserError(
             f"no {kind} '{name}': evodsp has {', '.join(known)}.{nearest(name, known)} Or give your own file, "
             "DEVICE.yaml, which evodsp plan --measure writes"
         )
-    path = Path(name) if own else _folder(kind) / f"{name}.yaml"
-    content = read_yaml(path)
+    path = Path(file) if own else _folder(kind) / f"{name}.yaml"
+    if file.endswith(_REPORT):
+        report = read_json(path, "give the file that evodsp selftest --scaling has written")
+        content = report.get("device") if isinstance(report, dict) else None
+        if content is None:
+            raise UserError(
+                f"{path}: has no measured device; give a report of evodsp selftest --scaling with its part speed"
+            )
+        content = report.get("links", {}).get(part) if part else content
+    else:
+        content = read_yaml(path)
     try:
         return _checked(cls, kind, name, content)
     except (TypeError, ValueError, LookupError, AttributeError) as error:

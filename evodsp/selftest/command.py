@@ -146,6 +146,10 @@ def rows(check: Check, result: CheckResult) -> str:
 
 def run(settings: SelftestConfig, words: list[str]) -> int:
     """Run the checks and print the table. Returns 0 if all succeeded, otherwise 1. Raises UserError if there is no GPU."""
+    if settings.scaling:
+        from evodsp.selftest import scaling
+
+        return scaling.run(settings, words)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = settings.jobs or max(1, cores // 2)
     available = settings.cpu

@@ -6,7 +6,6 @@ than rounding.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -32,7 +31,7 @@ from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.model.recomputation import Recomputation
-from evodsp.model.recorders import CudaRecorder, Recorder
+from evodsp.model.recorders import CudaRecorder, Recorder, versions
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.stack import Stack
 from evodsp.parallel.config import ParallelConfig
@@ -293,18 +292,6 @@ class RecordedStacks(Callback):
         use_graphs(module, None)
         if self._graphs is not None:
             self._graphs.free()
-
-
-def versions() -> str:
-    """What decides which kernels a recording holds, besides the settings."""
-    triton = importlib.util.find_spec("triton")
-    named = {
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda,
-        "NCCL": torch.cuda.nccl.version() if torch.cuda.is_available() else None,
-        "Triton": importlib.metadata.version("triton") if triton else None,
-    }
-    return ", ".join(f"{name} {version}" for name, version in named.items())
 
 
 _SHARE = 0.9
