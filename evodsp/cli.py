@@ -254,10 +254,11 @@ COMMANDS: dict[str, Command] = {
             "check this machine: kernels, half precision, training, prediction, sharding",
             settings="evodsp.selftest.config:SelftestConfig",
             runner="evodsp.selftest.command:run",
-            required="[--cpu N]",
+            required="[--cpu N] [--scaling]",
             description="Check evodsp on this machine, with all of its GPUs or with N CPU processes: every kernel against its "
             "formula, blocks in half precision, training on several meshes, resuming, prediction, and ranks against one "
-            "device. A table says how each check ended. The exit code is 1 if a check failed, else 0.",
+            "device. A table says how each check ended. With --scaling: check and measure what several GPUs or nodes do "
+            "together, and write one report. The exit code is 1 if a check failed, else 0.",
         ),
         SettingsCommand(
             "slurm",
