@@ -12,7 +12,7 @@ from typing import Any
 from evodsp.errors import UserError
 from evodsp.packaged import packaged_config, packaged_data
 from evodsp.reading.quoting import quoted
-from evodsp.reading.yaml_files import check_yaml
+from evodsp.reading.yaml_files import compose_yaml
 
 _OPTIONS = ("--config", "-c")
 
@@ -66,7 +66,7 @@ def _read(config: Path) -> dict[str, Any]:
     # This import is here so that the help of the commands does not wait for it.
     from omegaconf import OmegaConf
 
-    check_yaml(config)
+    compose_yaml(config)
     try:
         content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
     except Exception as error:  # from the part between ${ and }

@@ -123,7 +123,6 @@ def test_a_sentence_of_jsonargparse_stands_behind_the_place(tmp_path: Path) -> N
         ("", "FILE: not a YAML mapping of options: it is empty"),
         ("inner: {rate: 1}\ninner: {}", "FILE:2: 'inner' is here and on line 1; write it once, with all that belongs to it"),
         ("inner:\n  rate: 1\n  rate: 2", "FILE:3: 'rate' is here and on line 2; write it once, with all that belongs to it"),
-        ("inner: &a [*a]", "FILE:1: what is marked with & contains itself; write it out"),
         ("raw: true\ninner:\n", "FILE:2: 'inner' is empty; give some of its options, or remove the line"),
         ("raw: true\n1: 2", "FILE:2: the name of an option is a text; write it in quotes, or remove the line"),
         ("kind: ${nope}", "FILE: Interpolation key 'nope' not found; check what is between ${ and }"),

@@ -108,5 +108,5 @@ def foreign(store: dist.Store, key: str, found: str, expected: str) -> UserError
     where = f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
     return UserError(
         f"the ranks' store{where}, key {key}: found {found}, expected {expected}; another program writes into it. "
-        "Close its port to other users and machines (docs/training.md, 'Ports')"
+        "Close its port to other users and machines (docs/security.md, 'Ports')"
     )

@@ -12,12 +12,11 @@ from evodsp.errors import UserError
 from evodsp.files import remove_partial, write_text
 from evodsp.output import output_errors
 from evodsp.printing import tell
-from evodsp.reading.pickles import PickleRefused
 from evodsp.reading.quoting import printable
 from evodsp.training.config import RunConfig
 from evodsp.weights.hub import located
 from evodsp.weights.parameter_file import archive_damage, first_sentence
-from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
+from evodsp.weights.untrusted import load_checked, refuse_foreign
 
 
 @dataclass(frozen=True)
@@ -192,9 +191,6 @@ def damage(path: Path) -> str | None:
         return problem
     try:
         load_checked(path)
-    except PickleRefused as error:
-        refuse_foreign(path)
-        raise refused(path, error) from error
     except Exception as error:  # of a directory that passes for whole, too
         refuse_foreign(path)
         return first_sentence(error)

@@ -27,7 +27,6 @@ from evodsp.config import FeatureConfig, ModelConfig, from_dict, leaves
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.reading.pickles import PickleRefused
 from evodsp.reading.quoting import quoted, shown
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
@@ -36,7 +35,7 @@ from evodsp.weights.parameter_file import archive_damage, container, parameter_f
 from evodsp.weights.pretrained_folder import check_sum, is_pretrained, read_pretrained
 from evodsp.weights.published import is_parameter_file, load_published
 from evodsp.weights.sizes import check_bytes, check_finite, check_weights, compare, is_array, unwrapped
-from evodsp.weights.untrusted import load_checked, refuse_foreign, refused
+from evodsp.weights.untrusted import load_checked, refuse_foreign
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
 PREFIX = "model."
@@ -88,9 +87,6 @@ def _read_file(path: Path) -> Any:
         raise UserError(f"{path}: NumPy's .npz, not a checkpoint; give a .ckpt file written by `evodsp fit`")
     try:
         return load_checked(path)
-    except PickleRefused as error:
-        refuse_foreign(path)
-        raise refused(path, error) from error
     except Exception as error:  # a damaged pickle can raise any exception
         refuse_foreign(path)
         raise UserError(

@@ -1,7 +1,7 @@
 """Reading a PyTorch file that a stranger may have written, without running any code in it.
 
-`load_checked` reads what consists of tensors, numbers, texts and containers: evodsp's checkpoints. Its pickle is followed first
-(`evodsp.reading.pickles`). `load_untrusted` reads files of other programs too.
+`load_checked` reads what consists of tensors, numbers, texts and containers: evodsp's checkpoints. `load_untrusted` reads files
+of other programs too.
 
 A pickle names classes and functions, and unpickling calls them. torch's `weights_only` unpickler refuses every unknown name,
 and so it refuses OpenFold's training checkpoints, whose hyperparameters are `ml_collections.ConfigDict` objects. Here an inert
@@ -12,7 +12,6 @@ to is never imported, so no code of the file can run. Tensors, numbers, strings 
 from __future__ import annotations
 
 import io
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from evodsp.errors import UserError
-from evodsp.reading.pickles import PickleRefused, check_pickle
 from evodsp.reading.quoting import quoted
 
 _HOSTILE_MODULES = (
@@ -35,66 +33,14 @@ _HOSTILE_BUILTINS = (
 """No training program stores anything of these modules, or these functions; a file that names one was made to run commands."""
 
 
-_OPCODES = frozenset(
-    (
-        *("PROTO", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
-        *(
-            "BINUNICODE",
-            "SHORT_BINSTRING",
-            "EMPTY_TUPLE",
-            "TUPLE",
-            "TUPLE1",
-            "TUPLE2",
-            "TUPLE3",
-            "EMPTY_LIST",
-            "APPEND",
-        ),
-        *(
-            "APPENDS",
-            "EMPTY_DICT",
-            "SETITEM",
-            "SETITEMS",
-            "EMPTY_SET",
-            "BINPUT",
-            "LONG_BINPUT",
-            "BINGET",
-            "LONG_BINGET",
-        ),
-        *("GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
-    )
-)
-"""Those that torch's `weights_only` unpickler knows."""
-_LARGEST_PICKLE = 1 << 28
-"""Bytes. The arrays are not in it."""
-
-
 def load_checked(file: Path | bytes) -> Any:
     """What `torch.save` put into a file (a path, or its content), on the CPU; of a path, memory-mapped.
 
-    Raises PickleRefused if its pickle would harm the reader, and any other exception if it is damaged or holds other objects.
+    Raises any exception if it is damaged or holds other objects than tensors, numbers, texts and containers.
     """
-
-    def opened() -> Any:
-        return io.BytesIO(file) if isinstance(file, bytes) else str(file)
-
-    with zipfile.ZipFile(opened()) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED:
-                raise PickleRefused("it is compressed, which torch.save does not do")
-            if entry.file_size > archive.start_dir:  # where the list of its entries begins
-                raise ValueError(f"its entry {quoted(entry.filename)} is larger than the file")
-            if entry.filename.endswith("data.pkl") and entry.file_size > _LARGEST_PICKLE:
-                raise PickleRefused(f"all but its arrays is larger than {_LARGEST_PICKLE >> 20} MiB")
-    # torch's reader of archives, so that this is the pickle that is read in the end.
-    check_pickle(torch._C.PyTorchFileReader(opened()).get_record("data.pkl"), _OPCODES)
-    return torch.load(opened(), map_location="cpu", weights_only=True, mmap=not isinstance(file, bytes))
-
-
-def refused(path: str | Path, error: PickleRefused) -> UserError:
-    """The message for a file with such a pickle."""
-    return UserError(
-        f"{path}: not a readable checkpoint: {error}; save its dictionary of parameters alone, with torch.save"
-    )
+    is_content = isinstance(file, bytes)
+    opened = io.BytesIO(file) if isinstance(file, bytes) else str(file)
+    return torch.load(opened, map_location="cpu", weights_only=True, mmap=not is_content)
 
 
 class Inert:
@@ -132,8 +78,6 @@ def load_untrusted(path: Path) -> Any:
             return load_checked(path)
     except UserError:
         raise
-    except PickleRefused as error:
-        raise refused(path, error) from error
     except Exception as error:  # a damaged pickle can raise any exception
         raise UserError(
             f"{path}: not a readable checkpoint: damaged, or with objects that evodsp cannot skip; "

@@ -179,7 +179,7 @@ def _json(rng: Random, data: bytes) -> bytes | None:
         value = json.loads(data)
     except ValueError:
         try:
-            value = parse_yaml(data.decode(), "the case")  # which refuses what would be endless when written out
+            value = parse_yaml(data.decode(), "the case")
         except (UserError, UnicodeDecodeError):
             return None
     for _ in range(rng.choice((1, 1, 2, 4))):

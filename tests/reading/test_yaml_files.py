@@ -1,8 +1,7 @@
-"""YAML: whatever a file makes PyYAML raise is one line with its place, and no few lines take all memory."""
+"""YAML: whatever a file makes PyYAML raise is one line with its place."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,8 @@ from evodsp.reading.yaml_files import compose_yaml, parse_yaml, read_yaml
 from evodsp.report.runs import read_runs
 from evodsp.run_config_file import read_run_config
 
-BOMB = "a0: &a0 [" + "x," * 10 + "]\n" + "".join(f"a{n + 1}: &a{n + 1} [{f'*a{n},' * 10}]\n" for n in range(9))
-LAUGHS = "a0: &a0 {k: v}\n" + "".join(f"a{n + 1}: &a{n + 1} {{<<: [{f'*a{n},' * 10}]}}\n" for n in range(9))
-CHAIN = "- &a0 [1]\n" + "".join(f"- &a{n + 1} [*a{n}]\n" for n in range(1000))
 HOSTILE = {
-    "a bomb": (BOMB, r":6: .*more than 200,000 values when aliases are written out"),
-    "a bomb of merged keys": (LAUGHS, r":6: .*more than 200,000 values when aliases are written out"),
-    "deep lists": ("a: " + "[" * 20_000, r":1: .*nested more than 100 deep"),
-    "deep mappings": ("".join(f"{' ' * n}a:\n" for n in range(300)), "nested more than 100 deep"),
-    "deep aliases": (CHAIN, "nested more than 100 deep"),
-    "what contains itself": ("a: 1\nb: &b [*b]", r":2: what is marked with & contains itself"),
+    "deep lists": ("a: " + "[" * 20_000, "maximum recursion depth exceeded"),
     "a long number": ("a: 1\nb: " + "9" * 5000, r":2: .*4300 digits"),
     "a long number in base 16": ("a: 0x" + "f" * 5000, r":1: .*a number of too many digits"),
     "a long number in base 60": ("a: " + ":".join(["1"] * 3000), r":1: .*a number of too many digits"),
@@ -44,46 +35,24 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_one_line(name: str, tmp_path: Path) -> None:
-    """Catches a RecursionError, a ValueError of a number, an AttributeError of PyYAML, and memory without end."""
+    """Catches a RecursionError, a ValueError of a number, and an AttributeError of PyYAML."""
     text, message = HOSTILE[name]
     (path := tmp_path / "x.yaml").write_text(text)
-    start = time.process_time()
     for read in (read_yaml, read_run_config, compose_yaml):
         with pytest.raises(
             UserError, match=rf"x\.yaml{message}" if message[0] == ":" else rf"x\.yaml.*{message}"
         ) as error:
             read(path)
         assert "\n" not in str(error.value)
-    assert time.process_time() - start < 10
-
-
-@pytest.mark.parametrize("name", ["a{}", "b.a{}", ".a{}"])
-def test_references_that_write_out_to_a_long_text_are_refused(tmp_path: Path, name: str) -> None:
-    """Catches a few lines of `${...}` that OmegaConf writes out for minutes, until memory ends."""
-    lines = ["a0: 0123456789", *(f"a{n + 1}: '{('${' + name.format(n) + '}') * 10}'" for n in range(9))]
-    text = "\n".join(["b:", *(f"  {line}" for line in lines)] if "b." in name else lines)
-    (path := tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(UserError, match=r"x\.yaml:\d+: more than 100,000 characters when references are written out"):
-        read_run_config(path)
 
 
 def test_references_may_be_used(tmp_path: Path) -> None:
-    """Catches a limit that refuses usual configs, environment variables and circles included, which OmegaConf names itself."""
+    """Catches references to other values that are not written out, and a circle that is no line."""
     (path := tmp_path / "x.yaml").write_text("base: /data\nsets: {train: '${base}/train', all: '${.train}:${base}'}\n")
     assert read_run_config(path)["sets"] == {"train": "/data/train", "all": "/data/train:/data"}
     path.write_text("a: ${b}\nb: ${a}\n")
     with pytest.raises(UserError, match=r"check what is between \$\{ and \}"):
         read_run_config(path)
-
-
-def test_the_number_of_values_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a file of gigabytes that is parsed to its end."""
-    monkeypatch.setattr("evodsp.reading.yaml_files._MOST_NODES", 50)
-    (path := tmp_path / "x.yaml").write_text("[" + "1," * 49 + "]")
-    assert len(read_yaml(path)) == 49
-    path.write_text("[" + "1," * 50 + "[")  # the end is never reached
-    with pytest.raises(UserError, match=r"x\.yaml:1: .*more than 50 values\)"):
-        read_yaml(path)
 
 
 def parser() -> OneLineErrors:
@@ -95,7 +64,7 @@ def parser() -> OneLineErrors:
 
 def test_every_reader_uses_it(tmp_path: Path) -> None:
     """Catches a reader of YAML of its own: a run's page, a device, and the options of any command."""
-    (path := tmp_path / "config.yaml").write_text(BOMB)
+    (path := tmp_path / "config.yaml").write_text("a:\n  b: " + "9" * 5000)
     (tmp_path / "curve.csv").write_text("step,epoch,seconds,train/loss\n1,0,1,1\n")
 
     def device(path: Path) -> Any:
@@ -108,7 +77,7 @@ def test_every_reader_uses_it(tmp_path: Path) -> None:
         return read_runs([path.parent])
 
     for read in (run, device, options, compose_yaml):
-        with pytest.raises(UserError, match=r"config\.yaml:6: .*more than 200,000 values"):
+        with pytest.raises(UserError, match=r"config\.yaml:2: .*4300 digits"):
             read(path)
 
 
