@@ -20,7 +20,7 @@ from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK
 from evodsp.inference import clashes
 from evodsp.inference.results import RANKING, TIMINGS, write_json, write_results
-from evodsp.inference.score.chain_mapping import ComplexComparison, chains_beside
+from evodsp.inference.score.chain_mapping import ComplexComparison, chains_beside, likeness
 from evodsp.inference.score.complexes import Predicted, score_complex
 from evodsp.inference.structure_files import PredictedStructure
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
@@ -252,6 +252,12 @@ def test_residues_correspond_by_number_where_both_files_number_them_alike(renumb
     assert len(remarks) == 2
     assert (scores.lddt_ca == pytest.approx(1), interface.dockq == pytest.approx(1, abs=1e-5)) == (not renumbered,) * 2
     assert interface.dockq > 0.5
+
+
+@pytest.mark.parametrize(("letters", "identity"), [("MKTAYIAKQR", 1.0), ("MKTAYIAKQ", 0.0)])
+def test_a_piece_of_a_chain_is_another_chain(letters: str, identity: float) -> None:
+    """Catches half of a chain that is not compared with it, and a smaller piece that counts as the same chain."""
+    assert likeness(letters, "MKTAYIAKQRGSTWVLHEDC").identity == identity
 
 
 def test_numbers_that_name_two_residues_are_not_believed() -> None:

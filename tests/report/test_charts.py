@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from evodsp.report.charts import Level, Series, histogram, lines, stacked
+from evodsp.report.charts import Level, Series, histogram, lines, stacked, timeline
 
 
 def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:
@@ -42,6 +42,14 @@ def test_the_axes_are_named() -> None:
     named = {one.text: one for one in chart if one.tag == "text"}
     assert "rows" in named
     assert "rotate(-90)" in named["chains"].get("transform", "")
+
+
+def test_intervals_lie_at_their_times() -> None:
+    """Catches an interval of a time line drawn left of the picture, and lanes of different scales."""
+    lanes = {"device": [(1.0, 2.0, "a"), (3.0, 5.0, "b")], "link": [(2.0, 3.0, "c")]}
+    bars = [one for one in ElementTree.fromstring(timeline(lanes, "block")) if one.tag == "rect"]
+    found = [(float(bar.get("x") or 0), float(bar.get("width") or 0)) for bar in bars]
+    assert found == [pytest.approx(one, abs=0.1) for one in ((60, 212.5), (485, 425), (272.5, 212.5))]
 
 
 @pytest.mark.parametrize("value", [0.5, 4.0, 9.0, -1.0])
