@@ -171,7 +171,7 @@ COMMANDS: dict[str, Command] = {
             runner="evodsp.inference.score.scores:run",
             required="--predictions DIR --structures DIR [--train CHAINS] [--held_out CHAINS] --output DIR",
             description="Compare predictions with known structures: a table of lDDT-CA, RMSD, GDT-TS and TM-score, how far "
-            "pLDDT can be trusted, and a picture of each chain. It needs the extra `plots` for the pictures. With "
+            "pLDDT can be trusted, and a picture of each chain. With "
             "--complexes true: DockQ and lDDT-CA of the interfaces of complexes.",
         ),
         SettingsCommand(

@@ -71,7 +71,6 @@ NOT_FREE = {
     "data.samples.sample_pool": ("torch",),
     "data.samples.sample_source": ("torch",),
     "data.doctor.command": ("rich",),
-    "inference.confidence_figure": ("matplotlib",),
     "model.kernels.triton_kernels.device.*": ("triton",),
 }
 """Exceptions from `FREE`."""

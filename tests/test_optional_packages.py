@@ -19,7 +19,6 @@ OF_DEVELOPERS = {"notebooks", "docs", "compat", "dev"}
 ROOTS = ["--alignment_dir", "alignments", "--structure_dir", "mmcif_files"]
 COMMANDS = {
     "evodsp[hub]": ("huggingface_hub", ["predict", "a.fasta", "--checkpoint", "hf:organisation/name"]),
-    "evodsp[plots]": ("matplotlib", ["predict", "a.fasta", "--checkpoint", "a.ckpt", "--plots", "true"]),
     "evodsp[relax]": ("openmm", ["predict", "a.fasta", "--checkpoint", "a.ckpt", "--relax", "best"]),
     "evodsp[cluster]": ("distributed", ["data", "build", *ROOTS, "--scheduler"]),
     "s3fs": ("s3fs", ["fit", "--config", "tiny.yaml", "--data.store", "s3://bucket/store"]),

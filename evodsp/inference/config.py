@@ -180,8 +180,8 @@ class PredictConfig:
     """Relax predicted structures with OpenMM (pip install 'evodsp[relax]') as AlphaFold2 does, so that bonds and contacts are
     those of a real protein. best: only the one of each record that ranks first. The relaxed structure is written beside it."""
     plots: bool = False
-    """Also draw PNG files beside each report: pLDDT, contacts and aligned errors of every structure, and the coverage of the
-    alignments (pip install 'evodsp[plots]')."""
+    """Also write pictures as SVG files beside each report: pLDDT, contacts and aligned errors of every structure, and the
+    coverage of the alignments."""
     preset: str | None = None
     """Model that DeepMind's or OpenFold's parameters belong to, such as model_1_ptm; null: read from the file's name."""
     raw: bool = False

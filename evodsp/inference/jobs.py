@@ -29,7 +29,6 @@ from evodsp.inference.models import (
     with_template_row,
 )
 from evodsp.inference.pages.batch_page import BESIDE, INDEX
-from evodsp.inference.plot_files import check_matplotlib
 from evodsp.inference.relaxation import check_openmm
 from evodsp.inference.run_log import LOG
 from evodsp.inference.search import SEARCHED, with_searched
@@ -134,8 +133,6 @@ def read_inputs_and_models(config: PredictConfig) -> RunInputs:
     check_output_folder(config.output)
     if config.relax != "none":
         check_openmm()
-    if config.plots:
-        check_matplotlib()
     models = [
         (
             replace(model, arrangement=load_config(model.path, config.preset).arrangement),

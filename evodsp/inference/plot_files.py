@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 from evodsp.data.records import Alignment
-from evodsp.errors import UserError
-from evodsp.files import whole_file
+from evodsp.files import write_text
 from evodsp.inference.pages.coverage import coverage
+from evodsp.inference.pages.figures import Figure, coverage_figure
 from evodsp.inference.prediction import Prediction, RankedStructure
 from evodsp.inference.results import PredictionResult, stem
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-COVERAGE = "alignment_coverage.png"
-_DOTS = 150
-"""Per inch."""
-
-
-def check_matplotlib() -> None:
-    """Raise UserError if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise UserError("--plots needs matplotlib, which is not installed; run: pip install 'evodsp[plots]'")
+COVERAGE = "alignment_coverage.svg"
 
 
 def confidence_name(one: RankedStructure) -> str:
     """The file of a structure's confidence."""
-    return f"{stem(one.key)}_confidence.png"
+    return f"{stem(one.key)}_confidence.svg"
 
 
 def write_plots(result: PredictionResult, alignments: Callable[[], Sequence[Alignment]]) -> None:
@@ -44,13 +31,10 @@ def write_plots(result: PredictionResult, alignments: Callable[[], Sequence[Alig
     for name, draw in figures.items():
         file = result.folder / name
         if not file.exists() and (figure := draw()) is not None:
-            with whole_file(file) as partial:
-                figure.savefig(partial, format="png", dpi=_DOTS, facecolor="white")
+            write_text(file, figure)
 
 
 def _coverage(name: str, alignments: Sequence[Alignment]) -> Figure | None:
-    from evodsp.inference.confidence_figure import coverage_figure
-
     if not alignments or (found := coverage(alignments)).sequences == 1:
         return None
     return coverage_figure(found, name)

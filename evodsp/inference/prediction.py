@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32
@@ -20,6 +20,7 @@ from evodsp.errors import UserError
 from evodsp.files import whole_folder, write_text
 from evodsp.geometry.residues import CA
 from evodsp.inference.chains import ChainSpan
+from evodsp.inference.pages.figures import Figure, confidence_figure
 from evodsp.inference.pages.residue_charts import pae_uri, strip, trace
 from evodsp.inference.results import (
     REPORT,
@@ -34,9 +35,6 @@ from evodsp.inference.results import (
 from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.printing import counted
 from evodsp.report.rendering import render
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _MOST_ROWS = 10
 """Rows of the table in a notebook."""
@@ -111,17 +109,11 @@ class RankedStructure:
         return structure_text(self._structure, "pdb")
 
     def plot(self) -> Figure:
-        """pLDDT along the sequence, contacts, and the aligned errors if there are any. Raises UserError without matplotlib."""
-        try:
-            from evodsp.inference.confidence_figure import confidence_figure
-        except ImportError as error:
-            raise UserError(
-                "pictures need matplotlib, which is not installed; run: pip install 'evodsp[plots]'"
-            ) from error
+        """pLDDT along the sequence, contacts, and the aligned errors if there are any, as SVG."""
         highest = 0.0 if self._errors is None else self._errors.highest
-        borders = [chain.start for chain in self.chains[1:]]
         title = f"{self.result.name}, {_called(self)}"
-        return confidence_figure(self.plddt, self.pae, highest, self.contacts, title, borders)
+        chains = self.chains if len(self.chains) > 1 else ()
+        return confidence_figure(self.plddt, self.pae, highest, self.contacts, title, chains)
 
     @cached_property
     def _structure(self) -> PredictedStructure:
@@ -223,7 +215,7 @@ class Prediction(PredictionResult):
         return self.ranked[0].to_pdb()
 
     def plot(self) -> Figure:
-        """pLDDT along the sequence, contacts, and the aligned errors if there are any. Raises UserError without matplotlib."""
+        """pLDDT along the sequence, contacts, and the aligned errors if there are any, as SVG."""
         return self.ranked[0].plot()
 
     def save(self, path: str | Path) -> Path:

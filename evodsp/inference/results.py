@@ -5,7 +5,7 @@
                                             of a complex those of its chains and interfaces (`complex_scores`)
                     seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
                     seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
-                    seed_<k>_confidence.png, alignment_coverage.png    with --plots (`evodsp.inference.plot_files`)
+                    seed_<k>_confidence.svg, alignment_coverage.svg    with --plots (`evodsp.inference.plot_files`)
                     ranking.json            seeds, best first, and the settings of the run
                     ranking_debug.json      of complexes: the ranking as AlphaFold-Multimer writes it
                     timings.json            seconds per stage, peak memory
@@ -43,8 +43,8 @@ from evodsp.version import __version__
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
 _RANKING_DEBUG = "ranking_debug.json"
 OURS = re.compile(
-    r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|seed_\d+_contacts\.npz|seed_\d+_confidence\.png"
-    r"|alignment_coverage\.png|ranking(_debug)?\.json|timings\.json|report\.html"
+    r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|seed_\d+_contacts\.npz|seed_\d+_confidence\.(svg|png)"
+    r"|alignment_coverage\.(svg|png)|ranking(_debug)?\.json|timings\.json|report\.html"
 )
 """Names of the files that predict writes into a target's folder. All others are the user's."""
 _CONTACT_STEPS = 255

@@ -1,6 +1,6 @@
 """Charts as inline SVG. Colours come from the page (`evodsp.report.page`), so that they follow a light or dark screen.
 
-matplotlib would write SVG too, with fixed colours, a few hundred kilobytes a page, and it is an optional dependency.
+matplotlib would write SVG too, with fixed colours and a few hundred kilobytes a page.
 
 A curve of many points is noise with a trend in it. Above `_MOST_POINTS` points a line is the mean of neighbouring points, and
 a faint band behind it reaches from their lowest to their highest value.

@@ -193,11 +193,11 @@ def test_groups_of_two_ranks_share_the_records(workplace: Workplace, pool: RankP
         assert not any("could not be written" in line for line in lines)
     timings = read_json(config.output / "r2" / "timings.json")
     assert len(timings["ranks"]) == 2
-    assert pictures(config.output) == {name: {"seed_0_confidence.png"} for name in names}
+    assert pictures(config.output) == {name: {"seed_0_confidence.svg"} for name in names}
 
 
 def pictures(output: Path) -> dict[str, set[str]]:
-    return {folder.name: {path.name for path in folder.glob("*.png")} for folder in output.glob("r*")}
+    return {folder.name: {path.name for path in folder.glob("*.svg")} for folder in output.glob("r*")}
 
 
 def test_groups_draw_the_pictures_of_their_records(workplace: Workplace, pool: RankPool) -> None:
@@ -207,7 +207,7 @@ def test_groups_draw_the_pictures_of_their_records(workplace: Workplace, pool: R
     for names, failed, lines in pool.run(2, in_groups, replace(config, plots=True), 1):
         assert (names, failed) == (["r0", "r1"], [])
         assert not any("could not be written" in line for line in lines)
-    assert pictures(config.output) == {name: {"seed_0_confidence.png"} for name in names}  # no alignments, no coverage
+    assert pictures(config.output) == {name: {"seed_0_confidence.svg"} for name in names}  # no alignments, no coverage
 
 
 def torchrun(ranks: int, *words: str) -> subprocess.CompletedProcess[str]:

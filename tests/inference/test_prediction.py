@@ -111,10 +111,9 @@ def test_what_a_notebook_shows(with_pae: AlphaFold, tmp_path: Path) -> None:
     assert 'height="500"' in frame
     assert 'src="http' not in frame
     assert shown["image/svg+xml"].count("<line") == 2 * (len(QUERY) - 3)  # the X has no CA: both of its links are gaps
-    pytest.importorskip("matplotlib")
-    figure: Any = one.plot()
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    assert [axes.get_title() for axes in figure.axes][1:3] == ["Contacts by the distogram", "Predicted aligned error"]
+    figure = one.plot()
+    assert figure.startswith("<svg")
+    assert figure.index("Contacts: CB within 8 Å, by the distogram") < figure.index("Predicted aligned error")
 
 
 @pytest.mark.parametrize(

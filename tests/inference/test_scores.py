@@ -106,8 +106,8 @@ def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
         rows = list(csv.DictReader(file))
     assert [float(row["rmsd"]) for row in rows] == [pytest.approx(s.rmsd, abs=1e-4) for s in found]
     for key in ("9aaa_B", "9bbb_B"):
-        assert (root / "shown" / f"distances_{key}.png").stat().st_size > 10_000
-    assert (root / "shown" / "calibration.png").stat().st_size > 10_000
+        assert (root / "shown" / f"distances_{key}.svg").stat().st_size > 2_000
+    assert (root / "shown" / "calibration.svg").stat().st_size > 2_000
     said = capsys.readouterr().out
     assert "9bbb_B" in said
     (line,) = (line for line in said.splitlines() if line.startswith("held-out: "))
@@ -170,8 +170,7 @@ def score_command(root, *words: str) -> int:
 def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsys, monkeypatch):
     """Catches a copy of the held-out chain itself or of a chain that was not trained on, a difference of the wrong sign,
     and training structures in a folder of their own that are not looked for there."""
-    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.png"])
-    monkeypatch.setattr(module, "calibration_figure", lambda *_: None)
+    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.svg"])
     root, ((near, _), (experiment, predicted)) = cases
     resolved = np.r_[0:10, 13:LENGTH]
     ones = torch.ones(len(resolved)).double()
@@ -199,8 +198,7 @@ def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsy
 def test_the_training_chains_of_a_run(cases, capsys, monkeypatch):
     """Catches a config whose chains, folders or filters are not those that are copied, and a chain without a copy that ends the
     table."""
-    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.png"])
-    monkeypatch.setattr(module, "calibration_figure", lambda *_: None)
+    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.svg"])
     root, _ = cases
     for key in ("1abc_A", "2abc_A"):
         write_chain(root, key, "MKTAYIAKQRWLEACD" if key == "1abc_A" else "ACDEFGHIKLMNPQRSTVWY" * 2)

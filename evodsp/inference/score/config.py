@@ -18,7 +18,7 @@ class ScoreConfig:
     structures: Path
     """Folder of the true structures, <pdbid>.cif or .pdb, also gzipped."""
     output: Path
-    """Folder for scores.csv, calibration.png and a picture of each chain, distances_<chain>.png; for complexes for scores.csv
+    """Folder for scores.csv, calibration.svg and a picture of each chain, distances_<chain>.svg; for complexes for scores.csv
     and interfaces.csv."""
     train: str | None = None
     """Predictions to score: those of chains that the model was trained on, a file with one per line, or <pdbid>_<chain>,…

@@ -19,14 +19,15 @@ from evodsp.data.sources.layout import chain_id_in
 from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
+from evodsp.files import write_text
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
+from evodsp.inference.pages.figures import calibration_figure, distance_figure
 from evodsp.inference.results import RANKING, plddt_of, read_result
 from evodsp.inference.score.baseline import TrainingChains, training_chains, training_complexes
 from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
-from evodsp.inference.score.figures import calibration_figure, distance_figure
 from evodsp.inference.score.splits import predicted
 from evodsp.printing import counted, show
 from evodsp.score_tables import ChainScores, table, write_rows
@@ -142,7 +143,7 @@ def write_report(
     training: TrainingChains | None = None,
 ) -> Sequence[ChainScores]:
     """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write `<output>/scores.csv`,
-    `<output>/calibration.png` and `<output>/distances_<chain>.png`. `training`: also score copies of these chains. Chains
+    `<output>/calibration.svg` and `<output>/distances_<chain>.svg`. `training`: also score copies of these chains. Chains
     without a finished prediction are named and left out, unless no chain has one.
 
     Without matplotlib a UserError is raised for the pictures, after the table and the scores are written.
@@ -175,9 +176,9 @@ def write_report(
     for split, calibration in found.items():
         report(calibration.line(split))
     pictures = draw(predictions, structures, splits, output)
-    calibration_figure(found, output / "calibration.png")
+    write_text(output / "calibration.svg", calibration_figure(found))
     report(
-        f"\nwrote {output / 'scores.csv'}, {output / 'calibration.png'} and {len(pictures)} pictures, e.g. {pictures[0]}"
+        f"\nwrote {output / 'scores.csv'}, {output / 'calibration.svg'} and {len(pictures)} pictures, e.g. {pictures[0]}"
     )
     return scores
 
@@ -240,21 +241,21 @@ def write_scores(scores: Sequence[ChainScores], path: Path) -> None:
 
 
 def draw(predictions: Path, structures: Path, splits: Mapping[str, Sequence[str]], output: Path) -> list[Path]:
-    """One picture per chain, `<output>/distances_<chain>.png`: true against predicted distances, and pLDDT."""
+    """One picture per chain, `<output>/distances_<chain>.svg`: true against predicted distances, and pLDDT."""
     paths = []
     for split, keys in splits.items():
         for key in keys:
             pair = _read_key(predictions, structures, key)
             scores = _score(pair, split)
-            path = output / f"distances_{key}.png"
-            distance_figure(
+            path = output / f"distances_{key}.svg"
+            figure = distance_figure(
                 pair.true.positions[:, CA],
                 pair.predicted.positions[:, CA],
                 pair.plddt,
-                path,
                 title=f"{key} ({split}): lDDT-CA {scores.lddt_ca:.2f}, RMSD {scores.rmsd:.1f} Å",
                 true_mask=pair.true.mask[:, CA] > 0.5,
             )
+            write_text(path, figure)
             paths.append(path)
     return paths
 

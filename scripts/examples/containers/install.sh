@@ -3,7 +3,7 @@
 #
 #   install.sh BUILD ENVIRONMENT     BUILD holds constraints.txt and one evodsp-*.whl
 #
-# EXTRAS: optional packages, such as [relax,plots]. PYTHON: the interpreter (default: python3).
+# EXTRAS: optional packages, such as [relax,hub]. PYTHON: the interpreter (default: python3).
 set -euo pipefail
 build=$1 environment=$2
 
