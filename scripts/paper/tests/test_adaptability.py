@@ -23,6 +23,8 @@ from tests.builders.comparison import close
 from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.verify
+
 AXES, DIMS = "batch time space channel", {"time": 1, "space": 2}
 WIDTH, HEADS, CHANNELS, CONTEXT = 4, 4, 3, 6
 SIZES, SMALL = (2, 5, 7, CHANNELS), (1, 2, 3, CHANNELS)
@@ -106,7 +108,6 @@ def test_a_module_in_parallel_equals_one_device(pool: RankPool, name: str) -> No
         compare(pool, name, ranks)
 
 
-@pytest.mark.verify
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_module_in_parallel_equals_one_device_on_four_ranks(pool: RankPool, name: str) -> None:
     """Catches the same bugs as the test above, with shards of one and two positions."""
@@ -150,7 +151,6 @@ def test_gradcheck_of_a_parallel_module(pool: RankPool, name: str) -> None:
     assert all(pool.run(3, check_gradients, name, True))
 
 
-@pytest.mark.verify
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", MIXERS)
 def test_gradcheck_of_a_parallel_module_in_every_entry(pool: RankPool, name: str, ranks: int) -> None:

@@ -15,6 +15,8 @@ from scripts.paper.adaptability.recurrence import DepthwiseConvolution, Selectiv
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
 
+pytestmark = pytest.mark.verify
+
 WIDTH, HEADS, TIME, SPACE = 8, 4, 5, 7
 
 

@@ -16,6 +16,8 @@ from scripts.paper.methods.base import RingGroup
 from scripts.paper.methods.ring import RingAttention
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.verify
+
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
     """Queries, keys, values and a gradient of the output: 3 rows, 2 heads, 4 queries, 12 keys of width 8."""

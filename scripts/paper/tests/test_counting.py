@@ -15,6 +15,8 @@ from scripts.paper import counting
 from scripts.paper.one_rank import SentBytes
 from scripts.paper.workload import Workload
 
+pytestmark = pytest.mark.verify
+
 SMALL = Workload("tiny", time=8, rows=2, columns=4)
 RANKS = 4
 
@@ -24,7 +26,9 @@ RANKS = 4
     [
         "dsp",
         "ring",
-        *(pytest.param(name, marks=pytest.mark.verify) for name in ("ulysses", "megatron_sp", "megatron_tp")),
+        "ulysses",
+        "megatron_sp",
+        "megatron_tp",
     ],
 )
 def test_small_volumes_equal_the_papers_tables(method: str) -> None:

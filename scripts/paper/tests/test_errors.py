@@ -14,6 +14,8 @@ from scripts.paper.config import TransformerConfig
 from scripts.paper.methods import METHODS, Groups, method_named
 from scripts.paper.transformer import Transformer
 
+pytestmark = pytest.mark.verify
+
 CONFIG = TransformerConfig(layers=1, width=12, heads=3)
 LATENTS = (1, 4, 5, 4, 4)
 

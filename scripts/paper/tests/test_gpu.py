@@ -19,6 +19,8 @@ from scripts.paper.experiments import TABLES, Case, cases
 from scripts.paper.workload import Workload
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.verify
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "paper" / "gpu.sh"
 TINY = Workload("tiny", time=4, rows=4, columns=4, checkpoint=True)
@@ -145,7 +147,6 @@ def test_the_report_shows_what_has_no_number(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_size > 0
 
 
-@pytest.mark.verify
 def test_the_script_runs_on_cpu_ranks(tmp_path: Path) -> None:
     """Catches a program that the launcher cannot start, and results that are measured again."""
     command = ["bash", str(SCRIPT), "--cpu", "2", "--only", "table4", "--output", str(tmp_path)]

@@ -16,6 +16,8 @@ from scripts.paper.one_rank import Passes, passes
 from scripts.paper.workload import Workload
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.verify
+
 SMALL = Workload("tiny", time=8, rows=2, columns=4)  # 64 tokens, C = 32, 4 heads
 
 

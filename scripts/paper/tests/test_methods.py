@@ -14,6 +14,8 @@ from scripts.paper.methods import METHODS
 from scripts.paper.tests.runs import Case, Result, run_method, traffic_of_formulas
 from tests.ranks import RankPool
 
+pytestmark = pytest.mark.verify
+
 Runner = Callable[[Case], Result]
 CONFIG = TransformerConfig(layers=2, width=16, heads=4, dropout=0.25)
 EVEN = Case(CONFIG, (2, 4, 8, 4, 8))

@@ -15,6 +15,8 @@ from scripts.paper.experiments import Case
 from scripts.paper.one_rank import follow, passes
 from scripts.paper.workload import Workload
 
+pytestmark = pytest.mark.verify
+
 SMALL = Workload("tiny", time=8, rows=16, columns=16, checkpoint=True)
 H100 = load_device(str(modelled.HERE / "h100.yaml"))
 LINKS = Links(load_link("nvlink4"), load_link("infiniband"), 8)

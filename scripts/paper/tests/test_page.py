@@ -10,6 +10,8 @@ from evodsp.errors import UserError
 from scripts.paper import page, reproduce, timing
 from scripts.paper.part import Tables
 
+pytestmark = pytest.mark.verify
+
 
 @pytest.fixture(scope="module")
 def tables() -> Tables:

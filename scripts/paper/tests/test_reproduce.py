@@ -13,6 +13,8 @@ from scripts.paper import reproduce
 from scripts.paper.part import Part, Tables, Tick, read_csv
 from scripts.paper.progress import Progress
 
+pytestmark = pytest.mark.verify
+
 
 class Counted:
     """Stands in for the parts: two that count how often they are measured."""
@@ -128,7 +130,6 @@ def test_the_time_left_follows_the_pace(capsys: pytest.CaptureFixture[str]) -> N
     assert lines[2].startswith("part 3/4: step")
 
 
-@pytest.mark.verify
 def test_a_quick_run_of_everything(tmp_path: Path) -> None:
     """Catches a part that fails on real ranks, and a table or plot that is not written. Takes a minute."""
     assert reproduce.main(["--quick", "--output", str(tmp_path)]) == 0

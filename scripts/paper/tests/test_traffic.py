@@ -11,6 +11,8 @@ from scripts.paper.config import TransformerConfig
 from scripts.paper.methods import METHODS
 from scripts.paper.tests.runs import Case, run_on_fake_ranks, traffic_of_formulas
 
+pytestmark = pytest.mark.verify
+
 RANKS = 8
 CASE = Case(TransformerConfig(layers=2, width=16, heads=8), (1, 4, 8, 4, 16))
 

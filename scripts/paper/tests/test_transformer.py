@@ -13,6 +13,8 @@ from evodsp.rng import Draws
 from scripts.paper.config import AXES, TransformerConfig
 from scripts.paper.transformer import Block, Transformer, positions_of
 
+pytestmark = pytest.mark.verify
+
 CONFIGS = Path(__file__).parents[3] / "scripts" / "paper" / "configs"
 SMALL = TransformerConfig(layers=1, width=8, heads=2)
 
