@@ -18,7 +18,7 @@ PAGES = [
         f"docs/{name}.md"
         for name in ("index", "quickstart", "training", "weights", "prediction", "data", "planning", "cluster", "dsp")
     ),
-    *("docs/parallelize.md", "docs/frameworks.md"),
+    *("docs/security.md", "docs/parallelize.md", "docs/frameworks.md"),
     *(
         "docs/measured.md",
         "docs/paper.md",
