@@ -32,6 +32,7 @@ Pairing = Literal["species", "entry", "none"]
 
 _OF_MEMORY = (
     "device", "precision", "working_memory", "msa_clusters", "extra_msa", "ensembles", "kernels", "plan", "parallel",
+    "cuda_graphs",
 )  # fmt: skip
 
 
@@ -67,6 +68,8 @@ class PassSettings:
     """Number of ranks that share a structure."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     """How the ranks communicate."""
+    cuda_graphs: bool = True
+    """Whether passes may be recorded: the option of this name."""
 
     @property
     def half(self) -> bool:
@@ -211,6 +214,10 @@ class PredictConfig:
     """How the ranks communicate."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     """Which implementation each operator of the model uses."""
+    cuda_graphs: bool = True
+    """On one GPU, record a whole pass of a record below 500 residues as a CUDA graph and replay it: in further passes, and for
+    other records and seeds whose sizes, rounded up by less than a quarter, are the same. A pass that cannot be recorded is
+    launched. false: every pass is launched."""
 
     def __post_init__(self) -> None:
         ranges = {
@@ -278,6 +285,7 @@ class PredictConfig:
             self.working_memory,
             self.parallel.sequence,
             self.plan,
+            self.cuda_graphs,
         )
 
     @property
@@ -359,6 +367,8 @@ class EstimateConfig:
     """Ranks that share one structure."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     """How the ranks communicate."""
+    cuda_graphs: bool = True
+    """Record passes on a GPU, as in `evodsp predict`."""
     output: Path | None = None
     """JSON file for the numbers; null: they are only printed."""
 
@@ -393,6 +403,7 @@ class EstimateConfig:
             working_memory=self.working_memory,
             ranks=self.parallel.sequence,
             plan=self.plan,
+            cuda_graphs=self.cuda_graphs,
         )
 
     @property

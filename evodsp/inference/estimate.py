@@ -8,6 +8,7 @@ import math
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,12 @@ def check_needs(
     if sets * _multiplications(model, residues, rows) < TINY:
         return None
     chains = int(batch["asym_id"].max()) if "asym_id" in batch else 1
-    sizes = SampleSizes(_rounded(residues), _rounded(rows[0]), _rounded(rows[1]), templates, chains)
+    recorded = model.graphs is not None  # of other sizes than those of the grid
+    of_set = (residues, *rows) if recorded else (_rounded(residues), *map(_rounded, rows))
+    sizes = SampleSizes(of_set[0], of_set[1], of_set[2], templates, chains)
     machine, memory = Machine.here(device), working_memory(settings.working_memory, device)
     what = _planned(settings, model.config, sizes, sets // settings.ensembles, memory, machine)
+    what = replace(what, graphs=recorded)
     needs = prediction_needs(what, machine.device, machine.links)
     total, weights = needs.memory.total, needs.memory.weights
     there = weights + (0 if what.on_gpu else needs.memory.features)  # the model and the features are in memory already
@@ -111,7 +115,8 @@ def check_needs(
     line = needs.line("the model", free)
     if total <= free:
         return line
-    if _SURE * total <= free or try_anyway:
+    launched = total - needs.memory.recorded  # a pass that cannot be recorded for want of memory is launched
+    if _SURE * launched <= free or try_anyway:
         return f"{line}; it may not fit"
 
     def fits(changed: PlannedPrediction) -> bool:
@@ -141,6 +146,7 @@ def _planned(
         on_gpu=not machine.shared,
         memory=memory,
         plan=settings.plan,
+        graphs=settings.cuda_graphs,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Float, Float32, Int64, Integer
 
 from evodsp.data.complexes.entities import columns_of, entities_of
+from evodsp.features.buckets import padded, worth_recording
 from evodsp.inference.complex_scores import ComplexScores
 from evodsp.inference.config import PassSettings
+from evodsp.inference.devices import working_memory
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
@@ -29,8 +31,11 @@ from evodsp.model.confidence import (
     compute_ptm,
     highest_pae,
 )
+from evodsp.model.graphs import Graphs
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.outputs import ModelOutput
+from evodsp.model.primitives import use_memory
+from evodsp.model.recorders import CudaRecorder, Recorder
 from evodsp.printing import counted
 from evodsp.progress import progress
 
@@ -68,19 +73,77 @@ def layer_dtype(settings: PassSettings) -> torch.dtype:
     return torch.bfloat16 if settings.half else torch.float32
 
 
+_RECORDINGS = 3
+"""Recorded passes that are kept. The one that was used longest ago is freed for another."""
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records passes on this device; None: they are launched."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+class PassRunner:
+    """A model in use, and what its passes share: copies of its parameters in half precision, and recorded passes."""
+
+    def __init__(self, model: AlphaFold, settings: PassSettings) -> None:
+        self.model, self.settings = model, settings
+        self.device = next(model.parameters()).device
+        self.memory = working_memory(settings.working_memory, self.device)
+        self.casts = CastParameters(model)
+        self._graphs = None
+        if settings.cuda_graphs and (recorder := recorder_of(self.device)) is not None:
+            self._graphs = Graphs(recorder, _RECORDINGS, calls_before=0, warm_ups=1, required=False, renews=True)
+
+    def sized(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch, padded if its passes are to be recorded; otherwise it may need their memory, and recordings are freed."""
+        sets, residues = batch["aatype"].shape[1:]
+        worth = worth_recording(residues, sets // self.settings.ensembles, self.settings.ranks)
+        self.model.graphs = self._graphs if worth and not self.given_up else None
+        if self.model.graphs is None:
+            self.free()
+            return batch
+        return padded(batch, self.model.features)
+
+    @property
+    def given_up(self) -> str:
+        """Why passes are not recorded any more, in words; '' as long as they are."""
+        return "" if self._graphs is None else self._graphs.given_up
+
+    def limit(self, batch: dict[str, torch.Tensor]) -> int | None:
+        """The bytes to which layers keep. None if they are small enough to be computed whole, or without a limit."""
+        if self.settings.ranks > 1:
+            return self.memory
+        names = "msa_feat", "extra_msa", *(("template_aatype",) if self.model.config.templates.enabled else ())
+        rows = [batch[name].shape[2] for name in names]
+        number = layer_dtype(self.settings).itemsize
+        return self.model.memory_limit(self.memory, number, batch["aatype"].shape[2], *rows)
+
+    def free(self) -> None:
+        """Give the memory of recorded passes back."""
+        if self._graphs is not None:
+            self._graphs.free()
+
+
 def run_passes(
-    model: AlphaFold, batch: dict[str, torch.Tensor], settings: PassSettings
+    runner: PassRunner, batch: dict[str, torch.Tensor], ended: Callable[[], None]
 ) -> tuple[ModelOutput, tuple[float, ...]]:
-    """Run the model on one batch; its output and the seconds of each pass. A pass ends with the structure module."""
-    device = next(model.parameters()).device
+    """Run the model on one batch; its output and the seconds of each pass. `ended`: called at the end of each pass."""
+    model, settings, device = runner.model, runner.settings, runner.device
     clock = PassClock(device)
-    hook = model.structure_module.register_forward_hook(lambda *_: clock.mark())
+
+    def mark() -> None:
+        clock.mark()
+        ended()
+
+    use_memory(model, runner.limit(batch))
+    half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
+    tolerance = settings.stop_tolerance or 0.0
     try:
-        half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
-        with torch.inference_mode(), float32_matmul(settings.matmul_precision), half, CastParameters(model):
-            output = model(batch, ensembles=settings.ensembles, stop_tolerance=settings.stop_tolerance or 0.0)
-    finally:
-        hook.remove()
+        with torch.inference_mode(), float32_matmul(settings.matmul_precision), half, runner.casts:
+            output = model(batch, ensembles=settings.ensembles, stop_tolerance=tolerance, ended=mark)
+    except Exception:
+        runner.free()  # the next target may need the memory
+        raise
     return output, clock.seconds()
 
 
@@ -204,17 +267,23 @@ def _collected(
 
 
 @contextmanager
-def block_progress(model: AlphaFold, what: str, passes: int) -> Iterator[None]:
-    """Count the blocks of the extra-MSA stack and the Evoformer that the model runs within this context.
+def block_progress(model: AlphaFold, what: str, passes: int, ensembles: int) -> Iterator[Callable[[], None]]:
+    """Count the blocks of the extra-MSA stack and the Evoformer that the model runs within this context; of recorded passes,
+    which run no blocks, the passes. Yields a function to call at the end of each pass.
 
-    `passes`: how many passes there are at most. On a GPU the count runs ahead of the device within a pass: blocks are launched,
-    not awaited.
+    `passes`: how many passes there are at most. `ensembles`: feature sets of each. On a GPU the count runs ahead of the device:
+    blocks are launched, not awaited.
     """
+    if model.graphs is not None:
+        with progress(f"{what}: {counted(passes, 'pass')}", total=passes) as advance:
+            yield lambda: advance(1)
+        return
+    passes *= ensembles
     blocks = [*model.extra_msa_stack.blocks, *model.evoformer.blocks]
     with progress(f"{what}: blocks of {passes} pass{'es' * (passes > 1)}", total=passes * len(blocks)) as advance:
         hooks = [block.parts[-1].register_forward_hook(lambda *_: advance(1)) for block in blocks]
         try:
-            yield
+            yield lambda: None
         finally:
             for hook in hooks:
                 hook.remove()

@@ -22,7 +22,7 @@ from evodsp.files import remove_partial, whole_folder
 from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.batch_table import write_batch_table
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.devices import device_of, memory_errors, working_memory
+from evodsp.inference.devices import device_of, memory_errors
 from evodsp.inference.earlier_results import EarlierResult, copy_files, find_earlier
 from evodsp.inference.failures import FAILURES, Outcome, RecordFailure, none_usable, page_problem, write_failures
 from evodsp.inference.groups import Groups, share
@@ -30,7 +30,7 @@ from evodsp.inference.jobs import Job, RunInputs, prepare, read_inputs_and_model
 from evodsp.inference.models import NamedModel, sizes_line
 from evodsp.inference.pages.batch_page import INDEX, write_batch_page
 from evodsp.inference.pages.target_page import write_target_page
-from evodsp.inference.passes import layer_dtype
+from evodsp.inference.passes import PassRunner, layer_dtype
 from evodsp.inference.plot_files import write_plots
 from evodsp.inference.relaxation import missing_relaxations, relax_prediction
 from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
@@ -38,9 +38,8 @@ from evodsp.inference.run_log import Report
 from evodsp.inference.seeds import Finished, predict_seeds
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first
 from evodsp.lock import holder, lock
-from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels.registry import choose, summary
-from evodsp.model.primitives import use_exchange, use_kernels, use_memory
+from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.printing import counted, show
@@ -158,7 +157,7 @@ def _predict_with(
     work = prepare(named, trained, inputs, config, device, everyone, ranks=1 if group is None else group.size)
     if not work.jobs:
         return [*work.failures]
-    model, features = work.model, work.features
+    model, features, runner = work.model, work.features, None
     if model is not None:
         model = model.to(device).eval()
         if group is not None:
@@ -171,9 +170,9 @@ def _predict_with(
             on_all_ranks=lambda value: all_of(value, everyone),
         )
         use_kernels(model, kernels)
-        use_memory(model, working_memory(config.working_memory, device))
         for line in summary(choices, device):
             report(line)
+        runner = PassRunner(model, config.passes)
 
     report(sizes_line(features, trained, config.ensembles))
     for failure in work.failures:
@@ -181,19 +180,23 @@ def _predict_with(
 
     def run(number: int, say: Report) -> PredictionResult | RecordFailure:
         place = f"[{number + 1}/{len(work.jobs)}]"
-        return _predict_job(work.jobs[number], place, say, model, config, features, group)
+        return _predict_job(work.jobs[number], place, say, runner, config, features, group)
 
-    if groups is None:
-        return [*work.failures, *(run(number, report) for number in range(len(work.jobs)))]
-    report(f"{groups.count} groups of ranks take {counted(len(work.jobs), 'record')}, the longest first")
-    return [*work.failures, *share([len(job.target.query) for job in work.jobs], run, report, groups)]
+    try:
+        if groups is None:
+            return [*work.failures, *(run(number, report) for number in range(len(work.jobs)))]
+        report(f"{groups.count} groups of ranks take {counted(len(work.jobs), 'record')}, the longest first")
+        return [*work.failures, *share([len(job.target.query) for job in work.jobs], run, report, groups)]
+    finally:
+        if runner is not None:
+            runner.free()  # before the next model is loaded
 
 
 def _predict_job(
     job: Job,
     place: str,
     report: Report,
-    model: AlphaFold | None,
+    runner: PassRunner | None,
     config: PredictConfig,
     features: FeatureConfig,
     group: Group | None,
@@ -213,7 +216,7 @@ def _predict_job(
         report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
     with _notes(config).noted(job.target.query.name, group) as left_out:
-        found = left_out or _predict_target(job, model, config, features, report, group)
+        found = left_out or _predict_target(job, runner, config, features, report, group)
     if isinstance(found, RecordFailure):
         report(f"  failed: {found.reason}")
     return found
@@ -221,7 +224,7 @@ def _predict_job(
 
 def _predict_target(
     job: Job,
-    model: AlphaFold | None,
+    runner: PassRunner | None,
     config: PredictConfig,
     features: FeatureConfig,
     report: Report,
@@ -237,8 +240,8 @@ def _predict_target(
         report(f"  {what} kept")
     pieces: Iterable[Finished | RecordFailure] = [Finished({}, {})]  # without a seed to predict, a format is missing
     if job.seeds:
-        assert model is not None
-        pieces = predict_seeds(job, model, config.passes, features, config.try_anyway, report, group)
+        assert runner is not None
+        pieces = predict_seeds(job, runner, features, config.try_anyway, report, group)
     result: PredictionResult | None = None
     failure: RecordFailure | None = None
     for piece in pieces:

@@ -8,7 +8,7 @@ record and costs none of those before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,19 +20,17 @@ import torch.distributed as dist
 from evodsp.config import FeatureConfig
 from evodsp.data.samples.dataset import collate
 from evodsp.errors import UserError
-from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import memory_entries, memory_errors
 from evodsp.inference.estimate import check_needs
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.jobs import Job
-from evodsp.inference.passes import SeedRun, block_progress, run_passes, structure_of
+from evodsp.inference.passes import PassRunner, SeedRun, block_progress, run_passes, structure_of
 from evodsp.inference.run_log import Report
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.target_msas import TargetMsa
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
-from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
 
 WRITE_EVERY_S = 30.0
@@ -51,8 +49,7 @@ class Finished:
 
 def predict_seeds(
     job: Job,
-    model: AlphaFold,
-    settings: PassSettings,
+    runner: PassRunner,
     features: FeatureConfig,
     try_anyway: bool,
     report: Report,
@@ -65,7 +62,7 @@ def predict_seeds(
 
     Raises RankOutOfMemoryError on a rank of several that has no memory left.
     """
-    target, device = job.target, next(model.parameters()).device
+    target, model, settings, device = job.target, runner.model, runner.settings, runner.device
     start = time.perf_counter()
 
     def read() -> TargetMsa:
@@ -113,19 +110,22 @@ def predict_seeds(
     for seed in job.seeds:
         try:
             batch, seconds = _batch(job, msa, features, seed, settings.ensembles, device, report, group)
+            batch, failed_before = runner.sized(batch), runner.given_up
             if seed == job.seeds[0]:
                 ask = partial(check_needs, target.query.name, len(target.query), batch, model, settings, try_anyway)
                 if line := from_first(ask, group):
                     report(f"  {line}")
-            most = (features.recycles + 1) * settings.ensembles
-            shown = block_progress(model, f"{target.query.name}, seed {seed}", most) if _is_rank_0() else nullcontext()
-            with shown:
-                structure, passes, change = _predict_seed(target, batch, model, settings, group)
+            what = f"{target.query.name}, seed {seed}"
+            shown = block_progress(model, what, features.recycles + 1, settings.ensembles)
+            with shown if _is_rank_0() else nullcontext(_nothing) as ended:
+                structure, passes, change = _predict_seed(target, batch, runner, ended, group)
         except UserError as error:
             if structures:
                 yield finished()
             yield RecordFailure(target.query.name, str(error))
             return
+        if runner.given_up != failed_before:
+            report(f"  {runner.given_up}; passes are launched instead, which is slower")
         structures[seed], runs[seed] = structure, SeedRun(seconds, passes, change)
         report(f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structure.confidence_line}")
         if seed == job.seeds[-1] or from_first(partial(_due, since), group):
@@ -136,6 +136,10 @@ def predict_seeds(
 def _due(since: float) -> bool:
     """Whether seeds that began at `since` have taken so long that they are to be written."""
     return time.perf_counter() - since >= WRITE_EVERY_S
+
+
+def _nothing() -> None:
+    """The end of a pass that nobody watches."""
 
 
 def _is_rank_0() -> bool:
@@ -177,12 +181,15 @@ def _features(
 
 
 def _predict_seed(
-    target: Target, batch: dict[str, torch.Tensor], model: AlphaFold, settings: PassSettings, group: Group | None
+    target: Target,
+    batch: dict[str, torch.Tensor],
+    runner: PassRunner,
+    ended: Callable[[], None],
+    group: Group | None,
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
-    device = next(model.parameters()).device
-    with memory_errors(target.query.name, len(target.query), device, group):
-        output, passes = run_passes(model, batch, settings)
-        structure = structure_of(target, batch, output, model)
+    with memory_errors(target.query.name, len(target.query), runner.device, group):
+        output, passes = run_passes(runner, batch, ended)
+        structure = structure_of(target, batch, output, runner.model)
     change = None if output.ca_change is None else float(output.ca_change[0])
     return structure, passes, change

@@ -5,7 +5,7 @@ Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from evodsp.geometry.frames import pseudo_beta
 from evodsp.model.arrangement import ARRANGEMENTS
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, below
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
+from evodsp.model.graphs import Recordable
 from evodsp.model.heads import make_heads
 from evodsp.model.msa_ops import first_row
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.precision import activation_dtype
-from evodsp.model.primitives import Budgeted, Linear
+from evodsp.model.primitives import Budgeted, Linear, widest
 from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
 from evodsp.rng import Draws
@@ -33,8 +34,8 @@ TORSIONS = "template_torsions"
 EXTRA_MSA_FEATURES = ("extra_msa", "extra_has_deletion", "extra_deletion_value")
 
 
-class AlphaFold(Budgeted):
-    """The model of AlphaFold2 or of AlphaFold-Multimer."""
+class AlphaFold(Recordable, Budgeted):
+    """The model of AlphaFold2 or of AlphaFold-Multimer. Its `graphs` replay whole passes; stacks then have none."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -62,7 +63,12 @@ class AlphaFold(Budgeted):
         self.heads = nn.ModuleDict(make_heads(channels, config.heads, parts.masked_letters))
 
     def forward(
-        self, batch: Mapping[str, Tensor], draws: Sequence[Draws] = (), ensembles: int = 1, stop_tolerance: float = 0.0
+        self,
+        batch: Mapping[str, Tensor],
+        draws: Sequence[Draws] = (),
+        ensembles: int = 1,
+        stop_tolerance: float = 0.0,
+        ended: Callable[[], None] | None = None,
     ) -> ModelOutput:
         """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithm 31).
 
@@ -77,6 +83,8 @@ class AlphaFold(Budgeted):
         `stop_tolerance`: tolerance in Å for stopping early, in prediction. No further pass is run (multimer: one more)
         once the root mean square change of the CA-CA distances from one pass to the next is at most this in every sample. 0
         runs all passes.
+
+        `ended`: called when the host has launched a pass.
 
         Raises UserError if a feature is missing, ValueError if the cycle axis is not a whole number of passes.
         """
@@ -95,7 +103,8 @@ class AlphaFold(Budgeted):
         shared = {
             name: batch[name][:, 0].to(device) for name in self.features if sets > 1 and not batch[name].stride(1)
         }
-        if self.template_torsion_embedder is not None and set(self.arrangement.template_features) <= shared.keys():
+        once = self.graphs is None or bool(self.graphs.given_up)  # a replay computes them without the host
+        if once and self.template_torsion_embedder and set(self.arrangement.template_features) <= shared.keys():
             shared[TORSIONS] = self.template_torsion_embedder.features(self.arrangement.templates(shared))
         own = [name for name in self.features if name not in shared]
         cycle = 0
@@ -107,7 +116,9 @@ class AlphaFold(Budgeted):
             if recycled is None:
                 recycled = self._first(members[0])
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
-                output = self.one_pass(members, recycled, self._dropout_keys(members, draws, cycle))
+                output = self._pass(members, recycled, self._dropout_keys(members, draws, cycle))
+            if ended is not None:
+                ended()
             if stop_tolerance > 0 and cycle > 0:
                 output = with_ca_change(output, recycled, members[0]["seq_mask"], self.exchange)
             if settled(output, stop_tolerance):
@@ -145,6 +156,43 @@ class AlphaFold(Budgeted):
         templates = first["template_aatype"].shape[1] if self.template_embedder is not None else 0
         streams = self.dropout_streams([d.at("cycle", cycle) for d in draws], len(members), templates)
         return DropoutKeys.of(streams, first["aatype"].device)
+
+    def memory_limit(
+        self, memory: int | None, number: int, residues: int, clusters: int, extra: int, templates: int = 0
+    ) -> int | None:
+        """The limit for `use_memory`: `memory` bytes, or None if no layer needs more than that to be computed whole.
+
+        `number`: bytes of a number in layers. The others are the sizes of a sample.
+        """
+        if memory is None:
+            return None
+        pairs = residues**2 * max(widest(self), widest(self, "working_width_of_pairs"))
+        rows: list[tuple[int, nn.Module]] = [(clusters + templates, self.evoformer), (extra, self.extra_msa_stack)]
+        if self.template_embedder is not None:
+            rows.append((templates * residues, self.template_embedder))
+        needed = max(pairs, *(own * residues * widest(part) for own, part in rows))
+        return memory if needed * number > memory else None
+
+    def settings(self) -> Hashable | None:
+        return super().settings(), self.memory
+
+    def _pass(self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, keys: DropoutKeys) -> ModelOutput:
+        """`one_pass`, replayed if passes are recorded."""
+        if self.graphs is None:
+            return self.one_pass(members, recycled, keys)
+        names = list(members[0])
+
+        def run(row: Tensor, pair: Tensor, positions: Tensor, keys: DropoutKeys, *features: Tensor) -> ModelOutput:
+            left = iter(features)
+            sets = [{name: next(left) for name in names} for _ in members]
+            before = Recycled(row, pair, positions)
+            # In place, a pass would overwrite the inputs of its recording.
+            return self.one_pass(sets, before.copied() if self.budget.in_place else before, keys)
+
+        features = [member[name] for member in members for name in names]
+        inputs = [recycled.first_row, recycled.pair, recycled.positions, keys, *features]
+        output: ModelOutput = self.graphs.call(self, run, inputs)
+        return output
 
     def one_pass(
         self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, keys: DropoutKeys = NO_DROPOUT

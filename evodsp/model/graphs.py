@@ -2,8 +2,9 @@
 
 A block launches 85 kernels forward and 149 backward, each of which costs the host more time than the GPU takes for small
 inputs. `use_graphs(model, Graphs(CudaRecorder()))` has the stacks of a model recorded: Evoformer, extra-MSA and template stack,
-the structure module, and the losses of a training step. The first call of a stack with inputs of some shape runs as usual. The second call is recorded, with
-its backward pass if gradients are needed, and later calls are replayed. Operators between the stacks are launched as before.
+the structure module, and the losses of a training step. A prediction records whole passes of a model instead. The first call of
+a stack with inputs of some shape runs as usual. The second call is recorded, with its backward pass if gradients are needed, and
+later calls are replayed. Operators between the stacks are launched as before.
 
 What a recording reads is at fixed addresses:
 
@@ -13,9 +14,10 @@ What a recording reads is at fixed addresses:
     results, gradients        are copied from there, so that the next replay does not change them
 
 A call runs as usual if its recording waits for a backward pass, if there are `most` recordings already, or if `enabled` is
-false. The first replay is compared with launched runs. If it differs on any rank, all ranks of the sample go on without graphs,
-and `given_up` says why. So they do if a call cannot be recorded, or UserError is raised if graphs are `required`, because a run
-without the requested graphs would be silently slow.
+false. With `renews` the recording that was used longest ago is freed for a new one instead. The first replay is compared with
+launched runs. If it differs on any rank, all ranks of the sample go on without graphs, and `given_up` says why. So they do if a
+call cannot be recorded, or UserError is raised if graphs are `required`, because a run without the requested graphs would be
+silently slow.
 
 A sharded stack's recording holds its collectives. All ranks of a sample record and replay the same calls in the same order,
 because what decides is the same on all of them: the order of calls, the settings, torch's modes, and the sizes of masks, which
@@ -25,6 +27,7 @@ a recording; between the two nothing is exchanged but what the stack itself send
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -67,19 +70,21 @@ class Graphs:
         warm_ups: int = 2,
         agree: Agree = _alone,
         required: bool = True,
+        renews: bool = False,
     ) -> None:
         """`most`: largest number of recordings, over all stacks. `calls_before`: number of calls with inputs of a shape
         that run as usual before one is recorded, so that a shape that occurs once costs nothing. `warm_ups`: number of runs
         before each recording. `agree`: gives a rank the texts of all ranks of its sample. `required`: whether a call that
-        cannot be recorded is an error.
+        cannot be recorded is an error. `renews`: whether a further shape takes the place of another one.
         """
         self.recorder, self.most, self.calls_before, self.warm_ups = recorder, most, calls_before, warm_ups
-        self.agree, self.required = agree, required
+        self.agree, self.required, self.renews = agree, required, renews
         self.enabled = True
         """Whether calls are recorded and replayed. If False, every call runs as usual."""
         self.given_up = ""
         """Why all calls run as usual, in words; '' as long as graphs work."""
         self._recordings: dict[Hashable, Recording] = {}
+        """By call; the one that was used last is the last."""
         self._seen: Counter[Hashable] = Counter()
         self._places: dict[nn.Module, list[ParameterPlace]] = {}
         self._pool: Any = None
@@ -91,13 +96,15 @@ class Graphs:
 
     def __deepcopy__(self, memo: object) -> Graphs:
         """A copy without recordings, because these would read the parameters of the original model."""
-        return Graphs(self.recorder, self.most, self.calls_before, self.warm_ups, self.agree, self.required)
+        return Graphs(
+            self.recorder, self.most, self.calls_before, self.warm_ups, self.agree, self.required, self.renews
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process has other ranks."""
         return Graphs, (self.recorder, self.most, self.calls_before, self.warm_ups)
 
-    def call(self, stack: Recorded, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    def call(self, stack: Recordable, run: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """The result of `run(*arguments)`, the usual call of `stack`, by a replay if possible."""
         settings = stack.settings()
         inputs = CallArguments.of(arguments)
@@ -123,10 +130,13 @@ class Graphs:
             self._recordings[key] = recording
         if recording.waits:
             return run(*arguments)
+        self._recordings[key] = self._recordings.pop(key)
         self.replays += 1
         return recording(inputs.tensors, parameters)
 
     def _has_room(self) -> bool:
+        if len(self._recordings) == self.most and self.renews:
+            self._drop(self._recordings.pop(next(iter(self._recordings))))
         if len(self._recordings) == self.most:
             warnings.warn(
                 f"inputs have more than {self.most} shapes; further shapes run without CUDA graphs", stacklevel=2
@@ -148,6 +158,8 @@ class Graphs:
         """Free a recording that is not used again. One that waits for its backward pass is freed with autograd's graph."""
         if not recording.waits:
             recording.free()
+        if not self._recordings:
+            self._pool = None  # the last recording takes its memory along
 
     def _places_of(self, stack: nn.Module) -> list[ParameterPlace]:
         """The places of the parameters of `stack`, which are listed once."""
@@ -160,7 +172,7 @@ class Graphs:
             ]
         return self._places[stack]
 
-    def _check_alike(self, stack: Recorded, inputs: CallArguments, modes: Hashable) -> None:
+    def _check_alike(self, stack: Recordable, inputs: CallArguments, modes: Hashable) -> None:
         """Raise UserError on all ranks of the sample if they call different stacks, or with inputs of different sizes."""
         number = list(self._places).index(stack)
         sizes = [list(x.shape) for place, x in enumerate(inputs.tensors) if place not in stack.sharded_inputs]
@@ -174,10 +186,11 @@ class Graphs:
             )
 
     def _recorded(
-        self, stack: Recorded, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
+        self, stack: Recordable, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
     ) -> Recording | None:
         """A recording that all ranks of the sample have made, and whose replay is right on all of them; otherwise None."""
-        name, recording, failure = type(stack).__name__, None, None
+        name, recording = type(stack).__name__, None
+        failure: BaseException | None = None
         try:
             recording = self._made(stack, run, inputs, parameters)
         except NotRecorded as error:
@@ -197,11 +210,14 @@ class Graphs:
         for one in (*self._recordings.values(), *([] if recording is None else [recording])):
             self._drop(one)
         self._recordings.clear()
-        self.given_up = why
+        self._pool, self.given_up = None, why
+        while failure is not None:  # the call that follows may need the memory of what failed
+            traceback.clear_frames(failure.__traceback__)
+            failure = failure.__context__
         return None
 
     def _made(
-        self, stack: Recorded, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
+        self, stack: Recordable, run: Callable[..., Any], inputs: CallArguments, parameters: Sequence[Tensor]
     ) -> Recording:
         recorder, exchange, warm_ups = self.recorder, stack.exchange, self.warm_ups
         if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs.tensors, *parameters)):
@@ -211,23 +227,27 @@ class Graphs:
         return Forward(recorder, exchange, warm_ups, run, inputs, parameters, self._pool)
 
 
-class Recorded(ShardedModule):
-    """A module whose calls may be replayed. Its inputs are tensors and dropout keys, by position; its result is a tree of
-    tensors.
+class Recordable(ShardedModule):
+    """A module that has calls replayed by its `graphs`. Inputs of such a call are tensors and dropout keys, by position; its
+    result is a tree of tensors.
     """
 
     graphs: Graphs | None = None
-    sharded_inputs: tuple[int, ...]
+    sharded_inputs: tuple[int, ...] = ()
     """Positions of the inputs of which each rank has a shard. The others are the same on all ranks of a sample."""
+
+    def settings(self) -> Hashable | None:
+        """The settings, besides inputs and torch's modes, that determine a call. None while calls must not be recorded yet."""
+        return self.training, self.kernels
+
+
+class Recorded(Recordable):
+    """A module that may be replayed as a whole."""
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if self.graphs is None or named:
             return super().__call__(*arguments, **named)
         return self.graphs.call(self, super().__call__, arguments)
-
-    def settings(self) -> Hashable | None:
-        """The settings, besides inputs and torch's modes, that determine a call. None while calls must not be recorded yet."""
-        return self.training, self.kernels
 
 
 def use_graphs(model: nn.Module, graphs: Graphs | None) -> None:

@@ -132,6 +132,7 @@ class OuterProductMean(ShardedModule):
         self.left_right = Linear(c_m, 2 * channels)
         self.output = Linear(channels * channels, c_z, init="final")
         self.working_width = working_width(self)
+        self.working_width_of_pairs = 2 * channels**2 + 3 * c_z
 
     def forward(self, msa: Sharded) -> Update:
         """The update of z. m is sharded along S or R."""
@@ -150,7 +151,7 @@ class OuterProductMean(ShardedModule):
         else:
             left = self.exchange.gather(left, "res", whole=residues)
         mean = partial(self._mean, right)
-        return msa.update(mean, left.transpose(1, 2), counts, width=2 * channels**2 + 3 * c_z)
+        return msa.update(mean, left.transpose(1, 2), counts, width=self.working_width_of_pairs)
 
     def _operands(
         self, m: Float[Tensor, "B _ _ c_m"], mask: Float[Tensor, "B _ _ 1"]

@@ -101,6 +101,11 @@ def working_width(layer: nn.Module) -> int:
     )
 
 
+def widest(part: nn.Module, name: str = "working_width") -> int:
+    """The largest number of intermediate elements per position that a layer of `part` has. `name`: its attribute."""
+    return max(int(getattr(module, name, 0)) for module in part.modules())
+
+
 class Linear(nn.Linear):
     """Linear layer with AF2's initialisations (supplement 1.11.4).
 

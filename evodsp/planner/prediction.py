@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 
 from evodsp.config import ArrangementName, ModelConfig
+from evodsp.features.buckets import rounded_up, worth_recording
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
@@ -72,11 +73,26 @@ class PlannedPrediction:
     memory: int | None = None
     """Bytes for what a layer computes beside the representations; None: no limit."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
+    graphs: bool = False
+    """Whether passes may be recorded."""
+
+    @property
+    def recorded(self) -> bool:
+        """Whether passes are recorded and replayed."""
+        return self.graphs and self.on_gpu and worth_recording(self.sizes.residues, self.passes, self.ranks)
+
+    @property
+    def padded(self) -> SampleSizes:
+        """The sizes that the model sees."""
+        if not self.recorded:
+            return self.sizes
+        names = "residues", "clusters", "extra"
+        return replace(self.sizes, **{name: rounded_up(getattr(self.sizes, name)) for name in names})
 
     @property
     def pair_share(self) -> int:
         """Bytes of a rank's shard of the pair representation: no pass needs less."""
-        return pair_share(self.sizes.residues, self.model.channels.pair, self.ranks, self.half)
+        return pair_share(self.padded.residues, self.model.channels.pair, self.ranks, self.half)
 
 
 @dataclass(frozen=True)
@@ -92,6 +108,8 @@ class PredictionMemory:
     """The rank's shard of the MSA representation, or of the extra MSA's if that is alive at the worst moment."""
     layers: int
     """All else that the model holds: copies of representations, results of a layer, logits."""
+    recorded: int
+    """The inputs and the memory of a recorded pass, which launched passes, such as the next recording's first, cannot use."""
     heap: int
     """Freed memory that the C library keeps on a CPU for the next tensors: at most `HEAP`."""
     at: str
@@ -164,11 +182,13 @@ class PredictionNeeds:
     memory: PredictionMemory
     one_pass: Times | None
     """Time and communication of a pass; None on a device of an unknown kind."""
+    recording: float = 0.0
+    """Time of a recording: the host launches a pass, and records it."""
 
     @property
     def seconds(self) -> float | None:
-        """Time of all passes of a seed."""
-        return None if self.one_pass is None else self.what.passes * self.one_pass.total
+        """Time of all passes of a seed, the first of its sizes."""
+        return None if self.one_pass is None else self.what.passes * self.one_pass.total + self.recording
 
     def line(self, name: str, free: int) -> str:
         """For a terminal: the memory of a rank, what is `free` for it, and the time of a seed."""
@@ -179,8 +199,13 @@ class PredictionNeeds:
 
 def prediction_needs(what: PlannedPrediction, device: Device | None, links: Links | None = None) -> PredictionNeeds:
     """Memory of the rank with the largest shards, and time. `links`: between the ranks."""
-    one_pass = None if device is None else prediction_times(what, device, links)
-    return PredictionNeeds(what, prediction_memory(what), one_pass)
+    if device is None:
+        return PredictionNeeds(what, prediction_memory(what), None)
+    recording = 0.0
+    if what.recorded:
+        launched = prediction_times(what, device, links, launched=True)
+        recording = launched.total + launched.host
+    return PredictionNeeds(what, prediction_memory(what), prediction_times(what, device, links), recording)
 
 
 def prediction_memory(what: PlannedPrediction) -> PredictionMemory:
@@ -188,7 +213,7 @@ def prediction_memory(what: PlannedPrediction) -> PredictionMemory:
     program = _followed(what, min(what.ensembles, 2), what.memory)
     # Of the reduced model: without gradients, equal blocks need the same memory one after another.
     worst = max((event for event in program.events if isinstance(event, Operation)), key=lambda event: event.live)
-    channels, n, place = what.model.channels, what.sizes, worst.place[0]
+    channels, n, place = what.model.channels, what.padded, worst.place[0]
     number, shard = HALF if what.half else SINGLE, -(-n.residues // what.ranks)
     pair = min(what.pair_share, worst.live)
     in_extra = place.startswith("extra_msa")
@@ -200,13 +225,18 @@ def prediction_memory(what: PlannedPrediction) -> PredictionMemory:
         pair=pair,
         msa=msa,
         layers=worst.live - pair - msa,
+        recorded=worst.live + program.batch_bytes * what.ensembles if what.recorded else 0,
         heap=0 if what.on_gpu else min(HEAP, worst.live),
         at=_PARTS.get(place, place.replace("_", " ")),
     )
 
 
-def prediction_times(what: PlannedPrediction, device: Device, links: Links | None = None) -> Times:
-    """Times of one pass. `links`: between the ranks. Follows the pass once for each kind of feature set."""
+def prediction_times(
+    what: PlannedPrediction, device: Device, links: Links | None = None, launched: bool = False
+) -> Times:
+    """Times of one pass. `links`: between the ranks. Follows the pass once for each kind of feature set. `launched`: also of a
+    prediction whose passes are replayed.
+    """
     crowded = device.crowded(what.ranks)
 
     def seconds(work: Operation) -> float:
@@ -221,8 +251,9 @@ def prediction_times(what: PlannedPrediction, device: Device, links: Links | Non
         return device.operators(work.name, work.launches)
 
     def times(sets: int) -> Times:
-        items = items_of(_followed(what, sets, None), seconds, operators)
-        return simulate(_mean_pass(items, what.passes), device.launch_us * 1e-6, link, device.overlaps)
+        items = _mean_pass(items_of(_followed(what, sets, None), seconds, operators), what.passes)
+        launch_s = 0.0 if what.recorded and not launched else device.launch_us * 1e-6
+        return simulate(items, launch_s, link, device.overlaps)
 
     one = times(1)
     if what.ensembles == 1:
@@ -247,7 +278,7 @@ def _followed(what: PlannedPrediction, sets: int, memory: int | None) -> Program
     return follow(
         PlannedStep(
             what.model,
-            what.sizes,
+            what.padded,
             ranks=what.ranks,
             half=what.half,
             plan=what.plan,
@@ -272,6 +303,8 @@ def changes(what: PlannedPrediction, fits: Callable[[PlannedPrediction], bool]) 
             together = replace(together, half=True)
         elif option.startswith("--working_memory"):
             together = replace(together, memory=changed.memory)
+        elif option.startswith("--cuda_graphs"):
+            together = replace(together, graphs=False)
         else:
             together = replace(together, sizes=changed.sizes)
     options = " ".join(option for option, _ in single)
@@ -282,6 +315,8 @@ def changes(what: PlannedPrediction, fits: Callable[[PlannedPrediction], bool]) 
 
 def _smaller(what: PlannedPrediction) -> Iterator[tuple[str, PlannedPrediction]]:
     """Options that need less memory, and the prediction with each."""
+    if what.recorded:
+        yield "--cuda_graphs false", replace(what, graphs=False)
     if not what.half:
         yield "--precision bf16", replace(what, half=True)
     if what.memory is None or what.memory > _SMALL_WORKING:

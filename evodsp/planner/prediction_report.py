@@ -86,7 +86,7 @@ def one_pass(share: PredictionNeeds) -> Times:
 
 def seconds(share: PredictionNeeds) -> float:
     """The time of a structure."""
-    return share.what.passes * one_pass(share).total
+    return share.what.passes * one_pass(share).total + share.recording
 
 
 def prediction_of(settings: PlanConfig, device: Device) -> PlannedPrediction:
@@ -118,6 +118,7 @@ def prediction_of(settings: PlanConfig, device: Device) -> PlannedPrediction:
         half=settings.precision is None or computes_in_half(settings.precision),
         on_gpu=device.on_gpu,
         memory=working_memory_of(device),
+        graphs=True,
     )
 
 

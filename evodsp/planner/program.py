@@ -140,7 +140,10 @@ def program(step: PlannedStep) -> Program:
         group = ImaginedGroup(step.rank, step.ranks, recorder.began, recorder.waited, ledger)
         wire = torch.bfloat16 if step.wire == "bf16" else None
         use_exchange(model, ShardedExchange(group, dtype=wire), step.plan)
-    use_memory(model, step.memory, step.samples)
+    n, memory = step.sizes, step.memory
+    if step.ranks == 1:
+        memory = model.memory_limit(memory, 2 if step.half else 4, n.residues, n.clusters, n.extra, n.templates)
+    use_memory(model, memory, step.samples)
     _name_places(model, recorder)
     draws = [Draws.root(0)] if step.loss is not None else []
     with on_cpu, recorder, torch.set_grad_enabled(step.loss is not None):

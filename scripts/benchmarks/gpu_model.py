@@ -12,11 +12,9 @@ from statistics import median
 import torch
 
 from evodsp.inference.config import PassSettings
-from evodsp.inference.devices import working_memory
-from evodsp.inference.passes import run_passes
+from evodsp.inference.passes import PassRunner, run_passes
 from evodsp.model.flops import pass_flops, training_flops
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.primitives import use_memory
 from evodsp.model.recorders import CudaRecorder
 
 from . import gpu_cases, gpu_clock
@@ -92,13 +90,13 @@ def _prediction(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured
     yield from others
     model = gpu_cases.model(gpu_cases.config_of(setup.sizes, inputs), kernels, device).eval()
     settings = PassSettings("bf16")
-    use_memory(model, working_memory(settings.working_memory, device))
-    batch = gpu_cases.features_of(inputs)
+    runner = PassRunner(model, settings)
+    batch = runner.sized(gpu_cases.features_of(inputs))
     for name in ("first", "prediction"):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         begin = time.perf_counter()
-        output, passes = run_passes(model, batch, settings)
+        output, passes = run_passes(runner, batch, lambda: None)
         output.structure.positions.cpu()
         yield Measured(name, time.perf_counter() - begin, "s", "kernels are compiled" if name == "first" else "")
         del output

@@ -20,7 +20,7 @@ from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.prediction import prediction_sample
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.passes import PassClock, run_passes, structure_of
+from evodsp.inference.passes import PassClock, PassRunner, run_passes, structure_of
 from evodsp.inference.predict import predict
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
@@ -143,7 +143,7 @@ def test_parameters_are_cast_once(workplace: Workplace) -> None:
     config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=1)
     batch = collate([prediction_sample(query, alignments, config, 0)])
     with Casts(model) as casts:
-        found, _ = run_passes(model, batch, workplace.change(precision="bf16").passes)
+        found, _ = run_passes(PassRunner(model, workplace.change(precision="bf16").passes), batch, lambda: None)
     assert (casts.alone, casts.together) == (0, 1)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         expected = model(batch)
