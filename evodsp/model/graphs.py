@@ -2,9 +2,9 @@
 
 A block launches 85 kernels forward and 149 backward, each of which costs the host more time than the GPU takes for small
 inputs. `use_graphs(model, Graphs(CudaRecorder()))` has the stacks of a model recorded: Evoformer, extra-MSA and template stack,
-the structure module, and the losses of a training step. A prediction records whole passes of a model instead. The first call of
-a stack with inputs of some shape runs as usual. The second call is recorded, with its backward pass if gradients are needed, and
-later calls are replayed. Operators between the stacks are launched as before.
+the structure module, and the losses of a training step. A prediction records whole passes of a model instead. The first call
+of a stack with inputs of some shape runs as usual. The second call is recorded, with its backward pass if gradients are needed,
+and later calls are replayed. Operators between the stacks are launched as before.
 
 What a recording reads is at fixed addresses:
 
