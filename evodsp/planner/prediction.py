@@ -92,7 +92,7 @@ class PlannedPrediction:
     @property
     def pair_share(self) -> int:
         """Bytes of a rank's shard of the pair representation: no pass needs less."""
-        return pair_share(self.padded.residues, self.model.channels.pair, self.ranks, self.half)
+        return pair_share(self.sizes.residues, self.model.channels.pair, self.ranks, self.half)
 
 
 @dataclass(frozen=True)
