@@ -136,7 +136,7 @@ def test_a3m_and_stockholm_say_the_same() -> None:
         alignment = parse("made", text.encode())
         np.testing.assert_array_equal(alignment.residues, expected)
         np.testing.assert_array_equal(alignment.deletions, deletions)
-        assert alignment.names == homologs.names
+        assert tuple(alignment.names) == homologs.names
 
 
 def test_insertions_are_written_after_their_column() -> None:
