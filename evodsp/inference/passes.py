@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,13 +14,14 @@ import torch
 from jaxtyping import Float, Float32, Int64, Integer
 
 from evodsp.data.complexes.entities import columns_of, entities_of
-from evodsp.features.buckets import padded, worth_recording
+from evodsp.data.samples.feature_axes import CHAIN_AXES, FEATURE_AXES, TEMPLATE_AXES
 from evodsp.inference.complex_scores import ComplexScores
 from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import working_memory
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.buckets import rounded_up, worth_recording
 from evodsp.model.casts import CastParameters
 from evodsp.model.confidence import (
     compute_complex_confidence,
@@ -73,6 +74,8 @@ def layer_dtype(settings: PassSettings) -> torch.dtype:
     return torch.bfloat16 if settings.half else torch.float32
 
 
+_PADDED = ("residues", "msa", "extra")
+"""Axes that are padded."""
 _RECORDINGS = 3
 """Recorded passes that are kept. The one that was used longest ago is freed for another."""
 
@@ -122,6 +125,20 @@ class PassRunner:
         """Give the memory of recorded passes back."""
         if self._graphs is not None:
             self._graphs.free()
+
+
+def padded(batch: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The features `names` of a batch, padded with zeros. Those that are the same in all feature sets stay so."""
+    return {name: _padded(name, batch[name]) for name in names if name in batch}
+
+
+def _padded(name: str, x: torch.Tensor) -> torch.Tensor:
+    axes = {**FEATURE_AXES, **CHAIN_AXES, **TEMPLATE_AXES}[name]
+    sizes = [rounded_up(size) if axis in _PADDED else size for axis, size in zip(axes, x.shape[2:], strict=True)]
+    own = x if x.stride(1) else x[:, :1]
+    room = own.new_zeros(*own.shape[:2], *sizes)
+    room[(slice(None), slice(None), *(slice(size) for size in own.shape[2:]))] = own
+    return room.expand(-1, x.shape[1], *sizes)
 
 
 def run_passes(

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 
 from evodsp.config import ArrangementName, ModelConfig
-from evodsp.features.buckets import rounded_up, worth_recording
+from evodsp.model.buckets import rounded_up, worth_recording
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
