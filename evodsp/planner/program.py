@@ -132,6 +132,8 @@ def program(step: PlannedStep) -> Program:
     recorder, on_cpu = ProgramRecorder(), nullcontext() if step.on_gpu else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.device("meta"):
         model = AlphaFold(model_config).to("meta")  # its buffers are made from arrays
+        if step.half:
+            _cast(model)
     with on_cpu, torch.device("meta" if step.on_gpu else "cpu"):
         _prepare(model, step)
         batch = sample_batch(step)
@@ -218,13 +220,15 @@ def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput,
             compute_complex_confidence(logits, touching, mask, of_chain, chains, most, model.exchange)
 
 
+def _cast(model: AlphaFold) -> None:
+    """Leave the parameters as layers see them with autocast and `evodsp.model.casts`. The meta device has no autocast."""
+    for module in model.children():
+        if not getattr(module, "computes_in_float32", False):
+            module.to(torch.bfloat16)
+
+
 def _prepare(model: AlphaFold, step: PlannedStep) -> None:
-    """Give the model the device, the precision and the operators of the step."""
-    if step.half:
-        # As autocast and `evodsp.model.casts` leave the parameters that layers see. The meta device has no autocast.
-        for module in model.children():
-            if not getattr(module, "computes_in_float32", False):
-                module.to(torch.bfloat16)
+    """Give the model the device and the operators of the step."""
     if step.on_gpu:
         use_kernels(model, Kernels.of(triton))
     else:

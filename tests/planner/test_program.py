@@ -106,6 +106,14 @@ def test_a_prediction_of_a_complex_scores_its_chains_and_their_pairs() -> None:
     assert alone[0] < two[0] < three[0]
 
 
+def test_a_cpu_may_compute_in_half_precision() -> None:
+    """Catches a plan of bf16 for a CPU that ends in a traceback, and activations in single precision."""
+    model, sizes = few_parts(config(recompute=False)), SampleSizes(25, 5, 7, 1)
+    half, single = (program(PlannedStep(model, sizes, WEIGHTS, half=half, on_gpu=False)) for half in (True, False))
+    most = [max(event.live for event in one.events) for one in (half, single)]
+    assert 0.4 * most[1] < most[0] < 0.8 * most[1]
+
+
 @pytest.mark.parametrize(("on_gpu", "residues"), [(True, 400), pytest.param(False, 25, marks=pytest.mark.verify)])
 def test_remembered_shapes_are_those_of_the_operators(
     on_gpu: bool, residues: int, monkeypatch: pytest.MonkeyPatch
