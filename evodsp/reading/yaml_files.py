@@ -50,7 +50,7 @@ def read_yaml(path: Path | Any) -> Any:
 def parse_yaml(text: str, source: Path | Any) -> Any:
     """The content of a text. `source` names it in messages."""
     with _one_line(source):
-        return yaml.load(text, _Loader)
+        return _Loader(text).get_single_data()
 
 
 def compose_yaml(path: Path) -> yaml.Node | None:

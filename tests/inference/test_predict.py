@@ -434,7 +434,7 @@ def test_working_memory(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -
         (result, *_) = predict(workplace.change(seeds=1, working_memory=setting, overwrite=True), silent)
         (chain,) = read_structure(result.structure()).chains.values()
         positions.append(chain.positions)
-    assert sorted(set(seen), key=str) == [10_000, 256 << 20, None]
+    assert seen == [None, None, 10_000], "auto cuts nothing that fits whole"
     for other in positions[1:]:  # files have coordinates to 0.001 Å
         np.testing.assert_allclose(other, positions[0], rtol=0, atol=1.5e-3)
 

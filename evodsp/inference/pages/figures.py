@@ -23,13 +23,13 @@ from evodsp.inference.pages.residue_charts import (
 from evodsp.inference.score.calibration import Calibration
 from evodsp.report.charts import Frame, Mark, mark, path, picture
 
-_STYLE = """
-text { font: 12px sans-serif; fill: #57606a; } text.title { font-size: 14px; fill: #1f2328; }
-text.label { fill: #1f2328; paint-order: stroke; stroke: #ffffff; stroke-width: 4px; }
-polyline { fill: none; stroke: #1f2328; stroke-width: 1.5; } .axis, .border { stroke: #8c959f; fill: none; }
-.dots { fill: none; stroke: #2f6fb0; stroke-width: 3; stroke-linecap: round; opacity: 0.3; }
-polyline.mean { stroke: #c2571a; stroke-width: 2; }
-"""
+_STYLE = (
+    "text { font: 12px sans-serif; fill: #57606a; } text.title { font-size: 14px; fill: #1f2328; } "
+    "text.label { fill: #1f2328; paint-order: stroke; stroke: #ffffff; stroke-width: 4px; } "
+    "polyline { fill: none; stroke: #1f2328; stroke-width: 1.5; } .axis, .border { stroke: #8c959f; fill: none; } "
+    ".dots { fill: none; stroke: #2f6fb0; stroke-width: 3; stroke-linecap: round; opacity: 0.3; } "
+    "polyline.mean { stroke: #c2571a; stroke-width: 2; }"
+)
 """The colours of a light page."""
 _TITLE, _LEGEND = 30, 22
 """Pixels above a picture, and above one of its panels."""
@@ -193,7 +193,7 @@ def _figure(title: str, rows: Sequence[Sequence[_Panel]]) -> Figure:
             left += frame.width
         top += max((_LEGEND + panel.frame.height for panel in row), default=0)
     width = max(sum(panel.frame.width for panel in row) for row in rows)
-    back = [mark("style", text=Markup(_STYLE)), mark("rect", width=width, height=top, fill="#ffffff")]
+    back = [mark("style", text=_STYLE), mark("rect", width=width, height=top, fill="#ffffff")]
     alone = {"xmlns": "http://www.w3.org/2000/svg", "width": width, "height": top}
     return Figure(picture(width, top, title, [*back, *marks], **alone))
 
