@@ -5,7 +5,7 @@ Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,9 +172,6 @@ class AlphaFold(Recordable, Budgeted):
             rows.append((templates * residues, self.template_embedder))
         needed = max(pairs, *(own * residues * widest(part) for own, part in rows))
         return memory if needed * number > memory else None
-
-    def settings(self) -> Hashable | None:
-        return super().settings(), self.memory
 
     def _pass(self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, keys: DropoutKeys) -> ModelOutput:
         """`one_pass`, replayed if passes are recorded."""

@@ -10,6 +10,10 @@ from evodsp.packaged import packaged_folder
 _RANKS = ("evodsp.selftest.ranks",)
 GLOBAL_BATCH = 2
 """Samples of a training step, the same on every mesh."""
+_FIRST = 5
+"""Steps whose losses have to be equal. Each step amplifies rounding: on a CPU two ranks differ from one by 2e-6 in the fifth
+step and by 1.4e-4 in the tenth, fsdp2 from replicated parameters by 2e-6 and 2.6e-3; in float64 by 7e-8 and 0 in the tenth.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Suite:
                 "losses with zero1, and after resuming, are equal", 1e-5,
                 {"1_1": first, "zero1": zero1, "resumed": resumed},
             ),
-            self._curves("losses with fsdp2 are equal", 1e-5, {"clipped": clipped, "fsdp2": fsdp2}),
+            self._curves("first losses with fsdp2 are equal", 1e-5, {"clipped": clipped, "fsdp2": fsdp2}, _FIRST),
             Check("predictions in fp32 and bf16 are near", (*_RANKS, "predictions", *folders), after=tuple(predicted)),
         ]  # fmt: skip
 
@@ -77,8 +81,8 @@ class Suite:
                 name = f"{data}_{sequence}"
                 title = f"ten training steps, (data, sequence) = ({data}, {sequence})"
                 fits[name] = self._fit(title, name, data=data, sequence=sequence)
-        # In float64 they agree to 1e-7. In float32 each step amplifies rounding: two ranks, ten steps, 1.4e-4 on a CPU.
-        return [*checks, *fits.values(), self._curves("their losses are equal", 1e-3, {"1_1": None, **fits})]
+        equal = self._curves("their first losses are equal", 1e-5, {"1_1": None, **fits}, _FIRST)
+        return [*checks, *fits.values(), equal]
 
     def _ranks(self, name: str, check: str, *words: str, ranks: int = 1) -> Check:
         return Check(name, (*_RANKS, check, self.device, *words), ranks)
@@ -113,7 +117,7 @@ class Suite:
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
         return Check(f"a prediction in {precision}", ("evodsp", "predict", fasta, *words), 0, (trained,))
 
-    def _curves(self, title: str, tolerance: float, runs: dict[str, Check | None]) -> Check:
+    def _curves(self, title: str, tolerance: float, runs: dict[str, Check | None], first: int = 10) -> Check:
         files = [str(self.work / name / "curve.csv") for name in runs]
         after = tuple(check for check in runs.values() if check is not None)
-        return Check(title, (*_RANKS, "curves", str(tolerance), *files), 0, after)
+        return Check(title, (*_RANKS, "curves", str(tolerance), str(first), *files), 0, after)

@@ -252,8 +252,8 @@ def switch(group: Group, device: torch.device) -> str:
     return f"R = {residues}: {1e3 * seconds:.2f} ms, {leaving / seconds / 1e9:.1f} GB/s out of each rank"
 
 
-def curves(tolerance: float, paths: list[Path]) -> str:
-    """Check that the training losses of several runs agree, relative to the first one's."""
+def curves(tolerance: float, first: int, paths: list[Path]) -> str:
+    """Check that the `first` training losses of several runs agree, relative to those of the first run."""
     losses = []
     for path in paths:
         with path.open() as file:
@@ -264,12 +264,13 @@ def curves(tolerance: float, paths: list[Path]) -> str:
             f"the curves must have equally many rows, and at least one; found {[len(loss) for loss in losses]} rows in "
             f"{[str(path) for path in paths]}"
         )
-    largest = float(torch.stack([(loss - losses[0]) / losses[0] for loss in losses]).abs().max())  # NaN if one is
+    compared = torch.stack(losses)[:, :first]
+    largest = float(((compared - compared[0]) / compared[0]).abs().max())  # NaN if one is
     if not largest <= tolerance:
         raise AssertionError(
             f"losses differ by {largest:.1e} (relative), more than {tolerance:.0e}: {[loss.tolist() for loss in losses]}"
         )
-    return f"{len(losses)} runs, {len(losses[0])} steps: losses agree to {largest:.0e}"
+    return f"{len(compared)} runs, {compared.shape[1]} steps: losses agree to {largest:.0e}"
 
 
 def predictions(first: Path, second: Path) -> str:
@@ -305,7 +306,7 @@ def _show(result: str) -> None:
 def main(check: str, *arguments: str) -> None:
     """Run one check and print its result."""
     if check == "curves":
-        _show(curves(float(arguments[0]), [Path(argument) for argument in arguments[1:]]))
+        _show(curves(float(arguments[0]), int(arguments[1]), [Path(argument) for argument in arguments[2:]]))
         return
     if check == "predictions":
         _show(predictions(*map(Path, arguments)))

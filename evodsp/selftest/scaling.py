@@ -179,12 +179,16 @@ def _worker(told: dict[str, Any]) -> dict[str, Any]:
             stderr=errors,
         )  # fmt: skip
         running = True
-        while running:
-            time.sleep(0.1)
-            running = process.poll() is None
-            part, deadline, limit = json.loads(progress.read_text())
-            if time.time() > deadline + _GRACE_S:
-                process.kill()
+        try:
+            while running:
+                time.sleep(0.1)
+                running = process.poll() is None
+                part, deadline, limit = json.loads(progress.read_text())
+                if time.time() > deadline + _GRACE_S:
+                    process.kill()
+        finally:
+            process.kill()  # a worker that is stopped on purpose does not notice that this process ends
+            process.wait()
         errors.seek(0)
         said = errors.read().decode(errors="replace").strip()
     if said:

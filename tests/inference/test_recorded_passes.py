@@ -108,7 +108,9 @@ def batch_of(residues: int, rows: int, extra: int, seed: int = 0, multimer: bool
 
 
 def run(runner: PassRunner, batch: Batch) -> ModelOutput:
-    return run_passes(runner, runner.sized(batch), lambda: None)[0]
+    output, _ = run_passes(runner, runner.sized(batch), lambda: None)
+    assert not runner.given_up
+    return output
 
 
 def launched(model: AlphaFold, batch: Batch) -> ModelOutput:
@@ -195,3 +197,6 @@ def test_what_cannot_be_recorded_is_launched(workplace: Workplace, monkeypatch: 
     assert [result.mean_plddt for result in found] == [result.mean_plddt for result in expected]
     [line] = [line for line in lines if "CUDA graph" in line]
     assert "AlphaFold cannot be recorded as a CUDA graph: RuntimeError: operation not permitted" in line
+    lines.clear()
+    predict_records(workplace.change(recycles=2, overwrite=True, cuda_graphs=False), lines.append)
+    assert not [line for line in lines if "CUDA graph" in line]

@@ -68,6 +68,7 @@ def test_less_memory_with_what_the_options_change() -> None:
     assert changed(memory=None) > total
     assert changed(ensembles=2) > total
     assert changed(passes=1) == total
+    assert changed(graphs=True, passes=3) > changed(passes=3), "a recorded pass keeps its memory"
     on_cpu = prediction_memory(dataclasses.replace(base, on_gpu=False, passes=1))
     assert on_cpu.total - on_cpu.heap == total, "its features are in the same memory"
     assert changed(on_gpu=False) > on_cpu.total

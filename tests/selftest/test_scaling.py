@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from evodsp.errors import UserError
 from evodsp.model.recorders import Rerun
 from evodsp.parallel.group import Group
 from evodsp.planner.device import load_device, load_link
-from evodsp.selftest import ranks, scaling_parts
+from evodsp.selftest import ranks, scaling, scaling_parts
 from evodsp.selftest.scaling import ScalingReport
 from tests.builders.processes import ROOT, TORCHRUN, begin, free_port
 from tests.ranks import RankError, RankPool
@@ -227,3 +230,19 @@ def test_numbers_that_do_not_arrive_are_found(pool: RankPool) -> None:
     assert all("inner products agree" in said for said in pool.run(3, _collectives, Group))
     with pytest.raises(RankError, match=r"broadcast of \[11, 13\] in torch\.float64: other numbers arrived"):
         pool.run(3, _collectives, WrongRoot)
+
+
+def test_an_interrupted_run_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a worker that outlives its supervisor because it was stopped on purpose and notices nothing."""
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin_one(*_: object, **options: Any) -> subprocess.Popen[bytes]:
+        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], **options))
+        begun[0].send_signal(signal.SIGSTOP)
+        return begun[0]
+
+    monkeypatch.setattr(scaling, "subprocess", Mock(spec=subprocess, Popen=begin_one))
+    monkeypatch.setattr(scaling, "time", Mock(spec=time, sleep=Mock(side_effect=KeyboardInterrupt), time=time.time))
+    with pytest.raises(KeyboardInterrupt):
+        scaling._worker({})
+    assert begun[0].returncode == -signal.SIGKILL

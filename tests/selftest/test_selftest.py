@@ -154,10 +154,11 @@ def curve(folder: Path, *losses: float) -> Path:
 def test_curves(tmp_path: Path) -> None:
     """Catches a comparison that ignores its tolerance, NaN, or a run that ended early."""
     first = curve(tmp_path, 4.0, 2.0)
-    assert "agree" in ranks.curves(0.02, [first, curve(tmp_path, 4.0, 2.02)])
+    assert "2 steps: losses agree" in ranks.curves(0.02, 10, [first, curve(tmp_path, 4.0, 2.02)])
+    assert "1 steps: losses agree" in ranks.curves(0.02, 1, [first, curve(tmp_path, 4.0, 2.2)])
     for others in ((4.0, 2.2), (4.0, float("nan")), (4.0,)):
         with pytest.raises(AssertionError):
-            ranks.curves(0.02, [first, curve(tmp_path, *others)])
+            ranks.curves(0.02, 2, [first, curve(tmp_path, *others)])
 
 
 def prediction(folder: Path, plddt: float, stretch: float) -> Path:
