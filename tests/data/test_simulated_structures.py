@@ -217,6 +217,9 @@ def test_models_with_other_chains(tmp_path: Path) -> None:
     assert found["A"].notes == ("the models of the file are parts of one assembly, and are read as its chains: A, B",)
     moved = [replace(one, row=1) for one in chain(NAMES)]
     assert list(read(tmp_path, models(chain(NAMES), moved))) == ["A", "A-2"]
+    rows = [line for line in mmcif_text(moved).split("\n") if line.startswith("ATOM")]
+    both = mmcif_text(chain(NAMES)) + "\n".join(row.removesuffix("1") + "2" for row in rows) + "\n"
+    assert sequences(read(tmp_path, both, "cif")) == {"A": LETTERS, "A-2": LETTERS}
     bent = [replace(one, at=one.at + 0.01 * one.number**2, row=1) for one in chain(NAMES)]
     assert sequences(read(tmp_path, models(chain(NAMES), bent))) == {"A": LETTERS}
     ended = pdb_text(chain(NAMES)) + pdb_text(other)  # the first END is no end
