@@ -116,7 +116,8 @@ class Reader:
         if page != self.page:
             self.page, self.trained = page, set()
         words = shlex.split(command)
-        for program, rule in (("evodsp", self.evodsp), ("python", self.python), ("torchrun", self.torchrun)):
+        programs = {"evodsp": self.evodsp, "python": self.python, "torchrun": self.torchrun, "tar": unpack}
+        for program, rule in programs.items():
             if words[0] == program:
                 rule(words[1:])
                 return
@@ -289,6 +290,10 @@ def run(words: list[str]) -> None:
     assert main(words) == 0, f"evodsp {' '.join(words)}"
 
 
+def unpack(words: list[str]) -> None:
+    subprocess.run(["tar", *words], check=True)
+
+
 def check_options(words: list[str]) -> None:
     """An option that the command does not know."""
     text = run_quietly([words[0], "--help"])
@@ -424,7 +429,7 @@ def test_every_command_and_block_runs(
     assert {"checkpoints/last.ckpt", "checkpoints/best.ckpt", "curve.csv", "tensorboard", "config.yaml"} <= files
     assert list(read_curve(Path("runs/quickstart/curve.csv"))) == [STEPS - 1, 2 * STEPS - 1], "the run was not resumed"
     assert {path.name for path in like_the_root.iterdir()} - {"block.yaml"} == {
-        *("data", "configs", "family", "scripts", "runs", "predictions"),
+        *("data", "configs", "family", "scripts", "runs", "predictions", "dimers"),
     }
 
 

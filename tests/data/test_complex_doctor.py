@@ -22,21 +22,21 @@ from evodsp.data.doctor.complex_leaks import complex_overlap
 from evodsp.data.doctor.complexes import copies_in_one_place
 from evodsp.data.similarity.nearest_complex import CopiedComplex, complex_copies
 from evodsp.data.similarity.pairs import SHORTEST
+from tests.builders.bundled import dimers
 from tests.builders.complex_files import write_complex
 from tests.builders.random_sequences import changed, random_sequences
 
 SETS = ("training", "validation")
-DIMERS = Path(__file__).parents[2] / "data" / "dimers"
 ENTRIES = ("c001", "c002", "c005", "c036")
 """Two heterodimers of a family for training, a third one, and a homodimer."""
 
 
-def dimers(folder: Path) -> None:
+def copy_dimers(folder: Path) -> None:
     """Folders of these entries, and a config of `fit` on them."""
     for entry in ENTRIES:
         (folder / "mmcif_files").mkdir(exist_ok=True)
-        shutil.copy(DIMERS / "mmcif_files" / f"{entry}.cif.gz", folder / "mmcif_files")
-        for place in DIMERS.glob(f"alignments/{entry}_*"):
+        shutil.copy(dimers() / "mmcif_files" / f"{entry}.cif.gz", folder / "mmcif_files")
+        for place in dimers().glob(f"alignments/{entry}_*"):
             shutil.copytree(place, folder / "alignments" / place.name)
     data = {
         "alignment_dir": f"{folder}/alignments", "structure_dir": f"{folder}/mmcif_files",
@@ -63,7 +63,7 @@ def doctor(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
 def test_good_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a doctor that looks for chains, residues of one chain for all, and leaks and a bar of complexes that are not
     said."""
-    dimers(tmp_path)
+    copy_dimers(tmp_path)
     code, report = doctor(tmp_path)
     out = capsys.readouterr().out
     assert (code, report["obstacles"], report["chains"]) == (0, [], [])
@@ -83,7 +83,7 @@ def test_good_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_each_fault_is_named(tmp_path: Path) -> None:
     """Catches each thing that makes a complex useless in training, or less useful, without a word."""
-    dimers(tmp_path)
+    copy_dimers(tmp_path)
     alignments, structures = tmp_path / "alignments", tmp_path / "mmcif_files"
 
     def text_of(entry: str, text: str | None = None) -> str:
@@ -124,7 +124,7 @@ def test_each_fault_is_named(tmp_path: Path) -> None:
 
 def test_an_index_that_is_old(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches complexes that the index lists otherwise, and a change of the folders that is not said."""
-    dimers(tmp_path)
+    copy_dimers(tmp_path)
     index = tmp_path / "index"
     roots = [f"--alignment_dir={tmp_path}/alignments", f"--structure_dir={tmp_path}/mmcif_files", f"--output={index}"]
     assert main(["data", "index", "--complexes=true", "--workers=0", *roots]) == 0
@@ -205,7 +205,7 @@ def test_a_copy_is_scored_for_its_best_exchange_of_chains(tmp_path: Path) -> Non
 
 def test_a_store_is_examined_in_place_of_folders(tmp_path: Path) -> None:
     """Catches a check-up that looks at folders which the run does not read, and one that finds less in a store."""
-    dimers(tmp_path)
+    copy_dimers(tmp_path)
     of_files = doctor(tmp_path)
     store = tmp_path / "store"
     build(BuildConfig(tmp_path / "alignments", tmp_path / "mmcif_files", store, complexes=True, workers=1))

@@ -19,10 +19,10 @@ from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
+from tests.builders.bundled import dimers
 from tests.builders.complex_files import write_complex
 
 Folders = tuple[Path, Path]
-DIMERS = Path(__file__).parents[2] / "data" / "dimers"
 
 
 @pytest.fixture
@@ -160,8 +160,8 @@ def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
     folders = tmp_path / "alignments", tmp_path / "mmcif_files"
     for entry in ("c001", "c002", "c003"):
         for chain in "AB":
-            shutil.copytree(DIMERS / "alignments" / f"{entry}_{chain}", folders[0] / f"{entry}_{chain}")
-    shutil.copytree(DIMERS / "mmcif_files", folders[1])
+            shutil.copytree(dimers() / "alignments" / f"{entry}_{chain}", folders[0] / f"{entry}_{chain}")
+    shutil.copytree(dimers() / "mmcif_files", folders[1])
     clusters = tmp_path / "clusters.txt"
     clusters.write_text("c001_A 9abc_A 8abc_A 7abc_A\nc002_A 9abc_B\nc003_A\n")
     index = index_of(folders, f"--cluster_file={clusters}")

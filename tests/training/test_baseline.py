@@ -18,6 +18,7 @@ from evodsp.training.baseline import warn_of_overlap, write_baseline
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig
 from evodsp.weights.model_card import model_card
+from tests.builders.bundled import dimers
 from tests.builders.training_chains import write_chain
 
 LETTERS = "MKTAYIAKQRWLEGSHMDER"
@@ -125,10 +126,9 @@ def test_no_failure_ends_a_run(
 
 def test_the_bar_of_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a run on complexes without a bar, and one whose report does not draw that of interfaces."""
-    dimers = Path(__file__).parents[2] / "data" / "dimers"
     data = DataConfig(
-        alignment_dir=str(dimers / "alignments"),
-        structure_dir=str(dimers / "mmcif_files"),
+        alignment_dir=str(dimers() / "alignments"),
+        structure_dir=str(dimers() / "mmcif_files"),
         train_chains=["c001", "c036"],
         validation_chains=["c002"],
     )

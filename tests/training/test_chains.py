@@ -27,6 +27,7 @@ from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module
 from evodsp.training.chains import find_chains, unapplied_filters
 from evodsp.training.config import DataConfig
+from tests.builders.bundled import dimers
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 from tests.ranks import RankPool
 
@@ -331,8 +332,8 @@ def test_complexes_that_resemble_others() -> None:
 def test_a_run_on_complexes_holds_out_and_excludes(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches complexes that are trained on although they are scored, or although they resemble those of a list."""
     data = DataConfig(
-        alignment_dir=str(DATA / "dimers" / "alignments"),
-        structure_dir=str(DATA / "dimers" / "mmcif_files"),
+        alignment_dir=str(dimers() / "alignments"),
+        structure_dir=str(dimers() / "mmcif_files"),
         validation_chains=["c001"],
         exclude_like=["c001"],
         exclude_identity=0.35,
@@ -348,7 +349,7 @@ def test_a_run_on_complexes_holds_out_and_excludes(capsys: pytest.CaptureFixture
 
 def identities(entry: str, others: set[str]) -> tuple[float, str]:
     """The highest, over some complexes, of the lowest identity of the entry's chains with theirs."""
-    files = ComplexFiles(DATA / "dimers" / "alignments", DATA / "dimers" / "mmcif_files")
+    files = ComplexFiles(dimers() / "alignments", dimers() / "mmcif_files")
     own = [one.sequence for one in files.assembly_of(entry).chains]
     found = [
         (min(max(identity(one.sequence, letters) for one in files.assembly_of(key).chains) for letters in own), key)

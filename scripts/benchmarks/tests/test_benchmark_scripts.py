@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from scripts.benchmarks import communication, memory, paired_rows
 from scripts.benchmarks.peak_memory import PeakMemory
+from tests.builders.bundled import dimers
 from tests.builders.comparison import close
 from tests.builders.parameters import dense
 from tests.ranks import RankPool
@@ -152,7 +152,7 @@ def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
 
 def test_covariation_tells_the_interfaces_of_the_bundled_dimers(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a classifier that sees the rows in wrong columns, trains on what it is asked, or counts interfaces wrongly."""
-    paired_rows.main(Path(__file__).parents[3] / "data" / "dimers")
+    paired_rows.main(dimers())
     sizes, *told = capsys.readouterr().out.splitlines()
     assert sizes == "6 interfaces, 24 training and 6 held-out complexes, chance 0.17"
     shares = {line.split()[0]: float(line.split()[2]) for line in told}

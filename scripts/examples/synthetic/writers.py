@@ -84,7 +84,7 @@ def _readme(config: SynthesisConfig, entries: list[Entry]) -> str:
         listed = f"{' '.join(train)} | {' '.join(held_out) or '-'}"
         rows.append(f"| {number} | {_folds(family[0])} | {residues} | {listed} |")
     table = "\n".join(["| family | fold | residues | train.txt | validation.txt |", "|---|---|---|---|---|", *rows])
-    at = "data/dimers" if config.complexes else "data"
+    at = "dimers" if config.complexes else "data"
     what = (_ABOUT_TWINS if config.twins else "") + (_ABOUT_COMPLEXES if config.complexes else _ABOUT_CHAINS)
     return f"""# Synthetic {"complexes" if config.complexes else "protein families"}
 

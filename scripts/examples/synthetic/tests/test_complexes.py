@@ -28,8 +28,8 @@ from scripts.examples.synthetic.folding import CONTACT, rmsd, superpose
 from scripts.examples.synthetic.interfaces import couple_copies, keeping_frequencies, partners, touching
 from scripts.examples.synthetic.sequences import CHARGE, HYDROPHOBICITY, PottsModel
 from scripts.examples.synthetic.sidechains import closest_approach, place_side_chains
+from tests.builders.bundled import dimers
 
-BUNDLED = Path(__file__).resolve().parents[4] / "data" / "dimers"
 OF_A_FAMILY = 5
 HETERODIMERS = 6  # families
 
@@ -46,7 +46,7 @@ class Bundled:
 @cache
 def bundled() -> list[list[Bundled]]:
     """The entries of each family."""
-    files, entries = ComplexFiles(BUNDLED / "alignments", BUNDLED / "mmcif_files"), []
+    files, entries = ComplexFiles(dimers() / "alignments", dimers() / "mmcif_files"), []
     for entry in sorted(_listed("train") + _listed("validation")):
         parsed = files.parsed(entry)
         first, second = parsed.assembly.chains
@@ -56,7 +56,7 @@ def bundled() -> list[list[Bundled]]:
 
 
 def _listed(name: str) -> list[str]:
-    return (BUNDLED / f"{name}.txt").read_text().split()
+    return (dimers() / f"{name}.txt").read_text().split()
 
 
 def _ca(chain: Chain) -> np.ndarray:
@@ -160,7 +160,7 @@ def test_bundled_files_are_those_of_complexes() -> None:
     assert (len(train), len(validation)) == (32, 8)
     assert not set(train) & set(validation)
     assert [entry in validation for entry in sorted(train + validation)] == [False, False, False, False, True] * 8
-    folders = {path.name for path in (BUNDLED / "alignments").iterdir()}
+    folders = {path.name for path in (dimers() / "alignments").iterdir()}
     homodimers = [entry.parsed.assembly.pdb_id for family in bundled()[HETERODIMERS:] for entry in family]
     assert folders == {f"{entry}_{chain}" for entry in train + validation for chain in "AB"} - {
         f"{entry}_B" for entry in homodimers
