@@ -104,6 +104,19 @@ def test_estimate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert one["communicated_bytes_a_pass"] > 0
 
 
+def test_estimate_counts_recorded_passes(tmp_path: Path) -> None:
+    """Catches an option `cuda_graphs` that changes nothing, and the memory of a recording that the estimate lacks."""
+    found = []
+    for graphs in ("true", "false"):
+        output = tmp_path / f"{graphs}.json"
+        assert main([*SMALL, "--residues=40", "--device=h100", f"--cuda_graphs={graphs}", f"--output={output}"]) == 0
+        found += json.loads(output.read_text())
+    recorded, launched = found
+    assert recorded["bytes"]["recorded"] > recorded["bytes"]["layers"]
+    assert launched["bytes"]["recorded"] == 0
+    assert recorded["seconds_a_seed"] < launched["seconds_a_seed"]
+
+
 @pytest.mark.verify
 def test_estimate_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a device of one's own that is not read, and a model that does not fit with exit code 0."""

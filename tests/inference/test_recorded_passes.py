@@ -141,6 +141,29 @@ def test_replayed_passes_are_the_passes(recorder: Silent, multimer: bool, precis
 
 
 @pytest.mark.parametrize("multimer", [False, True])
+def test_early_stopping_and_ensembles(recorder: Silent, multimer: bool) -> None:
+    """Catches a change of distances that padding adds to, a pass too many or too few, and feature sets of another pass."""
+    model, one = model_of(multimer), batch_of(25, 6, 8, 3, multimer)
+    two = {name: torch.cat((x, x.flip(1)), 1) if x.stride(1) else x[:, :1].expand(-1, 2 * CYCLES, *x.shape[2:])
+           for name, x in one.items()}  # fmt: skip
+    cases = [(one, {"stop_tolerance": 1e9}), (one, {"stop_tolerance": 1e-9}), (two, {"ensembles": 2})]
+    counts = []
+    for batch, options in cases:
+        runner, usual = (PassRunner(model, PassSettings(cuda_graphs=graphs, **options)) for graphs in (True, False))  # type: ignore[arg-type]
+        found, seconds = run_passes(runner, runner.sized(batch), lambda: None)
+        expected, as_usual = run_passes(usual, usual.sized(batch), lambda: None)
+        assert not runner.given_up
+        assert len(seconds) == len(as_usual)
+        counts.append(len(seconds))
+        off = (positions(found, 25) - positions(expected, 25)).abs().max()
+        assert float(off / positions(expected, 25).abs().max()) < 1e-6
+        if found.ca_change is not None and expected.ca_change is not None:
+            torch.testing.assert_close(found.ca_change, expected.ca_change, rtol=1e-5, atol=0)
+    assert counts == [3 if multimer else 2, CYCLES, CYCLES]
+    assert recorder.recorded == len(cases)
+
+
+@pytest.mark.parametrize("multimer", [False, True])
 def test_padding_moves_no_atom(recorder: Silent, multimer: bool) -> None:
     """Catches padding that somebody sees, and numbers of a longer protein that stay for a shorter one."""
     model = model_of(multimer)
@@ -184,8 +207,33 @@ def test_the_oldest_recording_goes(recorder: Silent) -> None:
 
 
 class Failing(Rerun):
+    """Fails at the first recording but `good`."""
+
+    def __init__(self, good: int = 0, error: type[Exception] = RuntimeError) -> None:
+        self.good, self.error, self.begun = good, error, 0
+
     def record(self, run: Any, pool: Any) -> Taken:
-        raise RuntimeError("operation not permitted")
+        self.begun += 1
+        if self.begun > self.good:
+            raise self.error("operation not permitted")
+        return super().record(run, pool)
+
+
+def test_a_protein_too_large_to_record_is_launched() -> None:
+    """Catches a target that ends because the memory of a recording is not there, and numbers of the target before."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "recorder_of", lambda _: failing)
+        failing = Failing(1, torch.OutOfMemoryError)
+        model = model_of()
+        runner = PassRunner(model, PassSettings())
+        for seed, residues in enumerate((14, 28, 14)):
+            batch = batch_of(residues, 6, 8, seed)
+            found, _ = run_passes(runner, runner.sized(batch), lambda: None)
+            expected, _ = run_passes(PassRunner(model, PassSettings(cuda_graphs=False)), batch, lambda: None)
+            assert torch.equal(found.structure.positions, expected.structure.positions)
+            assert bool(runner.given_up) == (seed > 0)
+    assert "OutOfMemoryError" in runner.given_up
+    assert failing.begun == 2
 
 
 def test_what_cannot_be_recorded_is_launched(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
