@@ -191,9 +191,9 @@ COMMANDS: dict[str, Command] = {
             "say what memory and time a prediction needs, without running it",
             settings="evodsp.inference.config:EstimateConfig",
             runner="evodsp.inference.estimate:run",
-            required="(INPUT... | --residues N) [--checkpoint FILE | --weights NAME]",
-            description="Say what memory and time a prediction needs, what there is, and what to change if it does not fit. "
-            "The model is run on shapes alone. The exit code is 1 if it does not fit.",
+            required="(INPUT... | --residues N) [--checkpoint FILE | --weights NAME] [--gpus N]",
+            description="Say what memory and time a prediction needs, what there is, and what to change if it does not fit; "
+            "with --gpus, on how many of them. The model is run on shapes alone. The exit code is 1 if it does not fit.",
             positional="inputs",
         ),
         SettingsCommand(
@@ -241,7 +241,7 @@ COMMANDS: dict[str, Command] = {
         ),
         SettingsCommand(
             "plan",
-            "plan memory and time of a training run or a prediction, on any mesh of GPUs",
+            "plan memory and time of a training run, on any mesh of GPUs",
             settings="evodsp.planner.config:PlanConfig",
             runner="evodsp.planner.command:run",
             required="(--gpus N | --measure --output FILE.yaml)",

@@ -135,7 +135,7 @@ class Reader:
             "data doctor": self.doctor,
             "data build": self.build,
             "plan": self.plan,
-            "estimate": lambda words: run([*words, "--residues=16", "--preset=test"]),
+            "estimate": self.estimate,
             "search": check_options,  # its database is a hundred gigabytes
             "selftest": check_options,  # needs GPUs; tests/selftest runs it
             "slurm": run,
@@ -223,11 +223,14 @@ class Reader:
             check_options(words)
             return
         small = ["--gpus=2", "--sequence=1", "--preset=small", "--residues=16", "--msa=8", "--extra_msa=8"]
-        if "--predict" not in words:
-            small.append("--global_batch=2")
         output = option(words, "--output") or "plan.html"
-        run([*words, *small, *(["--templates=0"] if "--config" in words else [])])
+        run([*words, *small, "--global_batch=2", *(["--templates=0"] if "--config" in words else [])])
         assert "Memory of a device" in Path(output).read_text()  # one mesh has nothing to draw
+
+    def estimate(self, words: list[str]) -> None:
+        run([*words, "--residues=16", "--preset=test", *(["--gpus=2"] if "--gpus" in words else [])])
+        if output := option(words, "--output"):
+            assert "Memory of a device" in Path(output).read_text()
 
     def report(self, words: list[str]) -> None:
         run(words)

@@ -365,18 +365,28 @@ class EstimateConfig:
     CPU."""
     parallel: SequenceConfig = field(default_factory=SequenceConfig)
     """Ranks that share one structure."""
+    gpus: int = 1
+    """Number of devices. With several, 1, 2, 4, … of them for a structure are compared."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
     """How the ranks communicate."""
     cuda_graphs: bool = True
     """Record passes on a GPU, as in `evodsp predict`."""
     output: Path | None = None
-    """JSON file for the numbers; null: they are only printed."""
+    """JSON file for the numbers, or a page (.html) with the JSON file beside it; null: they are only printed. The page draws
+    what --gpus compares."""
 
     def __post_init__(self) -> None:
-        sizes = ("residues", "ensembles", "msa_clusters", "extra_msa")
+        sizes = ("residues", "ensembles", "msa_clusters", "extra_msa", "gpus")
         check_numbers(self, {**dict.fromkeys(sizes, SIZE), "recycles": COUNT}, "--")
         check_preset(self.preset)
         check_matmul("--matmul_precision", self.matmul_precision)
+        if self.gpus > 1 < self.parallel.sequence:
+            raise UserError(
+                f"--gpus {self.gpus} compares numbers of ranks, but --parallel.sequence {self.parallel.sequence} names one; "
+                "give one of them"
+            )
+        if self.output is not None and self.output.suffix not in (".json", ".html"):
+            raise UserError(f"--output is {self.output}, but its name must end in .json or .html")
         if (self.residues is None) != bool(self.sources):
             given = "neither is given" if self.residues is None else "both are given"
             raise UserError(f"evodsp estimate takes INPUT... or --residues N, but {given}; give one of them")

@@ -28,14 +28,17 @@ from evodsp.planner.prediction import (
     FEWEST_CHAINS,
     Machine,
     PlannedPrediction,
+    PredictionNeeds,
     changes,
     prediction_memory,
     prediction_needs,
     size,
     working_memory_of,
 )
+from evodsp.planner.prediction_report import add_plan, plan_prediction, text
 from evodsp.planner.program import SampleSizes
 from evodsp.printing import counted, show
+from evodsp.report.page import Page
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
 from evodsp.weights.hub import located
@@ -57,8 +60,19 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
     features = feature_config(settings.sizes, trained)
     rows, templates = features.msa_clusters - features.max_templates, features.max_templates
     templates = max(1, templates) if model.templates.enabled else 0
-    found = []
     records = _records(settings, model)
+    depths = {depth for *_, depth in records}
+    assumed = " Alignments are assumed to be as deep as the model takes (--alignments counts theirs)." * (
+        None in depths
+    )
+    devices = f"{settings.gpus} x " * (settings.gpus > 1) + machine.name
+    title = (
+        f"{devices}, {settings.passes.precision}, {counted(features.recycles + 1, 'pass')} a seed, "
+        f"{features.msa_clusters} MSA rows, {features.extra_msa} extra ones, {counted(templates, 'template')}. "
+        f"Times are a model's, not measured.{assumed}"
+    )
+    show(title)
+    page, entries, fit = Page(f"Prediction on {devices}", title), [], True
     for (residues, chains, depth), names in sorted(
         records.items(), key=lambda one: (*one[0][:2], one[0][2] or math.inf)
     ):
@@ -67,20 +81,24 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
         check_ranks(settings.parallel.sequence, residues, own)
         sizes = SampleSizes(residues, own, extra, templates, chains)
         what = _planned(settings.passes, model, sizes, features.recycles + 1, memory, machine)
-        found.append(_estimate(what, names, machine, depth))
-    full = any(depth is None for *_, depth in records)
-    assumed = " Alignments are assumed to be as deep as the model takes (--alignments counts theirs)." if full else ""
-    show(
-        f"{machine.name}, {settings.passes.precision}, {counted(features.recycles + 1, 'pass')} a seed, "
-        f"{features.msa_clusters} MSA rows, {features.extra_msa} extra ones, {counted(templates, 'template')}. "
-        f"Times are a model's, not measured.{assumed}"
-    )
-    for lines, _ in found:
+        if settings.gpus > 1:
+            compared = plan_prediction(what, settings.gpus, machine)
+            page.heading(_label(what, names))
+            add_plan(page, compared)
+            lines = [_label(what, names), *text(compared)]
+            of_length = [_entry(needs, names, machine) for needs in compared.shares]
+        else:
+            lines, one = _estimate(what, names, machine, depth)
+            of_length = [one]
         show("\n".join(lines))
-    entries = [entry for _, entry in found]
+        entries += of_length
+        fit = fit and any(entry["fits"] for entry in of_length)
     if settings.output is not None:
-        write_text(settings.output, json.dumps(entries, indent=1) + "\n")
-    return 0 if all(entry["fits"] for entry in entries) else 1
+        write_text(settings.output.with_suffix(".json"), json.dumps(entries, indent=1) + "\n")
+        if settings.output.suffix == ".html":
+            write_text(settings.output, page.html())
+            show(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")
+    return 0 if fit else 1
 
 
 def check_needs(
@@ -150,39 +168,56 @@ def _planned(
     )
 
 
+def _label(what: PlannedPrediction, names: list[str]) -> str:
+    return f"{what.sizes.length}" + (f" ({_some(names)})" if names else "")
+
+
+def _head(what: PlannedPrediction, names: list[str]) -> dict[str, Any]:
+    sizes = what.sizes
+    head = {"residues": sizes.residues, "chains": sizes.chains, "names": names, "ranks": what.ranks}
+    return head | {"msa_rows": sizes.clusters, "extra_rows": sizes.extra}
+
+
+def _entry(needs: PredictionNeeds, names: list[str], machine: Machine) -> dict[str, Any]:
+    """The entry of the JSON file, in bytes and seconds."""
+    what, memory = needs.what, needs.memory
+    entry = {**_head(what, names), "bytes": memory.parts, "total_bytes": memory.total, "at": memory.at}
+    entry |= {"free_bytes": machine.free_for(what.ranks), "fits": machine.fits(memory.total, what.ranks)}
+    entry["seconds_a_seed"] = needs.seconds
+    if what.ranks > 1 and (one := needs.one_pass) is not None:
+        entry |= {
+            "communicated_bytes_a_pass": one.bytes,
+            "collectives_a_pass": one.calls,
+            "exposed_seconds": one.exposed,
+        }
+    return entry
+
+
 def _estimate(
     what: PlannedPrediction, names: list[str], machine: Machine, depth: int | None
 ) -> tuple[list[str], dict[str, Any]]:
     """The lines that tell the needs of a length, and the entry of the JSON file. `names`: the records of this length. `depth`:
     the rows of their alignments; None: as many as the model takes."""
-    label = f"{what.sizes.length}" + (f" ({_some(names)})" if names else "")
-    free = machine.free_for(what.ranks)
-    sizes = what.sizes
-    head = {"residues": sizes.residues, "chains": sizes.chains, "names": names, "ranks": what.ranks}
-    head |= {"msa_rows": sizes.clusters, "extra_rows": sizes.extra}
+    label, free = _label(what, names), machine.free_for(what.ranks)
     if not machine.fits(what.pair_share, what.ranks):  # to follow the pass of such a chain would take minutes
         pair = what.pair_share
         line = (
             f"{label}: does not fit; the pair representation alone takes {size(pair)} on each rank, and {size(free)} are "
             "free; raise --parallel.sequence, take larger devices, or split the sequence into domains"
         )
-        entry = {**head, "bytes": {"pair": pair}, "total_bytes": pair, "at": "pair", "free_bytes": free, "fits": False}
-        return [line], {**entry, "seconds_a_seed": None, "changes": []}
+        entry = {**_head(what, names), "bytes": {"pair": pair}, "total_bytes": pair, "at": "pair", "free_bytes": free}
+        return [line], {**entry, "fits": False, "seconds_a_seed": None, "changes": []}
     needs = prediction_needs(what, machine.device, machine.links)
-    memory, parts = needs.memory, needs.memory.parts
-    fits = machine.fits(memory.total, what.ranks)
+    entry, memory = _entry(needs, names, machine), needs.memory
     lines = [
         needs.line(label, free),
         ("  " if depth is None else f"  alignments of at most {counted(depth, 'row')}: ")
-        + ", ".join(f"{name} {size(value)}" for name, value in parts.items() if value)
+        + ", ".join(f"{name} {size(value)}" for name, value in memory.parts.items() if value)
         + f"; most in: {memory.at}",
     ]
-    entry = {**head, "bytes": parts, "total_bytes": memory.total, "at": memory.at, "free_bytes": free, "fits": fits}
-    entry["seconds_a_seed"] = needs.seconds
     if what.ranks > 1 and (one := needs.one_pass) is not None:
-        entry |= {"communicated_bytes_a_pass": one.bytes, "collectives_a_pass": one.calls}
         lines.append(f"  communication of a rank: {size(one.bytes)} in {one.calls:,} collectives a pass")
-    if not fits:
+    if not entry["fits"]:
         helps = changes(what, lambda changed: machine.fits(prediction_memory(changed).total, changed.ranks))
         lines.append("  does not fit; it would with " + (", or ".join(helps) or "no setting: take a larger device"))
         entry["changes"] = helps

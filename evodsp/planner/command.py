@@ -1,20 +1,17 @@
-"""`evodsp plan`: says, before GPUs are booked, which mesh fits, what it moves and how long a step or a prediction takes."""
+"""`evodsp plan`: says, before GPUs are booked, which mesh fits, what it moves and how long a step takes."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 from evodsp.files import write_text
-from evodsp.planner import prediction_report
 from evodsp.planner.choose import compare
 from evodsp.planner.config import PlanConfig
-from evodsp.planner.device import Device, Links, load_device, load_link
+from evodsp.planner.device import Links, load_device, load_link
 from evodsp.planner.from_run import training_of
 from evodsp.planner.report import as_json, page, text
 from evodsp.printing import show
-from evodsp.report.page import Page
 
 
 def run(settings: PlanConfig, words: list[str]) -> int:
@@ -28,30 +25,15 @@ def run(settings: PlanConfig, words: list[str]) -> int:
     device = load_device(settings.device)
     inside, across = (load_link(name) for name in (settings.inside or device.inside, settings.across or device.across))
     links = Links(inside, across, settings.gpus_per_node or device.gpus_per_node)
-    return (_predict if settings.predict else _train)(settings, settings.gpus, device, links)
-
-
-def _train(settings: PlanConfig, gpus: int, device: Device, links: Links) -> int:
     training = training_of(settings, device.on_gpu)
     if settings.recomputation == "none":
         training = replace(
             training,
             model=replace(training.model, evoformer=replace(training.model.evoformer, checkpoint=False)),
         )
-    compared = compare(training, gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
-    _write(settings, text(compared, gpus), page(compared, gpus), as_json(compared))
-    return 0 if compared.best is not None else 1
-
-
-def _predict(settings: PlanConfig, gpus: int, device: Device, links: Links) -> int:
-    what = prediction_report.prediction_of(settings, device)
-    found = prediction_report.plan_prediction(what, gpus, device, links, settings.sequence)
-    _write(settings, prediction_report.text(found), prediction_report.page(found), prediction_report.as_json(found))
-    return 0 if found.fitting else 1
-
-
-def _write(settings: PlanConfig, printed: list[str], made: Page, numbers: dict[str, Any]) -> None:
-    show("\n".join(printed))
-    write_text(settings.output, made.html())
-    write_text(settings.output.with_suffix(".json"), json.dumps(numbers, indent=1) + "\n")
+    compared = compare(training, settings.gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
+    show("\n".join(text(compared, settings.gpus)))
+    write_text(settings.output, page(compared, settings.gpus).html())
+    write_text(settings.output.with_suffix(".json"), json.dumps(as_json(compared), indent=1) + "\n")
     show(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")
+    return 0 if compared.best is not None else 1

@@ -21,9 +21,6 @@ class PlanConfig:
     measure: bool = False
     """Measure this machine in place of planning, which takes a minute. --output is then the file of its device, which --device
     takes, and must end in .yaml; the file of the link between several devices is written beside it."""
-    predict: bool = False
-    """Plan a prediction instead of a training run: a chain of `residues` on 1, 2, 4, … ranks. Rows of the MSA, extra rows,
-    templates and recycles are then AlphaFold2's, 512, 5120, 4 and 3, unless given; of the config only the model is taken."""
     device: str = "h100"
     """Kind of device: a100, h100, h200, b200, or the path of your own file."""
     config: Path | None = None
@@ -52,7 +49,7 @@ class PlanConfig:
     replicate."""
     precision: LayerPrecision | None = None
     """Precision, as trainer.precision of a run; bf16 and fp32 are the same two, as predict calls them. null takes that of the
-    config, which is 32-true where it says nothing, or bf16-mixed without a config and for a prediction."""
+    config, which is 32-true where it says nothing, or bf16-mixed without a config."""
     wire: Literal["same", "bf16"] | None = None
     """Precision in which ranks communicate, as parallel.wire of a run; null takes that of the config, or same."""
     recomputation: Literal["auto", "all", "none"] = "auto"

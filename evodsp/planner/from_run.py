@@ -26,13 +26,6 @@ def training_of(settings: PlanConfig, on_gpu: bool = True) -> Training:
         return _training_of(settings, on_gpu)
 
 
-def model_of(settings: PlanConfig) -> ModelConfig:
-    """The model alone. Raises UserError if the config file cannot be read."""
-    with _wrong_types(settings):
-        block = _group(read_run_config(settings.config), "model")
-        return _model(settings.preset or block.get("preset"), block)
-
-
 @contextmanager
 def _wrong_types(settings: PlanConfig) -> Iterator[None]:
     """Turn what a text in place of a number raises into a UserError."""

@@ -1,39 +1,23 @@
-"""`evodsp plan --predict`: memory and time of a structure on 1, 2, 4, … ranks, and the structures that all devices make in an
-hour."""
+"""Memory and time of a structure on 1, 2, 4, … ranks, and the structures that all devices make in an hour (`evodsp estimate
+--gpus N`)."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from typing import Any
 
-from evodsp.config import computes_in_half
 from evodsp.errors import UserError
-from evodsp.planner.config import PlanConfig
-from evodsp.planner.device import Device, Links, is_tight
-from evodsp.planner.from_run import model_of
-from evodsp.planner.prediction import (
-    FEWEST_CHAINS,
-    GIB,
-    PlannedPrediction,
-    PredictionNeeds,
-    prediction_needs,
-    working_memory_of,
-)
-from evodsp.planner.program import SampleSizes
+from evodsp.planner.device import is_tight
+from evodsp.planner.prediction import GIB, Machine, PlannedPrediction, PredictionNeeds, prediction_needs
 from evodsp.planner.report import TIGHT, add_memory, aligned
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted
 from evodsp.report.charts import Series, lines
 from evodsp.report.page import Page
 
-MSA_ROWS, EXTRA_ROWS, TEMPLATES, RECYCLES = 512, 5120, 4, 3
-"""SampleSizes with which AlphaFold2 predicts (supplement, table 5)."""
-OF_TRAINING = ("global_batch", "samples", "parameters", "wire", "recomputation", "cuda_graphs")
-"""Settings of training, which a prediction has not."""
 _HEADINGS = (
     "ranks a structure", "GiB", "fits", "s a structure", "structures/h", "efficiency", "exposed", "collectives a pass",
 )  # fmt: skip
@@ -43,21 +27,18 @@ _HEADINGS = (
 class PredictionPlan:
     """A prediction on several numbers of ranks."""
 
-    what: PlannedPrediction
     devices: int
-    device: Device
+    machine: Machine
     shares: list[PredictionNeeds]
-    """The needs of each rank, by the number of ranks."""
-    alone: PredictionNeeds
-    """The needs of a single rank, whether it fits or not: efficiency is measured against it."""
+    """The needs of each rank, by the number of ranks. Efficiency is measured against the first."""
 
     def fits(self, share: PredictionNeeds) -> bool:
         """Whether a device has the memory."""
-        return share.memory.total <= self.device.usable
+        return self.machine.fits(share.memory.total, share.what.ranks)
 
     def tight(self, share: PredictionNeeds) -> bool:
         """Whether it fits, but hardly."""
-        return self.fits(share) and is_tight(share.memory.total, self.device.usable)
+        return self.fits(share) and is_tight(share.memory.total, self.machine.free_for(share.what.ranks))
 
     def hourly(self, share: PredictionNeeds) -> float:
         """Structures that all devices make in an hour."""
@@ -86,62 +67,32 @@ def one_pass(share: PredictionNeeds) -> Times:
 
 def seconds(share: PredictionNeeds) -> float:
     """The time of a structure."""
-    return share.what.passes * one_pass(share).total + share.recording
+    assert share.seconds is not None, "the rates of a planned device are known"
+    return share.seconds
 
 
-def prediction_of(settings: PlanConfig, device: Device) -> PlannedPrediction:
-    """What is predicted, on one rank.
+def plan_prediction(what: PlannedPrediction, devices: int, machine: Machine) -> PredictionPlan:
+    """Plan the prediction on 1, 2, 4, … ranks, up to one a device, but for those whose pair representation alone does not fit.
 
-    Raises UserError if no length is given, if the rows do not go together, or for a setting of training.
+    Raises UserError if the device's rates are not known, or no number of ranks holds the pair representation.
     """
-    for field in fields(PlanConfig):
-        if field.name in OF_TRAINING and (value := getattr(settings, field.name)) != field.default:
-            raise UserError(f"--{field.name} is {value}, but says nothing of a prediction; leave it or --predict out")
-    if settings.residues is None:
-        raise UserError("--predict needs --residues, the length of the chain")
-    model = model_of(settings)
-    most = TEMPLATES if settings.templates is None else settings.templates
-    templates = most if model.templates.enabled else 0
-    rows = settings.msa or MSA_ROWS
-    if rows <= templates:
-        raise UserError(f"--msa is {rows}, but includes the rows of {templates} templates; give more")
-    return PlannedPrediction(
-        model,
-        SampleSizes(
-            settings.residues,
-            rows - templates,
-            settings.extra_msa or EXTRA_ROWS,
-            templates,
-            FEWEST_CHAINS[model.arrangement],
-        ),
-        passes=1 + (RECYCLES if settings.recycles is None else settings.recycles),
-        half=settings.precision is None or computes_in_half(settings.precision),
-        on_gpu=device.on_gpu,
-        memory=working_memory_of(device),
-        graphs=True,
-    )
-
-
-def plan_prediction(
-    what: PlannedPrediction, devices: int, device: Device, links: Links, sequence: int | None = None
-) -> PredictionPlan:
-    """Plan the prediction on `sequence` ranks, or on 1, 2, 4, … up to `devices`. Raises UserError if it takes fewer ranks."""
-    most = min(devices, what.sizes.residues, what.sizes.clusters + what.sizes.templates)
-    if sequence is not None and sequence > most:
+    if machine.device is None:
         raise UserError(
-            f"--sequence is {sequence}, but {what.sizes.residues} residues with {what.sizes.clusters + what.sizes.templates} "
-            f"MSA rows on {counted(devices, 'device')} take at most {counted(most, 'rank')}"
+            f"--gpus compares times, but those of {machine.name} are not known; name a kind of device (--device)"
         )
-    numbers = [sequence] if sequence is not None else [2**k for k in range(most.bit_length()) if 2**k <= most]
+    most = min(devices, what.sizes.residues, what.sizes.clusters + what.sizes.templates)
+    planned = [replace(what, ranks=2**k) for k in range(most.bit_length())]
+    planned = [one for one in planned if machine.fits(one.pair_share, one.ranks)]
+    if not planned:
+        raise UserError(f"{what.sizes.length}: the pair representation alone does not fit; take more or larger devices")
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze) as pool:
-        begun = {n: pool.submit(prediction_needs, replace(what, ranks=n), device, links) for n in sorted({1, *numbers})}
-        shares = {ranks: future.result() for ranks, future in begun.items()}
-    return PredictionPlan(what, devices, device, [shares[ranks] for ranks in numbers], shares[1])
+        begun = [pool.submit(prediction_needs, one, machine.device, machine.links) for one in planned]
+        return PredictionPlan(devices, machine, [future.result() for future in begun])
 
 
 def text(found: PredictionPlan) -> list[str]:
     """Lines for a terminal."""
-    return [_title(found), *aligned([_HEADINGS, *_rows(found)]), verdict(found)]
+    return [*aligned([_HEADINGS, *_rows(found)]), verdict(found)]
 
 
 def verdict(found: PredictionPlan) -> str:
@@ -152,64 +103,26 @@ def verdict(found: PredictionPlan) -> str:
         need = "ranks need" if least.what.ranks > 1 else "rank needs"
         return (
             f"nothing fits: {least.what.ranks} {need} {least.memory.total / GIB:.1f} GiB each, "
-            f"{(least.memory.total - found.device.usable) / GIB:.1f} more than there are. Take more or larger devices, or "
-            "fewer rows"
+            f"{(least.memory.total - found.machine.free_for(least.what.ranks)) / GIB:.1f} more than there are. Take more or "
+            "larger devices, or fewer rows"
         )
     hardly = TIGHT * (found.tight(fastest) or found.tight(most))
-    precision = "bf16" if found.what.half else "fp32"
-    soonest = f"one structure soonest: --parallel.sequence {fastest.what.ranks}, {seconds(fastest):.3g} s"
     return (
-        f"with --precision {precision} of evodsp predict, "
-        f"{soonest}; many structures: --parallel.sequence {most.what.ranks}, {found.hourly(most):,.0f} an hour on "
+        f"one structure soonest: --parallel.sequence {fastest.what.ranks}, {seconds(fastest):.3g} s; "
+        f"many structures: --parallel.sequence {most.what.ranks}, {found.hourly(most):,.0f} an hour on "
         f"{counted(found.devices, 'device')}{hardly}"
     )
 
 
-def as_json(found: PredictionPlan) -> dict[str, Any]:
-    """All numbers, in bytes and seconds."""
-    return {
-        "model": "times are calculated, not measured",
-        "device": found.device.name,
-        "residues": found.what.sizes.residues,
-        "fastest": found.fastest and found.fastest.what.ranks,
-        "most_structures": found.most and found.most.what.ranks,
-        "shares": [
-            {
-                "ranks": share.what.ranks,
-                "fits": found.fits(share),
-                "tight": found.tight(share),
-                "memory": {
-                    **share.memory.parts,
-                    "total": share.memory.total, "usable": found.device.usable, "largest_in": share.memory.at,
-                },
-                "structure_seconds": seconds(share),
-                "structures_per_hour": found.hourly(share),
-                "pass": _pass(one_pass(share)),
-            }
-            for share in found.shares
-        ],
-    }  # fmt: skip
-
-
-def _pass(times: Times) -> dict[str, Any]:
-    return {
-        "seconds": times.total, "device_seconds": times.device, "launch_seconds": times.host,
-        "launches": times.launches, "flops": times.flops, "collectives": times.calls,
-        "communication_seconds": times.communication, "exposed_seconds": times.exposed,
-        "bytes_by_kind": times.by_kind, "seconds_by_part": times.by_part,
-    }  # fmt: skip
-
-
-def page(found: PredictionPlan) -> Page:
-    """The page."""
-    made = Page(f"Prediction on {found.devices} x {found.device.name}", _title(found))
+def add_plan(made: Page, found: PredictionPlan) -> None:
+    """Add tables and charts to a page."""
     taken = [share for share in (found.fastest, found.most) if share is not None]
     made.verdict(verdict(found), bool(taken) and not any(map(found.tight, taken)))
     made.heading("Ranks that share a structure")
     made.table(_HEADINGS, _rows(found), set(_HEADINGS) - {"fits"})
     labels = [str(share.what.ranks) for share in found.shares]
-    memory = {part: [share.memory.parts[part] / GIB for share in found.shares] for part in found.alone.memory.parts}
-    add_memory(made, labels, memory, found.device.usable / GIB)
+    memory = {part: [share.memory.parts[part] / GIB for share in found.shares] for part in found.shares[0].memory.parts}
+    add_memory(made, labels, memory, found.machine.free_for(1) / GIB)
     if len(found.shares) > 1:
         x = [share.what.ranks for share in found.shares]
         hourly = [found.hourly(share) for share in found.shares]
@@ -235,10 +148,10 @@ def page(found: PredictionPlan) -> Page:
         [[part, f"{took * 1e3:.1f}", f"{took / times.total:.0%}"] for part, took in places if took > 0],
         numbers=("milliseconds, with waits", "share"),
     )
-    return made
 
 
 def _rows(found: PredictionPlan) -> Sequence[tuple[str, ...]]:
+    first = seconds(found.shares[0]) * found.shares[0].what.ranks
     return [
         (
             str(share.what.ranks),
@@ -246,18 +159,9 @@ def _rows(found: PredictionPlan) -> Sequence[tuple[str, ...]]:
             "tight" if found.tight(share) else "yes" if found.fits(share) else "NO",
             f"{seconds(share):.3g}",
             f"{found.hourly(share):,.0f}",
-            f"{seconds(found.alone) / (seconds(share) * share.what.ranks):.0%}",
+            f"{first / (seconds(share) * share.what.ranks):.0%}",
             f"{one_pass(share).exposed / one_pass(share).total:.0%}",
             f"{one_pass(share).calls:,}",
         )
         for share in found.shares
     ]
-
-
-def _title(found: PredictionPlan) -> str:
-    what, n = found.what, found.what.sizes
-    rows = f"{n.clusters + n.templates} MSA rows, extra MSA {n.extra}, {counted(n.templates, 'template')}"
-    return (
-        f"{found.devices} x {found.device.name}, {n.length}, {rows}, {counted(what.passes, 'pass')}, "
-        f"{'bf16' if what.half else 'fp32'}. Times are a model's, not measured."
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from evodsp.inference import estimate
 from evodsp.inference.config import PassSettings
 from evodsp.inference.predict import predict_records
 from evodsp.model.alphafold import AlphaFold
-from evodsp.planner.prediction import PlannedPrediction, changes, prediction_memory, size
+from evodsp.planner.prediction import Machine, PlannedPrediction, changes, prediction_memory, size
+from evodsp.planner.prediction_report import add_plan, plan_prediction
 from evodsp.planner.program import SampleSizes
+from evodsp.report.page import Page
 from evodsp.weights.checkpoint import save_model
 from tests.builders.prediction import silent
 
@@ -146,6 +150,10 @@ def test_estimate_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixt
             "--weights model_1 and --preset model_2 are both given",
         ),
         (["--residues=9", "--checkpoint=none.ckpt"], "none.ckpt: no such checkpoint"),
+        (["--residues=9", "--gpus=0"], "--gpus is 0"),
+        (["--residues=9", "--gpus=4", "--parallel.sequence=2"], "--gpus 4 compares numbers of ranks, but"),
+        (["--residues=9", "--output=plan.txt"], "--output is plan.txt, but its name must end in .json or .html"),
+        (["--residues=90000000", "--device=h100", "--gpus=2"], "the pair representation alone does not fit"),
     ],
 )
 def test_wrong_input_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,6 +232,67 @@ def test_chains_of_a_complex_are_counted(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert "left out: x: a complex of 3 chains, but test is a model of single chains" in said
     assert "9 residues (alone): needs" in said
+
+
+def machine(name: str = "h100", **changes: float) -> Machine:
+    """An idle device, with other rates or another memory."""
+    found = Machine.named(name)
+    assert found.device is not None
+    device = dataclasses.replace(found.device, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(found, device=device, free=device.usable)
+
+
+def test_numbers_of_ranks_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches other numbers than those of a single number of ranks, a share of the devices that is counted as all of them, an
+    axis that does not begin at zero, and a length that is left out."""
+    (fasta := tmp_path / "in.fasta").write_text(f">a\nMKTAYIAK\n>b\n{'MKTAYIAK' * 5}\n")
+    page, alone = tmp_path / "ranks.html", tmp_path / "alone.json"
+    words = [*SMALL, "--device=h100", "--precision=bf16", str(fasta)]
+    assert main([*words, "--gpus=3", f"--output={page}"]) == 0
+    printed = capsys.readouterr().out
+    assert [
+        printed.count(text) for text in ("3 x H100", "one structure soonest: --parallel.sequence", "on 3 devices")
+    ] == [*(1, 2, 2)]
+    found = json.loads(page.with_suffix(".json").read_text())
+    assert [(one["residues"], one["ranks"]) for one in found] == [(8, 1), (8, 2), (40, 1), (40, 2)]
+    assert main([*words, "--parallel.sequence=2", f"--output={alone}"]) == 0
+    for one, other in zip(found[1::2], json.loads(alone.read_text()), strict=True):
+        # Not exact: tables that the first pass of a process makes are not made again.
+        assert one["seconds_a_seed"] == pytest.approx(other["seconds_a_seed"], rel=5e-3)
+        assert one | {"seconds_a_seed": 0, "exposed_seconds": 0} == other | {"seconds_a_seed": 0, "exposed_seconds": 0}
+    row = next(line.split() for line in printed.splitlines() if line.split()[:1] == ["2"])
+    assert float(row[4].replace(",", "")) == pytest.approx(3600 / found[1]["seconds_a_seed"], rel=1e-2)
+    html = page.read_text()
+    assert all(text in html for text in ("not measured", "Memory of a device", "Structures an hour", "40 residues (b)"))
+    charts = re.findall(r"<svg[^>]*by ranks of a.*?</svg>", html, re.DOTALL)
+    assert len(charts) == 4
+    assert all(re.search(r'<text[^>]*text-anchor="end"[^>]*>0</text>', chart) for chart in charts)
+
+
+def test_ranks_on_a_crowded_node_or_with_little_room() -> None:
+    """Catches ranks that pay nothing for their neighbours, a green tick for a count of bytes that is just below the memory, and
+    a plan that names the fastest of what does not fit."""
+    what = PlannedPrediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
+    alike, crowded = (plan_prediction(what, 2, machine(crowding=c)) for c in (1.0, 3.0))
+    own, shared = (
+        [share.one_pass.device for share in found.shares if share.one_pass is not None] for found in (alike, crowded)
+    )
+    assert own[0] == pytest.approx(shared[0])
+    one_of_seven = 9 / 7  # neighbours
+    assert shared[1] == pytest.approx(own[1] * one_of_seven)
+    needs = alike.shares[0].memory.total / 2**30
+    for share, tight, fits in ((0.96, False, True), (0.98, True, True), (1.1, False, False)):
+        little = dataclasses.replace(
+            alike,
+            machine=machine(memory_gib=needs / share, fragmentation=0.0, reserved_gib=0.0),
+            shares=alike.shares[:1],
+        )
+        page = Page("", "")
+        add_plan(page, little)
+        html = page.html()
+        assert ("less than 3% of the memory is free" in html) == tight
+        assert ("✓" in html) == (fits and not tight)
+        assert ("nothing fits: 1 rank needs" in html) != fits
 
 
 def test_chains_of_features_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

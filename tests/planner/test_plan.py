@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from evodsp.cli import main
 from evodsp.config import LossConfig, ModelConfig
@@ -22,9 +21,6 @@ from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.from_run import training_of
 from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, _update_s, estimate, memory
-from evodsp.planner.prediction import PlannedPrediction, prediction_memory, prediction_times
-from evodsp.planner.prediction_report import page as prediction_page
-from evodsp.planner.prediction_report import plan_prediction, verdict
 from evodsp.planner.program import Program, Repeat, SampleSizes
 from evodsp.planner.report import page
 from evodsp.planner.simulate import Item, Span, Times
@@ -179,17 +175,6 @@ def test_a_plan_with_little_room_is_not_green(monkeypatch: pytest.MonkeyPatch) -
             assert ("less than 3% of the memory is free" in html) == tight == ("✓" not in html)
 
 
-def test_a_prediction_with_little_room_is_not_green() -> None:
-    """Catches the same in the plan of a prediction."""
-    what = PlannedPrediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
-    found = plan_prediction(what, 1, load_device("h100"), LINKS)
-    needs = found.alone.memory.total / 2**30
-    for share, tight in ((0.96, False), (0.98, True)):
-        device = dataclasses.replace(found.device, memory_gib=needs / share, fragmentation=0.0, reserved_gib=0.0)
-        html = prediction_page(dataclasses.replace(found, device=device)).html()
-        assert ("less than 3% of the memory is free" in html) == tight == ("✓" not in html)
-
-
 def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a search that ends one block too early or too late, a mesh that recomputes although there is room, and one that
     fills the last percent of the memory although it need not."""
@@ -293,12 +278,11 @@ def test_the_command_of_a_plan_runs(
 def test_the_charts_of_a_plan_begin_at_zero(tmp_path: Path) -> None:
     """Catches an axis that begins at the smallest value, so that 10 % more looks like ten times as much."""
     words = ["--preset", "small", "--residues", "32", "--msa", "16", "--extra_msa", "32", "--gpus", "2"]
-    for number, more in enumerate((["--global_batch", "4"], ["--predict", "true"])):
-        output = tmp_path / f"{number}.html"
-        assert main(["plan", *words, *more, "--output", str(output)]) == 0
-        charts = re.findall(r"<svg[^>]*by ranks of a.*?</svg>", output.read_text(), re.DOTALL)
-        assert len(charts) == 2
-        assert all(re.search(r'<text[^>]*text-anchor="end"[^>]*>0</text>', chart) for chart in charts)
+    output = tmp_path / "plan.html"
+    assert main(["plan", *words, "--global_batch", "4", "--output", str(output)]) == 0
+    charts = re.findall(r"<svg[^>]*by ranks of a.*?</svg>", output.read_text(), re.DOTALL)
+    assert len(charts) == 2
+    assert all(re.search(r'<text[^>]*text-anchor="end"[^>]*>0</text>', chart) for chart in charts)
 
 
 def test_one_mesh_is_a_table_and_its_time_line_has_both_lanes(tmp_path: Path) -> None:
@@ -312,71 +296,10 @@ def test_one_mesh_is_a_table_and_its_time_line_has_both_lanes(tmp_path: Path) ->
     assert 'aria-label="time line of an Evoformer block"' in html
 
 
-def test_one_number_of_ranks_on_a_crowded_node() -> None:
-    """Catches a prediction that pays nothing for its neighbours, and efficiency measured against itself."""
-    what = PlannedPrediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
-    h100 = load_device("h100")
-    alike, crowded = (
-        plan_prediction(what, 2, dataclasses.replace(h100, crowding=c), LINKS, sequence=2) for c in (1.0, 3.0)
-    )
-    assert [share.what.ranks for share in crowded.shares] == [2]
-    assert crowded.alone.what.ranks == 1
-    assert crowded.alone.one_pass.device == pytest.approx(alike.alone.one_pass.device)
-    one_of_seven = 9 / 7  # neighbours
-    assert crowded.shares[0].one_pass.device == pytest.approx(alike.shares[0].one_pass.device * one_of_seven)
-    assert [verdict(dataclasses.replace(alike, devices=number)).rpartition("hour on ")[2] for number in (1, 2)] == [
-        "1 device",
-        "2 devices",
-    ]
-
-
-def test_a_prediction_is_planned_on_more_and_more_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches numbers of another program than `evodsp estimate`'s, passes that are not counted, and a share of the devices that
-    is counted as all of them."""
-    output = tmp_path / "plan.html"
-    words = "--predict true --gpus 3 --preset small --residues 40 --msa 24 --extra_msa 32 --recycles 1"
-    assert main(["plan", *words.split(), "--output", str(output)]) == 0
-    printed = capsys.readouterr().out
-    numbers = json.loads(output.with_suffix(".json").read_text())
-    assert [share["ranks"] for share in numbers["shares"]] == [1, 2]
-    what = PlannedPrediction(
-        ModelConfig.preset("small"), SampleSizes(40, 24, 32), passes=2, half=True, memory=80 * 2**30 // 32
-    )
-    for share in numbers["shares"]:
-        assert share["structures_per_hour"] == pytest.approx(3600 / share["structure_seconds"] * (3 // share["ranks"]))
-    what, share = dataclasses.replace(what, ranks=2), numbers["shares"][1]
-    # Not exact: tables that the first pass of a process makes are not made again.
-    one = prediction_times(what, load_device("h100"), LINKS).total
-    assert share["structure_seconds"] == pytest.approx(2 * one, rel=5e-3)
-    assert share["memory"]["total"] == prediction_memory(what).total
-    assert numbers["shares"][1]["pass"]["collectives"] > 20
-    assert "with --precision bf16 of evodsp predict, one structure soonest: --parallel.sequence" in printed
-    html = output.read_text()
-    assert all(text in html for text in ("not measured", "<svg", "Memory of a device", "Structures an hour"))
-
-
-def test_a_chain_that_no_device_holds_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a plan that names the fastest of what does not fit."""
-    small = dataclasses.replace(load_device("h100"), memory_gib=1.6, reserved_gib=1.5, fragmentation=0.06)
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(dataclasses.asdict(small)))
-    words = "--predict true --gpus 1 --preset small --residues 90 --msa 24 --extra_msa 32"
-    assert main(["plan", *words.split(), f"--device={tmp_path}/small.yaml", f"--output={tmp_path}/plan.html"]) == 1
-    assert "nothing fits: 1 rank needs" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("--gpus 0", "--gpus is 0"),
-        ("--gpus 8 --predict true", "--predict needs --residues"),
-        ("--gpus 8 --predict true --residues 90 --sequence 9", "take at most 8 ranks"),
-        ("--gpus 8 --predict true --residues 90 --msa 4", "--msa is 4"),
-        (
-            "--gpus 8 --predict true --residues 90 --cuda_graphs true",
-            "--cuda_graphs is True, but says nothing of a prediction",
-        ),
-        ("--gpus 8 --predict true --residues 90 --wire bf16", "--wire is bf16, but says nothing of a prediction"),
-        ("--gpus 8 --predict true --residues 90 --config model.yaml", "model.yaml: a value has the wrong type"),
         ("--gpus 8 --device h1000", "no device 'h1000'"),
         ("--gpus 8 --sequence 3", "not a multiple"),
         ("--gpus 8 --across carrier_pigeon", "no link 'carrier_pigeon'"),
