@@ -39,8 +39,6 @@ class Names:
     """Whether --config names files of these options, and not a file of another command."""
     several: frozenset[str] = frozenset()
     """Names of options that may be repeated, once for each value."""
-    open: frozenset[str] = frozenset()
-    """Groups whose names are checked elsewhere."""
     former: Mapping[str, str] = field(default_factory=dict)
     """For each setting of an earlier version, the message for those who still use it."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +59,7 @@ class Names:
         upper = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
         if upper[-1] in self.known or self.below(upper[-1]):
             return True
-        return any(x in self.open or (x in self.known and not self.below(x)) for x in upper)
+        return any(x in self.known and not self.below(x) for x in upper)
 
     def check(self, key: str, place: str, kind: str, value: str | None) -> None:
         """Raise UserError if `key` is unknown, or if it is a group whose value is not the name of an existing file."""

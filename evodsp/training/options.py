@@ -6,10 +6,7 @@ of Lightning's Trainer; `--trainer.help` imports Lightning and lists all of them
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile
@@ -80,6 +77,16 @@ class TrainerOptions:
     """Print a table of the model's layers."""
     enable_progress_bar: bool | None = True
     """Show progress."""
+
+
+OTHER_TRAINER_OPTIONS = frozenset((
+    "barebones", "benchmark", "callbacks", "default_root_dir", "detect_anomaly", "deterministic", "enable_autolog_hparams",
+    "enable_checkpointing", "fast_dev_run", "gradient_clip_algorithm", "inference_mode", "limit_predict_batches",
+    "limit_test_batches", "limit_train_batches", "min_epochs", "min_steps", "model_registry", "overfit_batches", "plugins",
+    "profiler", "reload_dataloaders_every_n_epochs", "strategy", "sync_batchnorm", "use_distributed_sampler",
+    "val_check_interval",
+))  # fmt: skip
+"""The Trainer's other options. They are listed because importing Lightning takes seconds; a test compares them with it."""
 
 
 SETTINGS: tuple[tuple[type, str], ...] = (
@@ -158,33 +165,10 @@ def own_names() -> set[str]:
 def check_names(command: Command, words: list[str]) -> None:
     """Raise UserError for the first name on a command line, or in its config files, that is no option. Lightning, which knows
     the other options of the Trainer, is not imported."""
-    known = own_names() | {key for key, _ in leaves(TrainerOptions(), "trainer")} | {*_OF_THE_PARSER}
-    others = lightning_names()
-    names = Names(
-        f"evodsp {command}",
-        frozenset(known | {f"trainer.{name}" for name in ("help", *others)}),
-        open=frozenset() if others else frozenset({"trainer"}),
-        former=FORMER,
-    )
+    trainer = {key for key, _ in leaves(TrainerOptions(), "trainer")}
+    trainer |= {f"trainer.{name}" for name in ("help", *OTHER_TRAINER_OPTIONS)}
+    names = Names(f"evodsp {command}", frozenset(own_names() | trainer | {*_OF_THE_PARSER}), former=FORMER)
     given_settings(with_underscores(words), names)
-
-
-def lightning_names() -> frozenset[str]:
-    """The names of all options of Lightning's Trainer, read from its source, because importing it takes seconds; none where it
-    cannot be read."""
-    found = find_spec("lightning")
-    if found is None or found.origin is None:
-        return frozenset()
-    try:
-        source = (Path(found.origin).parent / "pytorch" / "trainer" / "trainer.py").read_text(encoding="utf-8")
-        classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Trainer"]
-    except (OSError, ValueError, SyntaxError):
-        return frozenset()
-    methods = [node for one in classes for node in one.body if isinstance(node, ast.FunctionDef)]
-    arguments = [method.args for method in methods if method.name == "__init__"]
-    return frozenset(
-        argument.arg for one in arguments for argument in (*one.args, *one.kwonlyargs) if argument.arg != "self"
-    )
 
 
 def print_help(command: Command) -> None:

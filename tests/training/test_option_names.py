@@ -10,12 +10,13 @@ import pytest
 from lightning.pytorch import Trainer
 
 from evodsp.errors import UserError
-from evodsp.training.options import check_names, lightning_names
+from evodsp.training.options import OTHER_TRAINER_OPTIONS, TrainerOptions, check_names
 
 
 def test_the_trainers_names_are_those_of_lightning() -> None:
     """Catches an option of Lightning's that is refused, and one that a misspelt name is taken for."""
-    assert lightning_names() == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+    listed = OTHER_TRAINER_OPTIONS | set(TrainerOptions.__dataclass_fields__)
+    assert listed == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
 
 
 def test_a_misspelt_option_of_the_trainer_is_found_without_lightning() -> None:
