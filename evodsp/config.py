@@ -491,7 +491,7 @@ class KernelsConfig:
     """Implementation of the projections of attention and of the outer product mean; null: kernels.backend."""
     transition: str | None = None
     """Implementation of the two-layer perceptrons; null: kernels.backend."""
-    triangle_product: str | None = None
+    triangle_multiplication: str | None = None
     """Implementation of triangle multiplication on one device; null: kernels.backend."""
 
 

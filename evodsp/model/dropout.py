@@ -16,10 +16,11 @@ from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
-from evodsp.model.kernels.dropout import draw_masks, dropout_add
+from evodsp.model.kernels import chunked
+from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import Computed
 from evodsp.model.sharded import Dropped, Update
@@ -107,20 +108,8 @@ class Dropout(Computed):
             len(masks) == 0 or self.rate == 0.0
         ):  # `not masks` would have torch.compile make a graph for each size of any mask
             return update
-        return Dropped(update, masks[self.layer], self.added)
-
-    def added(
-        self,
-        x: Float[Tensor, "B n1 n2 c"],
-        update: Float[Tensor, "B n1 n2 c"],
-        mask: Tensor,
-        first: tuple[int, int],
-        total_sizes: tuple[int, int],
-    ) -> Float[Tensor, "B n1 n2 c"]:
-        """x plus the update after dropout. `first`: position of x's first entry along axes 1 and 2 of the whole
-        representation. `total_sizes`: sizes of axes 1 and 2 of the whole representation.
-        """
-        return self.kernels.dropout_add(x, update, mask, self.rate, first, total_sizes, DIMENSION[self.shared_axis])
+        shared_dim = DIMENSION[self.shared_axis]
+        return Dropped(update, masks[self.layer], self.rate, shared_dim, self.kernels.dropout_add)
 
 
 @runtime_checkable
@@ -142,8 +131,7 @@ def block_streams(blocks: Iterable[BlockWithDropout], draws: Sequence[Draws]) ->
 
 
 def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues: int, kernels: Kernels) -> list[Masks]:
-    """The masks of each block of a stack, drawn together; or their keys, if the dropout operator of `kernels` draws masks
-    itself.
+    """The masks of each block of a stack, drawn together; or their keys, if operators of `kernels` draw masks themselves.
 
     `residues`: number of residues. Every mask has one entry for each residue and channel; it is constant along sequences, or
     along the other axis of the pair representation.
@@ -152,6 +140,8 @@ def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues:
     if keys.flat is None:
         return [NO_MASKS] * len(blocks)
     masks: list[dict[str, Tensor]] = [{} for _ in blocks]
+    operators = "dropout_add", "triangle_multiplication"  # other implementations of them take keys
+    takes_masks = all(getattr(kernels, name) is getattr(chunked, name) for name in operators)
     alike: dict[tuple[int, float], list[tuple[int, str]]] = {}
     for number, block in enumerate(blocks):
         for dropout in block.dropouts:
@@ -159,7 +149,7 @@ def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues:
                 alike.setdefault((dropout.channels, dropout.rate), []).append((number, dropout.layer))
     for (channels, rate), places in alike.items():
         drawn = keys.stack([("block", *place) for place in places])
-        if kernels.dropout_add is dropout_add:  # every other implementation takes keys
+        if takes_masks:
             drawn = draw_masks(drawn, residues * channels, rate)
         for (number, layer), mask in zip(places, drawn.unbind(), strict=True):
             masks[number][layer] = mask

@@ -25,7 +25,7 @@ from evodsp.model.primitives import (
     project_rows_and_whole,
     working_width,
 )
-from evodsp.model.sharded import Sharded, Update
+from evodsp.model.sharded import Added, Sharded, Update
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready
 
@@ -35,7 +35,7 @@ class TriangleMultiplication(ShardedModule):
 
     Two operands are computed from each row of z, their product sums over a third residue, separately in each channel, and the
     update is computed from each row of the product. There are three ways (`CommunicationPlan.triangle_way`). Locally, one
-    operator computes the product, and forms the operands again in its backward pass. By channel (z on J), one all-to-all
+    operator adds the update, and forms the operands again in its backward pass. By channel (z on J), one all-to-all
     sends both operands from J to channels and another one returns the product; no rank ever has the whole pair
     representation. By gathering (z on I for outgoing edges, on J for incoming ones), one operand is gathered whole. Operands
     that other ranks sent are kept for the backward pass, because forming them again would need the communication again.
@@ -59,16 +59,19 @@ class TriangleMultiplication(ShardedModule):
         result = pair if result is None else result
         way = self.plan.triangle_way(self.edges, self.exchange.ranks, pair.in_pieces)
         if way == "local":
-            parameters = *self._operand_parameters(), self.output_gate.weight, self.output_gate.bias
-            product, gate = self.kernels.triangle_product(pair.x, pair.own_mask, *parameters, self.edges == "outgoing")
-            product = _channels_last(product)
-        else:
-            multiply = self._by_channel if way == "channel" else self._by_gathering
-            arriving = pair.by_channels(partial(self._start_product, multiply, result.axis), self.channels, width=4)
-            # The gate is computed while the product is on its way.
-            gate = project_rows(self.kernels, result, self.norm, self.output_gate.layer)
-            product = arriving.wait()
+            return Added(partial(self._added, pair.own_mask))
+        multiply = self._by_channel if way == "channel" else self._by_gathering
+        arriving = pair.by_channels(partial(self._start_product, multiply, result.axis), self.channels, width=4)
+        # The gate is computed while the product is on its way.
+        gate = project_rows(self.kernels, result, self.norm, self.output_gate.layer)
+        product = arriving.wait()
         return result.update(self._of_product, product, gate, width=self.working_width)
+
+    def _added(self, mask: Float[Tensor, "B R R"], z: Float[Tensor, "B R R c_z"], *dropout: Any) -> Tensor:
+        """z plus its update, on one device. `dropout`: mask or keys, rate, and axis along which the mask is constant."""
+        after = self.output_gate, self.product_norm, self.output
+        parameters = *self._operand_parameters(), *(p for layer in after for p in (layer.weight, layer.bias))
+        return self.kernels.triangle_multiplication(z, mask, *parameters, self.edges == "outgoing", *dropout)
 
     def _operand_parameters(self, some: slice = slice(None)) -> Sequence[Tensor]:
         """The parameters of the norm and of both operands' projections and gates. `some`: slice of the operands' channels."""

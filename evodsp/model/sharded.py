@@ -160,7 +160,15 @@ class Rows:
     """Number of intermediate elements per position."""
 
 
-Update = Made | Rows
+@dataclass(frozen=True)
+class Added:
+    """An update that is computed where it is added, by an operator that adds it, too, after dropout."""
+
+    function: Callable[..., Tensor]
+    """(representation[, mask or keys of dropout, rate, axis along which the mask is constant]) -> its sum with the update."""
+
+
+Update = Made | Rows | Added
 """The result of a sub-layer: a change of a representation. `Rows` do not leave the block that made them."""
 
 
@@ -170,8 +178,12 @@ class Dropped:
 
     update: Update
     mask: Tensor
-    add: Callable[[Tensor, Tensor, Tensor, tuple[int, int], tuple[int, int]], Tensor]
-    """(x, update, mask, first position of both axes, their total sizes) -> x plus the update after dropout."""
+    """The mask, or the keys to draw it from."""
+    rate: float
+    shared_dim: int
+    """Axis along which the mask is constant."""
+    add: Callable[..., Tensor]
+    """The operator `dropout_add`."""
 
 
 class Sharded:
@@ -224,18 +236,24 @@ class Sharded:
         x = self.x
         dropped = update if isinstance(update, Dropped) else None
         own = update.update if isinstance(update, Dropped) else update
+        if isinstance(own, Added):
+            dropout = () if dropped is None else (dropped.mask, dropped.rate, dropped.shared_dim)
+            return self._with(own.function(x, *dropout), self.axis)
         if isinstance(own, Made):
-            x = x + own.x if dropped is None else dropped.add(x, own.x, dropped.mask, self._first(), self.total_sizes)
-            return self._with(x, self.axis)
+            return self._with(x + own.x if dropped is None else self._added(dropped, x, own.x), self.axis)
         for piece in self.budget.pieces(x, own.dim, self.mask, own.width):
             at = index(own.dim, piece)
             part = own.function(*(one[at] for one in own.inputs))
             if dropped is None:
                 x[at].add_(part)
             else:
-                first = self._first(own.dim, piece.start)
-                x[at] = dropped.add(x[at], part, dropped.mask, first, self.total_sizes)
+                x[at] = self._added(dropped, x[at], part, own.dim, piece.start)
         return self
+
+    def _added(self, dropped: Dropped, x: Tensor, update: Tensor, dim: int = 1, offset: int = 0) -> Tensor:
+        """x plus an update after dropout. `dim`, `offset`: as in `_first`."""
+        first, whole = self._first(dim, offset), self.total_sizes
+        return dropped.add(x, update, dropped.mask, dropped.rate, first, whole, dropped.shared_dim)
 
     def update(self, function: Callable[..., Tensor], *inputs: Tensor | Unmade, width: int, dim: int = 1) -> Update:
         """The update that `function` computes from `inputs`: now, or with a budget a few rows at a time while it is added.

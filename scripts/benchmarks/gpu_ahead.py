@@ -117,7 +117,7 @@ def checked(operator: str, dtype: torch.dtype) -> None:
     """An operator as the self-check of a run's start calls it."""
     spec = OPERATORS[operator]
     inputs = [x.to(META) for x in spec.inputs(torch.device("cpu"), dtype)]
-    wanted = [x.requires_grad_() for n, x in enumerate(inputs) if n != spec.mask]
+    wanted = [inputs[n].requires_grad_() for n in spec.differentiable(inputs)]
     results = spec.call(getattr(own, operator), inputs)
     torch.autograd.grad(results, wanted, [torch.empty_like(x) for x in results])
 

@@ -336,14 +336,14 @@ _STEPS = Steps(
     gate_backward=_gate_backward,
     column_sums=column_sums,
 )
-_LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS)
+_LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS, dropout_add)
 gated_linear = _LAYERS.gated_linear
 gated_output = _TRIANGLES.gated_output
 gated_projection = _TRIANGLES.gated_projection
 pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
-triangle_product = _TRIANGLES.triangle_product
+triangle_multiplication = _TRIANGLES.triangle_multiplication
 
 
 def _form(left: Float[Tensor, "S i c"], right: Float[Tensor, "S J c"]) -> Float[Tensor, "ij cc"]:

@@ -54,7 +54,7 @@ class Spec:
     examples: Callable[[ExampleFactory], list[Tensor]]
     """Function that makes small inputs: sizes differ and do not divide, some keys are masked, strides are as in the model."""
     mask: int | None = None
-    """Index of the input without gradient: a mask, dropout keys, or counts."""
+    """Index of the input without gradient: a mask, or counts. Integers have none either."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are not tensors."""
     call_with: Callable[[Operator, Sequence[Tensor], Mapping[str, Any]], Any] = _plainly
@@ -63,6 +63,10 @@ class Spec:
     def inputs(self, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """The tensors of the example."""
         return self.examples(ExampleFactory(device, dtype))
+
+    def differentiable(self, inputs: Sequence[Tensor]) -> list[int]:
+        """Indices of the inputs that get gradients."""
+        return [n for n, x in enumerate(inputs) if n != self.mask and x.is_floating_point()]
 
     def call(self, function: Operator, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The results of an implementation for tensors like those of `examples`."""
@@ -81,6 +85,21 @@ def _operands(make: ExampleFactory) -> list[Tensor]:
     norm = [make.random(9), make.random(9)]
     layers = [make.random(12, 9), make.random(12), make.random(12, 9), make.random(12)]
     return [make.random(2, 7, 7, 9), make.mask(2, 7, 7), *norm, *layers]
+
+
+def _triangles(make: ExampleFactory) -> list[Tensor]:
+    """The smallest width for which a GPU has fused kernels. Weights are scaled so that gates do not saturate."""
+    c = 64
+    norms = [[make.random(c), make.random(c)] for _ in range(2)]
+    layers = [[make.random(out, c) / 8, make.random(out)] for out in (2 * c, 2 * c, c, c)]
+    before, after = layers[:3], layers[3]
+    parameters = *norms[0], *(x for layer in before for x in layer), *norms[1], *after
+    return [make.random(2, 7, 7, c), make.mask(2, 7, 7), *parameters, make.keys()]
+
+
+def _under_dropout(function: Operator, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> Tensor:
+    *tensors, keys = tensors
+    return function(*tensors, keys=keys, **settings)
 
 
 def _queries_of_columns(make: ExampleFactory) -> list[Tensor]:
@@ -119,7 +138,6 @@ OPERATORS: dict[str, Spec] = {
     "dropout_add": Spec(
         reference.dropout_add,
         lambda make: [make.random(2, 5, 7, 12), make.random(2, 5, 7, 12), make.keys()],
-        mask=2,
         settings={"rate": 0.25, "offsets": (2, 0), "whole": (9, 7), "shared_dim": 2},
     ),
     "gated_linear": Spec(
@@ -172,11 +190,12 @@ OPERATORS: dict[str, Spec] = {
             make.random(20, 9), make.random(20), make.random(9, 20), make.random(9),
         ],
     ),
-    "triangle_product": Spec(
-        reference.triangle_product,
-        lambda make: [*_operands(make), make.random(10, 9), make.random(10)],
+    "triangle_multiplication": Spec(
+        reference.triangle_multiplication,
+        _triangles,
         mask=1,
-        settings={"outgoing": True},
+        settings={"outgoing": True, "rate": 0.25},
+        call_with=_under_dropout,
     ),
 }  # fmt: skip
 """All operators by name."""

@@ -174,7 +174,7 @@ def gated_projection(
     return (mask.unsqueeze(-1) * gates.sigmoid() * values).unflatten(-1, (2, -1)).permute(3, 0, 4, 1, 2).contiguous()
 
 
-def triangle_product(
+def triangle_multiplication(
     x: Float[Tensor, "B I J c_z"],
     mask: Float[Tensor, "B I J"],
     norm_weight: Float[Tensor, " c_z"],
@@ -183,18 +183,28 @@ def triangle_product(
     bias: Float[Tensor, " cc"],
     gate_weight: Float[Tensor, "cc c_z"],
     gate_bias: Float[Tensor, " cc"],
-    output_gate_weight: Float[Tensor, "o c_z"],
-    output_gate_bias: Float[Tensor, " o"],
+    output_gate_weight: Float[Tensor, "c_z c_z"],
+    output_gate_bias: Float[Tensor, " c_z"],
+    product_norm_weight: Float[Tensor, " c"],
+    product_norm_bias: Float[Tensor, " c"],
+    output_weight: Float[Tensor, "c_z c"],
+    output_bias: Float[Tensor, " c_z"],
     outgoing: bool,
-) -> tuple[Float[Tensor, "B c I I"], Float[Tensor, "B I J o"]]:
-    """Triangle multiplication of a whole representation (algorithms 11 and 12, lines 1 to 4 up to the norm of line 4).
+    keys: Int64[Tensor, " B"] | None = None,
+    rate: float = 0.0,
+    shared_dim: int = 1,
+) -> Float[Tensor, "B I J c_z"]:
+    """A whole representation plus its update by triangle multiplication (algorithms 11 and 12), under dropout if there are
+    keys; `keys`, `rate` and `shared_dim` are those of `dropout_add`.
 
-    Returns the sum over the third residue of products of both operands of `gated_projection`, and the logits of the output
-    gate.
+    Both operands of `gated_projection` are multiplied and summed over the third residue; `gated_output` is the rest.
     """
     a, b = gated_projection(x, mask, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias)
     product = torch.einsum("bcik,bcjk->bcij" if outgoing else "bckj,bcki->bcij", a, b)
-    return product, F.linear(layer_norm(x, norm_weight, norm_bias), output_gate_weight, output_gate_bias)
+    gate = F.linear(layer_norm(x, norm_weight, norm_bias), output_gate_weight, output_gate_bias)
+    after = product_norm_weight, product_norm_bias, output_weight, output_bias
+    update = gated_output(product.permute(0, 2, 3, 1), gate, *after)
+    return x + update if keys is None else dropout_add(x, update, keys, rate, (0, 0), tuple(x.shape[1:3]), shared_dim)
 
 
 def gated_output(

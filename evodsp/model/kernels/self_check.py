@@ -47,7 +47,7 @@ def _compare(operator: str, function: Operator, device: torch.device, dtype: tor
     wide = torch.promote_types(dtype, torch.float32)
     exact = [x.to(wide) if x.is_floating_point() else x for x in inputs]
     expected = _results(spec, spec.formula, exact, gradients)
-    wanted = [n for n in range(len(inputs)) if n != spec.mask]
+    wanted = spec.differentiable(inputs)
     results = len(expected) - (len(wanted) if gradients else 0)
     names = [f"result {n + 1}" if results > 1 else "the result" for n in range(results)]
     names += [f"the gradient of argument {n + 1}" for n in wanted]
@@ -62,10 +62,10 @@ def _compare(operator: str, function: Operator, device: torch.device, dtype: tor
 
 def _results(spec: Spec, function: Operator, inputs: list[Tensor], gradients: bool) -> list[Tensor]:
     """The results of the function and, with `gradients`, the gradients of all inputs but the mask."""
-    arguments = [x.detach().requires_grad_(gradients and n != spec.mask) for n, x in enumerate(inputs)]
+    arguments = [x.detach() for x in inputs]
+    wanted = [arguments[n].requires_grad_(gradients) for n in spec.differentiable(inputs)]
     outputs = spec.call(function, arguments)
     if not gradients:
         return list(outputs)
     weights = [torch.linspace(-1, 2, x.numel(), device=x.device).to(x.dtype).view(x.shape) for x in outputs]
-    wanted = [x for x in arguments if x.requires_grad]
     return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, wanted, weights)]

@@ -6,11 +6,12 @@ Shape legend: B batch, I J residues of a shard of the pair representation, n1 n2
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,8 +32,9 @@ from evodsp.model.precision import without_autocast
 class Triangles:
     """The operators, composed of a backend's steps. Each is differentiable once in all its inputs but masks."""
 
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, steps: Steps, dropout_add: Callable[..., Tensor]) -> None:
+        """`dropout_add`: the backend's operator of this name."""
+        self._steps, self._dropout_add = steps, dropout_add
 
     def gated_projection(
         self,
@@ -47,11 +49,11 @@ class Triangles:
     ) -> Float[Tensor, "2 B c I J"]:
         """Both operands of triangle multiplication, channels first. The projections are recomputed in the backward pass."""
         x, mask = cast_all(x, mask)
-        both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
+        both = joined(weight, gate_weight, x), joined(bias, gate_bias, x)
         with without_autocast(x.device):
             return _GatedProjection.apply(self._steps, x, mask, norm_weight, norm_bias, *both)
 
-    def triangle_product(
+    def triangle_multiplication(
         self,
         x: Float[Tensor, "B I J z"],
         mask: Float[Tensor, "B I J"],
@@ -61,18 +63,31 @@ class Triangles:
         bias: Float[Tensor, " cc"],
         gate_weight: Float[Tensor, "cc z"],
         gate_bias: Float[Tensor, " cc"],
-        output_gate_weight: Float[Tensor, "o z"],
-        output_gate_bias: Float[Tensor, " o"],
+        output_gate_weight: Float[Tensor, "z z"],
+        output_gate_bias: Float[Tensor, " z"],
+        product_norm_weight: Float[Tensor, " c"],
+        product_norm_bias: Float[Tensor, " c"],
+        output_weight: Float[Tensor, "z c"],
+        output_bias: Float[Tensor, " z"],
         outgoing: bool,
-    ) -> tuple[Float[Tensor, "B c I I"], Float[Tensor, "B I J o"]]:
-        """The product of both operands, and the logits of the output gate. The operands are formed again in the backward
-        pass.
+        drawn: Bool[Tensor, "B e"] | Int64[Tensor, " B"] | None = None,
+        rate: float = 0.0,
+        shared_dim: int = 1,
+    ) -> Float[Tensor, "B I J z"]:
+        """x plus its update by triangle multiplication on one device. It keeps the product and the logits of the output gate;
+        the operands are formed again in the backward pass. `drawn`, `rate`, `shared_dim`: those of `dropout_add`; None: no
+        dropout.
         """
-        x, mask, *output_gate = cast_all(x, mask, output_gate_weight, output_gate_bias)
-        both = _both(weight, gate_weight, x), _both(bias, gate_bias, x)
+        z, mask, *output_gate = cast_all(x, mask, output_gate_weight, output_gate_bias)
+        both = joined(weight, gate_weight, z), joined(bias, gate_bias, z)
         norm = norm_weight, norm_bias
         with without_autocast(x.device):
-            return _TriangleProduct.apply(self._steps, outgoing, x, mask, *norm, *both, *output_gate)
+            product, gate = _TriangleProduct.apply(self._steps, outgoing, z, mask, *norm, *both, *output_gate)
+        after = product_norm_weight, product_norm_bias, output_weight, output_bias
+        update = self.gated_output(product.permute(0, 2, 3, 1), gate, *after)
+        if drawn is None:
+            return x + update
+        return self._dropout_add(x, update, drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim)
 
     def gated_output(
         self,
@@ -89,7 +104,7 @@ class Triangles:
             return _GatedOutput.apply(self._steps, x, gate, norm_weight, norm_bias, *linear)
 
 
-def _both(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:
+def joined(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:
     """The parameters of two layers, joined, so that one matrix product computes both."""
     return torch.cat([values, gates]).to(like.dtype)
 
@@ -177,7 +192,7 @@ class _TriangleProduct(torch.autograd.Function):
             operands.put(_operands_at(at), steps.gated_operands(projected, mask[at]))
             formed.append((*normal, projected))
         a, b = operands.x.contiguous()
-        grad_operands = _triangle_gradients(grad.contiguous(), a, b, ctx.outgoing)
+        grad_operands = triangle_gradients(grad.contiguous(), a, b, ctx.outgoing)
         del operands, a, b
         grad_x, sums = Whole(chunks, lambda: torch.empty_like(x)), steps.sums(chunks, *parameters)
         for at in chunks:
@@ -201,7 +216,7 @@ def multiply_edges(
     return a @ b.mT if outgoing else b.mT @ a
 
 
-def _triangle_gradients(grad: Tensor, a: Tensor, b: Tensor, outgoing: bool) -> Float[Tensor, "2 B c I J"]:
+def triangle_gradients(grad: Tensor, a: Tensor, b: Tensor, outgoing: bool) -> Float[Tensor, "2 B c I J"]:
     """The gradients of both operands."""
     both = a.new_empty(2, *a.shape)
     of_a, of_b = (x.flatten(0, 1) for x in both)

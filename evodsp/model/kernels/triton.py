@@ -9,14 +9,15 @@ Shape legend: B batch, N rows (each attends within itself), L positions, Q queri
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from evodsp.model.kernels.by_chunks import Layers, Steps
+from evodsp.model.kernels.by_chunks import Layers, Steps, cast_all
 from evodsp.model.kernels.by_chunks import linear as project
 from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
-from evodsp.model.kernels.triangle_products import Triangles
+from evodsp.model.kernels.triangle_products import Triangles, joined
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import columns as _columns
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
@@ -26,10 +27,12 @@ from evodsp.model.kernels.triton_kernels import global_attention as _global_atte
 from evodsp.model.kernels.triton_kernels import hidden as _hidden
 from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
 from evodsp.model.kernels.triton_kernels import outer_product as _outer_product
+from evodsp.model.kernels.triton_kernels import triangle as _triangle
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.global_attention import global_attention
 from evodsp.model.kernels.triton_kernels.launch import Operator
 from evodsp.model.kernels.triton_kernels.layer_norm import layer_norm
+from evodsp.model.precision import without_autocast
 
 __all__ = [
     "LAUNCHED",
@@ -47,7 +50,7 @@ __all__ = [
     "pooled_projections",
     "projections",
     "transition",
-    "triangle_product",
+    "triangle_multiplication",
 ]
 
 LAUNCHED: dict[str, Operator] = {
@@ -62,6 +65,7 @@ LAUNCHED: dict[str, Operator] = {
         _hidden,
         _layer_norm,
         _outer_product,
+        _triangle,
     )
     for operator in module.OPERATORS
 }
@@ -97,16 +101,70 @@ _STEPS = Steps(
     gate_backward=_gate.gate_gradients,
     column_sums=_columns.column_sums,
 )
-_LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS)
+_LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS, dropout_add)
 gated_linear = _LAYERS.gated_linear
 gated_output = _TRIANGLES.gated_output
-gated_projection = _TRIANGLES.gated_projection
 linear = _LAYERS.linear
 pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
 transition = _LAYERS.transition
-triangle_product = _TRIANGLES.triangle_product
 _PRODUCTS = ProductSteps(
     _outer_product.form, _outer_product.project, _outer_product.project_backward, gpu_products=1 << 28
 )
 outer_product = OuterProducts(_PRODUCTS).outer_product
+
+
+def gated_projection(
+    x: Float[Tensor, "B I J z"],
+    mask: Float[Tensor, "B I J"],
+    norm_weight: Float[Tensor, " z"],
+    norm_bias: Float[Tensor, " z"],
+    weight: Float[Tensor, "cc z"],
+    bias: Float[Tensor, " cc"],
+    gate_weight: Float[Tensor, "cc z"],
+    gate_bias: Float[Tensor, " cc"],
+) -> Float[Tensor, "2 B c I J"]:
+    """Both operands of triangle multiplication, by one kernel where it fits (`triangle.fits`), otherwise by separate ones."""
+    norm = norm_weight, norm_bias
+    if not _triangle.fits(x, weight):
+        return _TRIANGLES.gated_projection(x, mask, *norm, weight, bias, gate_weight, gate_bias)
+    layers = joined(weight, gate_weight, x), joined(bias, gate_bias, x)
+    with without_autocast(x.device):
+        return _triangle.FusedOperands.apply(x, mask, *norm, *layers)
+
+
+def triangle_multiplication(
+    x: Float[Tensor, "B I J z"],
+    mask: Float[Tensor, "B I J"],
+    norm_weight: Float[Tensor, " z"],
+    norm_bias: Float[Tensor, " z"],
+    weight: Float[Tensor, "cc z"],
+    bias: Float[Tensor, " cc"],
+    gate_weight: Float[Tensor, "cc z"],
+    gate_bias: Float[Tensor, " cc"],
+    output_gate_weight: Float[Tensor, "z z"],
+    output_gate_bias: Float[Tensor, " z"],
+    product_norm_weight: Float[Tensor, " c"],
+    product_norm_bias: Float[Tensor, " c"],
+    output_weight: Float[Tensor, "z c"],
+    output_bias: Float[Tensor, " z"],
+    outgoing: bool,
+    keys: Int64[Tensor, " B"] | None = None,
+    rate: float = 0.0,
+    shared_dim: Literal[1, 2] = 1,
+) -> Float[Tensor, "B I J z"]:
+    """x plus its update on one device, under dropout if there are keys: by few kernels where they fit (`triangle.fits`),
+    otherwise by separate ones.
+    """
+    norm, gate = (norm_weight, norm_bias), (output_gate_weight, output_gate_bias)
+    product_norm, output = (product_norm_weight, product_norm_bias), (output_weight, output_bias)
+    if not _triangle.fits(x, weight):
+        before = *norm, weight, bias, gate_weight, gate_bias
+        settings = outgoing, keys, rate, shared_dim
+        return _TRIANGLES.triangle_multiplication(x, mask, *before, *gate, *product_norm, *output, *settings)
+    _, *layers = cast_all(x, *gate, *output)
+    both = joined(weight, gate_weight, x), joined(bias, gate_bias, x)
+    kept = None if keys is None else _dropout.draw_mask(keys, x.shape[3 - shared_dim] * x.shape[3], rate)
+    with without_autocast(x.device):
+        parameters = *norm, *both, *layers[:2], *product_norm, *layers[2:]
+        return _triangle.FusedTriangles.apply(outgoing, shared_dim, 1.0 / (1.0 - rate), x, mask, kept, *parameters)

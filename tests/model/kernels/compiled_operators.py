@@ -31,7 +31,7 @@ def check(backend: str, operator: str) -> int:
         return run
 
     compiled = torch.compile(lambda *tensors: spec.call(function, tensors), fullgraph=True, backend=compiler)
-    wanted = [n for n in range(len(inputs)) if n != spec.mask]
+    wanted = spec.differentiable(inputs)
     found = []
     for run in (compiled, lambda *tensors: spec.call(function, tensors)):
         arguments = [x.detach().requires_grad_(n in wanted) for n, x in enumerate(inputs)]

@@ -12,7 +12,7 @@ from tests.model.kernels import compiled_operators
 from tests.model.kernels.interpreter import interpreting_process
 
 # Those that are an autograd.Function around pieces that differ from `chunked`'s.
-OF_PIECES = ["gated_linear", "gated_output", "gated_projection", "triangle_product"]
+OF_PIECES = ["gated_linear", "gated_output", "gated_projection", "triangle_multiplication"]
 
 
 @pytest.fixture(scope="module")

@@ -219,5 +219,5 @@ def test_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[1].endswith(
         "; chunked is used instead for attention, biased_attention, dropout_add, gated_linear, gated_output, "
         "gated_projection, global_attention, layer_norm, linear, outer_product, pooled_projections, projections, "
-        "triangle_product"
+        "triangle_multiplication"
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, tiles
@@ -43,6 +43,18 @@ def dropout_add(
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout rate {rate}, expected 0 <= rate < 1")
     return _forward(x, update, draw_keys, rate, *offsets, *whole, shared_dim)
+
+
+def draw_mask(draw_keys: Int64[Tensor, " B"], elements: int, rate: float) -> Bool[Tensor, "B e"]:
+    """Which elements of the masks of whole representations `dropout_add` keeps, for operators that add updates themselves."""
+    return _draw(draw_keys, elements, rate)
+
+
+def _draw_body(launch: Launcher, keys: Tensor, elements: int, rate: float) -> Tensor:
+    kept = keys.new_empty(len(keys), elements, dtype=torch.bool)
+    given = {"keys": keys, "kept": kept, "elements": elements, "least": _least(rate)}
+    launch(Launch("dropout.draw", len(keys) * tiles(elements, _TILE), given, {"TILE": _TILE}, writes=("kept",)))
+    return kept
 
 
 def _launch(
@@ -80,8 +92,7 @@ def _launch(
                 "channels": channels,
                 "offset": offsets[2 - shared_dim],
                 "whole": whole[2 - shared_dim],
-                # A uniform number is a multiple of 2^-24; torch compares it with the rate in fp32.
-                "least": math.ceil(_fp32(rate) * (1 << 24)),
+                "least": _least(rate),
                 "scale": 1.0 / (1.0 - rate),
             },
             {"ADD": x is not None, "TILE": _TILE, "ENTRIES": _ENTRIES},
@@ -90,9 +101,11 @@ def _launch(
     )
 
 
-def _fp32(number: float) -> float:
-    """The nearest fp32 number."""
-    return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
+def _least(rate: float) -> int:
+    """The smallest number of 24 bits that is kept. A uniform number is a multiple of 2^-24; torch compares it with the rate in
+    fp32.
+    """
+    return math.ceil(float(torch.tensor(rate, dtype=torch.float32, device="cpu")) * (1 << 24))
 
 
 def _forward_body(
@@ -158,4 +171,5 @@ _gradient = Operator(
     _backward_body,
 )
 _forward.differentiate(_backward, _keep, _note)
-OPERATORS = (_forward, _gradient)
+_draw = Operator("dropout_mask", "(Tensor keys, SymInt elements, float rate) -> Tensor", _draw_body)
+OPERATORS = (_forward, _gradient, _draw)

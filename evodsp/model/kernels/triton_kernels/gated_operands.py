@@ -115,7 +115,9 @@ def operands_of_chunk(
     projected: Float[Tensor, "*chunk I J cccc"], mask: Float[Tensor, "*chunk I J"]
 ) -> Float[Tensor, "2 *chunk c I J"]:
     """`gated_operands` of some rows of one sample, or of several samples."""
-    return _forward(*_batched(projected, mask)).view(2, *projected.shape[:-3], -1, *projected.shape[-3:-1])
+    return _forward(*_batched(projected, mask)).view(
+        2, *projected.shape[:-3], projected.shape[-1] // 4, *projected.shape[-3:-1]
+    )
 
 
 def gradient_of_chunk(

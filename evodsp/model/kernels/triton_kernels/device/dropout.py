@@ -10,6 +10,26 @@ import triton.language as tl
 
 @no_type_check
 @triton.jit
+def _keeps(key, position, least):
+    """Whether the numbers of these positions are at least the rate."""
+    low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
+    word, _, _, _ = tl.philox(key, low, high, low * 0, low * 0)
+    return (word >> 8).to(tl.int32) >= least
+
+
+@no_type_check
+@triton.jit
+def draw(keys, kept, elements, least, TILE: tl.constexpr):
+    """The mask [B, e] of a whole representation: elements of the drawn axis and of the channels."""
+    chunks = tl.cdiv(elements, TILE)
+    sample = (tl.program_id(0) // chunks).to(tl.int64)
+    position = tl.cast(tl.program_id(0) % chunks, tl.int64) * TILE + tl.arange(0, TILE)
+    keeps = _keeps(tl.load(keys + sample), position, least)
+    tl.store(kept + sample * elements + position, keeps, mask=position < elements)
+
+
+@no_type_check
+@triton.jit
 def dropout_add(
     x, x_strides, update, update_strides, out, out_strides, keys, drawn, shared, channels, offset, whole, least, scale,
     ADD: tl.constexpr, TILE: tl.constexpr, ENTRIES: tl.constexpr,
@@ -23,9 +43,7 @@ def dropout_add(
     inside = at < drawn * channels
     along, channel = (at // channels).to(tl.int64), (at % channels).to(tl.int64)
     position = (along + offset) * channels + channel
-    low, high = (position & 0xFFFFFFFF).to(tl.uint32), (position >> 32).to(tl.uint32)
-    word, _, _, _ = tl.philox(tl.load(keys + sample), low, high, low * 0, low * 0)
-    kept = tl.where((word >> 8).to(tl.int32) >= least, scale, 0.0)
+    kept = tl.where(_keeps(tl.load(keys + sample), position, least), scale, 0.0)
     update += sample * update_strides[0] + along * update_strides[1] + channel * update_strides[3]
     out += sample * out_strides[0] + along * out_strides[1] + channel * out_strides[3]
     if ADD:

@@ -1,0 +1,45 @@
+"""The fused triangle multiplication, computed by Triton's interpreter, against the formula in fp64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.model.kernels import triangle_cases as cases
+
+Interpreter = Callable[..., Any]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("shape", "outgoing", "shared_dim"),
+    [((2, 5, 64), True, 1), ((2, 5, 64), False, 2), ((1, 17, 128), False, 1), ((1, 17, 128), True, None)],
+    ids=str,
+)
+def test_agrees_with_the_formula(
+    interpreter: Interpreter, shape: tuple[int, int, int], outgoing: bool, shared_dim: int | None, dtype: torch.dtype
+) -> None:
+    """Catches samples, operands, directions or masks of dropout in each other's place, tails of tiles, parts of sums that are
+    left out, a residual that is lost, and a gradient of any parameter that is wrong."""
+    interpreter(cases.agrees, shape, dtype, outgoing, shared_dim)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(2, 3, 7, 64), (1, 2, 130, 128)], ids=str)
+def test_the_operands_of_a_shard(interpreter: Interpreter, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Catches rows in place of columns, and gradients of a gate or a residual that are not there."""
+    interpreter(cases.operands_agree, shape, dtype)
+
+
+def test_draws_the_same_mask(interpreter: Interpreter) -> None:
+    """Catches numbers that differ from other operators', so that a recomputation or another backend drops other entries."""
+    interpreter(cases.draws_the_same_mask)
+
+
+def test_is_chosen_where_it_fits(interpreter: Interpreter) -> None:
+    """Catches kernels for widths, precisions or empty pairs that they were not made for."""
+    interpreter(cases.chosen_where_it_fits)

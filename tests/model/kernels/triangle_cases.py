@@ -1,0 +1,100 @@
+"""What tests of the fused triangle multiplication do inside the interpreting process."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evodsp.model.kernels import reference
+from evodsp.model.kernels.dropout import draw_masks
+from evodsp.model.kernels.triton import gated_projection, triangle_multiplication
+from evodsp.model.kernels.triton_kernels import triangle
+from evodsp.model.kernels.triton_kernels.dropout import draw_mask
+from tests.model.kernels.interpreter import check, random
+
+BEFORE = ["norm_weight", "norm_bias", "weight", "bias", "gate_weight", "gate_bias"]
+AFTER = [
+    *("output_gate_weight", "output_gate_bias", "product_norm_weight", "product_norm_bias"),
+    *("output_weight", "output_bias"),
+]
+KEYS = torch.tensor([0x0123456789ABCDEF, -0x0123456789ABCDEF])
+
+
+def fused(x: Tensor, mask: Tensor, outgoing: bool, dropout: dict[str, Any], **parameters: Tensor) -> Tensor:
+    """The kernels themselves, also in a precision that a GPU computes otherwise."""
+    shared, rate, kept = dropout.get("shared_dim", 1), dropout.get("rate", 0.0), None
+    if dropout:
+        kept = draw_mask(dropout["keys"], x.shape[3 - shared] * x.shape[3], rate)
+    norm, both = of_operands(parameters)
+    after = [parameters[name] for name in AFTER]
+    return triangle.FusedTriangles.apply(outgoing, shared, 1 / (1 - rate), x, mask, kept, *norm, *both, *after)
+
+
+def fused_operands(x: Tensor, mask: Tensor, **parameters: Tensor) -> Tensor:
+    norm, both = of_operands(parameters)
+    return triangle.FusedOperands.apply(x, mask, *norm, *both)
+
+
+def of_operands(parameters: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    norm_weight, norm_bias, weight, bias, gate_weight, gate_bias = (parameters[name] for name in BEFORE)
+    return [norm_weight, norm_bias], [torch.cat([weight, gate_weight]), torch.cat([bias, gate_bias])]
+
+
+def inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, names: list[str]) -> tuple[dict[str, Tensor], Tensor]:
+    """x and parameters by name, and the mask, for (batch, rows, columns, channels)."""
+    *pairs, c = shape
+    draw = random(0, dtype)
+    sizes = {"weight": 2 * c, "gate_weight": 2 * c, "bias": 2 * c, "gate_bias": 2 * c}
+    tensors = {"x": draw(*shape)}
+    for name in names:
+        out = sizes.get(name, c)
+        matrix = name.endswith("weight") and "norm" not in name
+        tensors[name] = draw(out, c) / c**0.5 if matrix else draw(out) / 4
+        if name.endswith("norm_weight"):
+            tensors[name] += 1
+    return tensors, (random(1, torch.float32)(*pairs) > -1).to(dtype)
+
+
+def agrees(shape: tuple[int, int, int], dtype: torch.dtype, outgoing: bool, shared_dim: int | None) -> None:
+    """The sum with the update, and all gradients. Few programs sum gradients of weights, so that each takes several tiles."""
+    triangle._PROCESSORS = 16
+    batch, residues, channels = shape
+    tensors, mask = inputs((batch, residues, residues, channels), dtype, BEFORE + AFTER)
+    dropout = {"keys": KEYS[:batch], "rate": 0.25, "shared_dim": shared_dim} if shared_dim else {}
+    formula = partial(reference.triangle_multiplication, outgoing=outgoing, **dropout)  # type: ignore[arg-type]
+    own = partial(fused, outgoing=outgoing, dropout=dropout)
+    check(own, lambda mask, **x: formula(mask=mask.double(), **x), tensors, {"mask": mask})
+
+
+def operands_agree(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """The operands of a shard, whose axes differ, and all gradients."""
+    tensors, mask = inputs(shape, dtype, BEFORE)
+    formula = reference.gated_projection
+    check(fused_operands, lambda mask, **x: formula(mask=mask.double(), **x), tensors, {"mask": mask})
+
+
+def draws_the_same_mask() -> None:
+    """Every bit, beyond one tile and beyond one sample."""
+    for elements in (7, 512, 1300):
+        for rate in (0.0, 0.15, 0.25):
+            assert torch.equal(draw_mask(KEYS, elements, rate), draw_masks(KEYS[None], elements, rate)[0])
+
+
+def chosen_where_it_fits() -> None:
+    """Which of both implementations the operators take, by their autograd node."""
+    for shape, dtype, expected in (
+        ((1, 5, 5, 64), torch.float16, True),
+        ((1, 5, 5, 128), torch.float16, True),
+        ((1, 5, 5, 64), torch.float32, False),
+        ((1, 5, 5, 32), torch.float16, False),
+        ((0, 5, 5, 64), torch.float16, False),
+    ):
+        tensors, mask = inputs(shape, dtype, BEFORE + AFTER)
+        leaves = {name: x.requires_grad_() for name, x in tensors.items()}
+        out = triangle_multiplication(mask=mask, outgoing=True, **leaves)
+        assert (type(out.grad_fn).__name__ == "FusedTrianglesBackward") == expected, (shape, dtype)
+        operands = gated_projection(mask=mask, **{name: leaves[name] for name in ("x", *BEFORE)})
+        assert (type(operands.grad_fn).__name__ == "FusedOperandsBackward") == expected, (shape, dtype)
