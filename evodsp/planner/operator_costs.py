@@ -27,6 +27,15 @@ _BACKWARD = 3.4
 (scripts/benchmarks/results/gpu_h200.csv): 3.2 to 4.0 in blocks of training."""
 _PROJECTIONS = {"evodsp::outer_projection": (0, 2), "evodsp::outer_projection_backward": (1, 4)}
 """Of outer products: where they stand, with the weight after them, and FLOPs for each of them and each result."""
+_TRIANGLES = {
+    "evodsp::triangle_operands": (0, 4),
+    "evodsp::triangle_output": (0, 2),
+    "evodsp::triangle_output_backward": (1, 4),
+    "evodsp::triangle_operands_backward": (1, 17),
+    "evodsp::triangle_gate_weight_backward": (0, 1),
+}
+"""Of triangle multiplication: where the pair stands, and products of a position's channels with a weight of as many. The backward
+pass forms the operands' projections twice again."""
 _FUSED = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 4),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 10),
@@ -100,6 +109,9 @@ def flops_of(name: str, args: Any, written: list[Tensor]) -> int:
     if name in _PROJECTIONS:
         first, factor = _PROJECTIONS[name]
         return factor * int(args[first].numel()) * len(args[first + 1])
+    if name in _TRIANGLES:
+        first, factor = _TRIANGLES[name]
+        return 2 * factor * int(args[first].numel()) * int(args[first].shape[-1])
     if name in _FUSED:
         first, factor = _FUSED[name]
         queries, keys = args[first], args[first + 1]  # [B, h, L, d], [B, h, K, d]
@@ -119,7 +131,8 @@ def in_half(name: str, args: Any) -> bool:
     """Whether the factors of a product are in half precision. Its result may be in float32 all the same."""
     if name in _PRODUCTS:
         return bool(args[_PRODUCTS[name]].element_size() == 2)
-    return (name in _ATTENTION or name in _PROJECTIONS or name in _FUSED) and bool(args[0].element_size() == 2)
+    own = (_ATTENTION, _PROJECTIONS, _TRIANGLES, _FUSED)
+    return any(name in names for names in own) and bool(args[0].element_size() == 2)
 
 
 def tensors_in(x: Any) -> list[Tensor]:

@@ -39,7 +39,6 @@ from evodsp.model.kernels.triton import LAUNCHED
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator
 from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
-from evodsp.model.sharded import Sharded
 from evodsp.model.templates import TemplatePairStack
 from evodsp.planner.program import PlannedStep, SampleSizes, program
 from evodsp.rng import Draws
@@ -142,9 +141,9 @@ def anchors(sizes: gpu_anchors.Sizes) -> None:
         with META:
             layer = TriangleMultiplication(sizes.channels, sizes.channels, "outgoing").to(HALF)
         use_kernels(layer, Kernels.of(own))
-        mask = torch.empty(1, n, n, device=META)
+        mask, whole = torch.empty(1, n, n, device=META), gpu_anchors.Whole(layer)
         run(
-            lambda z, *_, layer=layer, mask=mask: layer(Sharded.whole(z, "j", mask)).x,
+            lambda z, *_, whole=whole, mask=mask: whole(z, mask),
             leaf(1, n, n, sizes.channels),
             *layer.parameters(),
         )

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from evodsp.model.casts import CastParameters
@@ -259,8 +259,21 @@ def global_contender(
 # ---- Triangle multiplication ----
 
 
+class Whole(nn.Module):
+    """A representation plus the update of a layer."""
+
+    def __init__(self, layer: TriangleMultiplication) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, z: Float[Tensor, "B N N c"], mask: Float[Tensor, "B N N"]) -> Float[Tensor, "B N N c"]:
+        pair = Sharded.whole(z, "j", mask)
+        pair += self.layer(pair)
+        return pair.x
+
+
 def multiplication_contender(backend: str, residues: int, channels: int, device: torch.device) -> Contender:
-    """The outgoing update of z [1, N, N, c] in bf16, with parameters in float32 that want gradients, too."""
+    """z [1, N, N, c] in bf16 plus its outgoing update, with parameters in float32 that want gradients, too."""
     layer = TriangleMultiplication(channels, channels, "outgoing")
     randomise(layer)
     layer.to(device)
@@ -268,25 +281,25 @@ def multiplication_contender(backend: str, residues: int, channels: int, device:
     z = torch.randn(1, residues, residues, channels, generator=generator, device=device).to(HALF).requires_grad_()
     mask = torch.ones(1, residues, residues, device=device)
     half_mask = mask.to(HALF)
-    truth = copy.deepcopy(layer)
+    whole = Whole(layer)
+    truth = copy.deepcopy(whole)
     use_kernels(truth, FORMULAS)
     casts = CastParameters(layer)
 
     def exact(z: Tensor, *parameters: Tensor) -> Tensor:
         names = [name for name, _ in truth.named_parameters()]
-        pair = Sharded.whole(z, "j", mask)
-        found: Tensor = functional_call(truth, dict(zip(names, parameters, strict=True)), (pair,)).x
+        found: Tensor = functional_call(truth, dict(zip(names, parameters, strict=True)), (z, mask))
         return found
 
     def own(z: Tensor, *_: Tensor) -> Tensor:
         with autocast(device, HALF):
             casts.make()
-            found: Tensor = layer(Sharded.whole(z, "j", mask)).x
+            found: Tensor = whole(z, mask)
         return found
 
     def theirs(precision: str | None, z: Tensor, *_: Tensor) -> Tensor:
         with autocast(device, HALF if precision is None else torch.float32):
-            return cueq_triangle_multiplication(layer, z, half_mask, precision)
+            return z + cueq_triangle_multiplication(layer, z, half_mask, precision)
 
     checked = residues**2 * channels <= _CHECKED
     leaves = [z, *layer.parameters()]

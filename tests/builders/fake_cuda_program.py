@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from evodsp.parallel.ledger import Ledger
 from evodsp.rng import Draws
 from scripts.benchmarks.calling_lines import calling_lines
 from tests.builders.fake_cuda import Case
+
+torch.cuda.get_device_properties = lambda device: SimpleNamespace(shared_memory_per_block_optin=227 << 10)  # H100's
 
 _NO_KERNEL = {
     "empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh",

@@ -52,7 +52,7 @@ __all__ = [
     "pooled_projections",
     "projections",
     "transition",
-    "triangle_product",
+    "triangle_multiplication",
 ]
 
 GPU_LOGITS = 1 << 26

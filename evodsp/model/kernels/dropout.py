@@ -59,6 +59,6 @@ def dropout_add(
     if drawn.dtype != torch.bool:
         drawn = draw_masks(drawn.unsqueeze(0), math.prod(sizes), rate).squeeze(0)
     other = 3 - shared_dim
-    keep = drawn.view(-1, *sizes).narrow(other, offsets[other - 1], x.shape[other])
+    keep = drawn.view(len(drawn), *sizes).narrow(other, offsets[other - 1], x.shape[other])
     # The mask is exact in every precision and the scale stays a number, which `addcmul` applies in fp32 at least.
     return torch.addcmul(x, update, keep.to(x.dtype), value=1.0 / (1.0 - rate)).to(x.dtype)

@@ -99,7 +99,7 @@ def _triangles(make: ExampleFactory) -> list[Tensor]:
 
 def _under_dropout(function: Operator, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> Tensor:
     *tensors, keys = tensors
-    return function(*tensors, keys=keys, **settings)
+    return function(*tensors, drawn=keys, **settings)
 
 
 def _queries_of_columns(make: ExampleFactory) -> list[Tensor]:

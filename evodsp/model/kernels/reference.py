@@ -93,7 +93,7 @@ def dropout_add(
     sizes[shared_dim - 1] = 1
     positions = torch.arange(math.prod(sizes), device=x.device)
     words = philox4x32((positions, 0, 0, 0), key_words(keys.unsqueeze(-1)))[0]
-    keep = ((words >> 8) * (1.0 / (1 << 24)) >= rate).view(-1, *sizes)
+    keep = ((words >> 8) * (1.0 / (1 << 24)) >= rate).view(len(keys), *sizes)
     other = 3 - shared_dim
     keep = keep.narrow(other, offsets[other - 1], x.shape[other])
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -190,12 +190,12 @@ def triangle_multiplication(
     output_weight: Float[Tensor, "c_z c"],
     output_bias: Float[Tensor, " c_z"],
     outgoing: bool,
-    keys: Int64[Tensor, " B"] | None = None,
+    drawn: Int64[Tensor, " B"] | None = None,
     rate: float = 0.0,
     shared_dim: int = 1,
 ) -> Float[Tensor, "B I J c_z"]:
     """A whole representation plus its update by triangle multiplication (algorithms 11 and 12), under dropout if there are
-    keys; `keys`, `rate` and `shared_dim` are those of `dropout_add`.
+    keys, `drawn`. They, `rate` and `shared_dim` are those of `dropout_add`.
 
     Both operands of `gated_projection` are multiplied and summed over the third residue; `gated_output` is the rest.
     """
@@ -204,7 +204,9 @@ def triangle_multiplication(
     gate = F.linear(layer_norm(x, norm_weight, norm_bias), output_gate_weight, output_gate_bias)
     after = product_norm_weight, product_norm_bias, output_weight, output_bias
     update = gated_output(product.permute(0, 2, 3, 1), gate, *after)
-    return x + update if keys is None else dropout_add(x, update, keys, rate, (0, 0), tuple(x.shape[1:3]), shared_dim)
+    if drawn is None:
+        return x + update
+    return dropout_add(x, update, drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim)
 
 
 def gated_output(

@@ -149,22 +149,21 @@ def triangle_multiplication(
     output_weight: Float[Tensor, "z c"],
     output_bias: Float[Tensor, " z"],
     outgoing: bool,
-    keys: Int64[Tensor, " B"] | None = None,
+    drawn: Int64[Tensor, " B"] | None = None,
     rate: float = 0.0,
     shared_dim: Literal[1, 2] = 1,
 ) -> Float[Tensor, "B I J z"]:
-    """x plus its update on one device, under dropout if there are keys: by few kernels where they fit (`triangle.fits`),
-    otherwise by separate ones.
+    """x plus its update on one device, under dropout if there are keys, `drawn`: by few kernels where they fit
+    (`triangle.fits`), otherwise by separate ones.
     """
     norm, gate = (norm_weight, norm_bias), (output_gate_weight, output_gate_bias)
     product_norm, output = (product_norm_weight, product_norm_bias), (output_weight, output_bias)
     if not _triangle.fits(x, weight):
-        before = *norm, weight, bias, gate_weight, gate_bias
-        settings = outgoing, keys, rate, shared_dim
-        return _TRIANGLES.triangle_multiplication(x, mask, *before, *gate, *product_norm, *output, *settings)
+        parameters = *norm, weight, bias, gate_weight, gate_bias, *gate, *product_norm, *output
+        return _TRIANGLES.triangle_multiplication(x, mask, *parameters, outgoing, drawn, rate, shared_dim)
     _, *layers = cast_all(x, *gate, *output)
     both = joined(weight, gate_weight, x), joined(bias, gate_bias, x)
-    kept = None if keys is None else _dropout.draw_mask(keys, x.shape[3 - shared_dim] * x.shape[3], rate)
+    kept = None if drawn is None else _dropout.draw_mask(drawn, x.shape[3 - shared_dim] * x.shape[3], rate)
+    own = *norm, *both, *layers[:2], *product_norm, *layers[2:]
     with without_autocast(x.device):
-        parameters = *norm, *both, *layers[:2], *product_norm, *layers[2:]
-        return _triangle.FusedTriangles.apply(outgoing, shared_dim, 1.0 / (1.0 - rate), x, mask, kept, *parameters)
+        return _triangle.FusedTriangles.apply(outgoing, shared_dim, 1.0 / (1.0 - rate), x, mask, kept, *own)

@@ -108,7 +108,7 @@ def test_backends_by_name() -> None:
         "pooled_projections": "reference",
         "projections": "reference",
         "transition": "reference",
-        "triangle_product": "reference",
+        "triangle_multiplication": "reference",
     }
     assert problems == []
     assert kernels.biased_attention is reference.biased_attention

@@ -30,7 +30,9 @@ def test_agrees_with_the_formula(
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(2, 3, 7, 64), (1, 2, 130, 128)], ids=str)
-def test_the_operands_of_a_shard(interpreter: Interpreter, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+def test_the_operands_of_a_shard(
+    interpreter: Interpreter, shape: tuple[int, int, int, int], dtype: torch.dtype
+) -> None:
     """Catches rows in place of columns, and gradients of a gate or a residual that are not there."""
     interpreter(cases.operands_agree, shape, dtype)
 
@@ -43,3 +45,8 @@ def test_draws_the_same_mask(interpreter: Interpreter) -> None:
 def test_is_chosen_where_it_fits(interpreter: Interpreter) -> None:
     """Catches kernels for widths, precisions or empty pairs that they were not made for."""
     interpreter(cases.chosen_where_it_fits)
+
+
+def test_falls_back_by_the_card(interpreter: Interpreter) -> None:
+    """Catches kernels on a card that cannot launch them, whose self-check would refuse the operator at all widths."""
+    interpreter(cases.falls_back_by_the_card)

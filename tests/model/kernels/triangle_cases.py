@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ def fused(x: Tensor, mask: Tensor, outgoing: bool, dropout: dict[str, Any], **pa
     """The kernels themselves, also in a precision that a GPU computes otherwise."""
     shared, rate, kept = dropout.get("shared_dim", 1), dropout.get("rate", 0.0), None
     if dropout:
-        kept = draw_mask(dropout["keys"], x.shape[3 - shared] * x.shape[3], rate)
+        kept = draw_mask(dropout["drawn"], x.shape[3 - shared] * x.shape[3], rate)
     norm, both = of_operands(parameters)
     after = [parameters[name] for name in AFTER]
     return triangle.FusedTriangles.apply(outgoing, shared, 1 / (1 - rate), x, mask, kept, *norm, *both, *after)
@@ -63,7 +65,7 @@ def agrees(shape: tuple[int, int, int], dtype: torch.dtype, outgoing: bool, shar
     triangle._PROCESSORS = 16
     batch, residues, channels = shape
     tensors, mask = inputs((batch, residues, residues, channels), dtype, BEFORE + AFTER)
-    dropout = {"keys": KEYS[:batch], "rate": 0.25, "shared_dim": shared_dim} if shared_dim else {}
+    dropout = {"drawn": KEYS[:batch], "rate": 0.25, "shared_dim": shared_dim} if shared_dim else {}
     formula = partial(reference.triangle_multiplication, outgoing=outgoing, **dropout)  # type: ignore[arg-type]
     own = partial(fused, outgoing=outgoing, dropout=dropout)
     check(own, lambda mask, **x: formula(mask=mask.double(), **x), tensors, {"mask": mask})
@@ -98,3 +100,14 @@ def chosen_where_it_fits() -> None:
         assert (type(out.grad_fn).__name__ == "FusedTrianglesBackward") == expected, (shape, dtype)
         operands = gated_projection(mask=mask, **{name: leaves[name] for name in ("x", *BEFORE)})
         assert (type(operands.grad_fn).__name__ == "FusedOperandsBackward") == expected, (shape, dtype)
+
+
+def falls_back_by_the_card() -> None:
+    """Shared memory of H100, A100, RTX 4090 and of a card that does not tell."""
+    x, weight = torch.empty(1, 5, 5, 64, dtype=torch.float16), torch.empty(128, 64)
+    for number, (found, expected) in enumerate(((227, True), (163, True), (99, False), (None, False))):
+        properties = SimpleNamespace(**({} if found is None else {"shared_memory_per_block_optin": found << 10}))
+        on_card = mock.Mock(spec=Tensor, shape=x.shape, dtype=x.dtype, device=torch.device("cuda", number))
+        on_card.numel = x.numel
+        with mock.patch("torch.cuda.get_device_properties", lambda device, properties=properties: properties):
+            assert triangle.fits(on_card, weight) == expected, found

@@ -36,8 +36,8 @@ SHARED_MEMORY = 150 << 10
 _EPS = 1e-5
 # Largest number of programs that sum the gradient of a weight: one per multiprocessor of an H100. Each writes a partial sum.
 _PROCESSORS = 132
-# Channels of the operands that a program projects at a time, in the forward and in the backward pass.
-_CHANNELS, _CHANNELS_BACKWARD = 64, 32
+# Channels of the operands that a program projects at a time.
+_CHANNELS = 32
 _WARPS = 8
 
 
@@ -53,8 +53,8 @@ def fits(x: Float[Tensor, "B I J z"], weight: Float[Tensor, "_ z"]) -> bool:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program may have on a GPU."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    """Bytes of shared memory that one program may have on a GPU of NVIDIA; others do not tell."""
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
 
 
 class FusedTriangles(torch.autograd.Function):
@@ -78,7 +78,8 @@ class FusedTriangles(torch.autograd.Function):
     ) -> Tensor:
         x, mask = x.contiguous(), mask.contiguous()
         norm, layers, after = parameters[:2], parameters[2:4], parameters[4:]
-        product = multiply_edges(*_operands(x, mask, *norm, *layers), outgoing)
+        a, b = _operands(x, mask, *norm, *layers)
+        product = multiply_edges(a, b, outgoing)
         ctx.settings = outgoing, shared, scale
         ctx.save_for_backward(x, mask, kept, product, *parameters)
         return _output(x, product, *norm, *after, kept, shared, scale)
@@ -91,7 +92,9 @@ class FusedTriangles(torch.autograd.Function):
         norm, layers, after = parameters[:2], parameters[2:4], parameters[4:]
         grad = grad.contiguous()
         slope, of_gate, *sums = _output_gradients(grad, x, product, *norm, *after, kept, shared, scale)
-        both = triangle_gradients(slope, *_operands(x, mask, *norm, *layers), outgoing)
+        a, b = _operands(x, mask, *norm, *layers)
+        both = triangle_gradients(slope, a, b, outgoing)
+        del slope, a, b
         of_x, of_norm, *of_layers = _gradients(both, x, mask, *norm, *layers, after[0], of_gate, grad)
         of_weight, (of_bias, of_gate_bias), of_product_norm = sums
         of_after = _gate_weight_gradient(x, *norm, of_gate), of_gate_bias, *of_product_norm, of_weight, of_bias
@@ -179,18 +182,16 @@ def _output_backward_body(
     return of_product, of_gate, *(sum_of_parts(launch, *one) for one in zip(partial, dtypes, strict=True))
 
 
-def _gradients_body(
-    launch: Launcher, grad: Tensor, x: Tensor, *others: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients_body(launch: Launcher, grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of weight and bias of its norm, and of both operands' layers and their biases."""
     *before, gw, of_gate, of_sum = others
-    count, constants = _grid(x, 64, TILE_C=_CHANNELS_BACKWARD)
+    count, constants = _grid(x, 64, TILE_C=_CHANNELS)
     given, c = {"grad": grad, **_before(x, *before)}, x.shape[-1]
     of_x, norm_sums = torch.empty_like(x), _sums(x, count, 2, c)
     more = {"gw": gw, "grad_gate": of_gate, "grad_sum": of_sum, "grad_x": of_x, "norm_sums": norm_sums}
     writes = ("grad_x", "norm_sums")
     launch(Launch("triangle.operands_backward", count, {**given, **more}, constants, writes=writes, warps=_WARPS))
-    groups = 2 * c // _CHANNELS_BACKWARD
+    groups = 2 * c // _CHANNELS
     parts = min(_PROCESSORS // groups, count)
     weight_sums, bias_sums = _sums(x, parts, 4 * c, c), _sums(x, parts, 4 * c)
     more = {"weight_sums": weight_sums, "bias_sums": bias_sums, "parts": parts}
@@ -212,9 +213,7 @@ def _gate_weight_body(launch: Launcher, x: Tensor, nw: Tensor, nb: Tensor, of_ga
     given = {"x": x, "nw": nw, "nb": nb, "grad_gate": of_gate, "weight_sums": sums, "positions": positions}
     constants = {"C": c, "TILE": tile, "PRECISION": product_precision()}
     given |= {"eps": _EPS, "parts": parts}
-    launch(
-        Launch("triangle.gate_weight_backward", parts, given, constants, writes=("weight_sums",), warps=_WARPS)
-    )
+    launch(Launch("triangle.gate_weight_backward", parts, given, constants, writes=("weight_sums",), warps=_WARPS))
     return sum_of_parts(launch, sums, of_gate.dtype)
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 def _place(tile, columns, TILE: tl.constexpr):
     """Row, columns and positions of a tile, and which of them exist."""
     along = tl.cdiv(columns, TILE)
-    row, column = (tile // along).to(tl.int64), (tile % along * TILE + tl.arange(0, TILE)).to(tl.int64)
+    row, column = (tile // along).to(tl.int64), tile % along * TILE + tl.arange(0, TILE)
     return row, column, row * columns + column, column < columns
 
 
@@ -44,10 +44,14 @@ def _planes(row, column, rows, columns, C: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _operand_planes(channel, row, column, batch, rows, columns, C: tl.constexpr):
-    """[channels, positions] in [2, B, C, I, J], for some of the channels of both operands."""
-    plane = ((channel // C * batch + row // rows) * C + channel % C) * rows + row % rows
-    return plane[:, None] * columns + column[None, :]
+def _operand_planes(first, row, column, batch, rows, columns, C: tl.constexpr, TILE_C: tl.constexpr):
+    """[channels, positions] in [2, B, C, I, J], for TILE_C of both operands' channels from `first` on."""
+    plane = (first // C * batch + row // rows) * C + first % C
+    return (
+        (plane * rows + row % rows) * columns
+        + tl.arange(0, TILE_C).to(tl.int64)[:, None] * (rows * columns)
+        + column[None, :]
+    )
 
 
 @no_type_check
@@ -89,10 +93,10 @@ def _transposed(weight, channel, C: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _dropout(kept, scale, row, column, there, rows, columns, C: tl.constexpr, SHARED: tl.constexpr):
-    """What dropout multiplies an update with, [positions, C]. `kept`: [B, J, C] or, if axis 2 shares a mask, [B, I, C]."""
+def _keeps(kept, row, column, there, rows, columns, C: tl.constexpr, SHARED: tl.constexpr):
+    """Whether dropout keeps an update, [positions, C]. `kept`: [B, J, C], or [B, I, C] where it is constant along J."""
     at = row // rows * columns + column if SHARED == 1 else row + column * 0
-    return tl.load(kept + _offsets(at, C), mask=there[:, None], other=0).to(tl.float32) * scale
+    return tl.load(kept + _offsets(at, C), mask=there[:, None], other=0)
 
 
 @no_type_check
@@ -107,12 +111,12 @@ def operands(
     y = y.to(w.dtype.element_ty)
     present = tl.load(mask + at, mask=there, other=0).to(tl.float32)
     for c in range(0, 2 * C, TILE_C):
-        channel = (c + tl.arange(0, TILE_C)).to(tl.int64)
+        channel = c + tl.arange(0, TILE_C)
         gate = channel + 2 * C
         value = tl.dot(y, _transposed(w, channel, C), input_precision=PRECISION) + _vector(bias, channel)[None, :]
         logit = tl.dot(y, _transposed(w, gate, C), input_precision=PRECISION) + _vector(bias, gate)[None, :]
         result = (value * tl.sigmoid(logit) * present[:, None]).to(out.dtype.element_ty)
-        to = out + _operand_planes(channel, row, column, batch, rows, columns, C)
+        to = out + _operand_planes(c, row, column, batch, rows, columns, C, TILE_C)
         tl.store(to, result.T, mask=there[None, :])
 
 
@@ -129,12 +133,13 @@ def output(
     channel = tl.arange(0, C)
     _, q, _ = _product_norm(product, pw, pb, _planes(row, column, rows, columns, C), there, eps, C)
     update = tl.dot(q.to(ow.dtype.element_ty).T, _transposed(ow, channel, C), input_precision=PRECISION)
+    update += _vector(ob, channel)[None, :]  # at once, so that both products use the same shared memory
     own = _tile(x, _offsets(at, C), there)
     _, y, _ = _norm(own, nw, nb, eps, C)
     logit = tl.dot(y.to(gw.dtype.element_ty), _transposed(gw, channel, C), input_precision=PRECISION)
-    update = (update + _vector(ob, channel)[None, :]) * tl.sigmoid(logit + _vector(gb, channel)[None, :])
+    update *= tl.sigmoid(logit + _vector(gb, channel)[None, :])
     if SHARED:
-        update *= _dropout(kept, scale, row, column, there, rows, columns, C, SHARED)
+        update = tl.where(_keeps(kept, row, column, there, rows, columns, C, SHARED), update * scale, 0.0)
     tl.store(out + _offsets(at, C), (own + update).to(out.dtype.element_ty), mask=there[:, None])
 
 
@@ -165,7 +170,7 @@ def output_backward(
         opened = tl.sigmoid(logit + _vector(gb, channel)[None, :])
         through = _tile(grad, _offsets(at, C), there) * opened
         if SHARED:
-            through *= _dropout(kept, scale, row, column, there, rows, columns, C, SHARED)
+            through = tl.where(_keeps(kept, row, column, there, rows, columns, C, SHARED), through * scale, 0.0)
         of_logit = through * update * (1.0 - opened)
         of_bias += tl.sum(through, 0)
         of_gate_bias += tl.sum(of_logit, 0)
@@ -218,9 +223,9 @@ def operands_backward(
         of_gate = tl.load(grad_gate + to, mask=there[:, None], other=0.0)
         of_y = tl.dot(of_gate, tl.load(gw + _offsets(channels, C)), input_precision=PRECISION)
     for c in range(0, 2 * C, TILE_C):
-        channel = (c + tl.arange(0, TILE_C)).to(tl.int64)
+        channel = c + tl.arange(0, TILE_C)
         values, gates = _transposed(w, channel, C), _transposed(w, channel + 2 * C, C)
-        planes = _operand_planes(channel, row, column, batch, rows, columns, C)
+        planes = _operand_planes(c, row, column, batch, rows, columns, C, TILE_C)
         of_value, of_logit = _slopes(grad, y, values, gates, bias, channel, present, planes, there, C, PRECISION)
         of_y = tl.dot(of_value.to(y.dtype), values.T, of_y, input_precision=PRECISION)
         of_y = tl.dot(of_logit.to(y.dtype), gates.T, of_y, input_precision=PRECISION)
@@ -246,7 +251,8 @@ def weights_backward(
     """
     groups: tl.constexpr = 2 * C // TILE_C
     first = tl.program_id(0) // groups
-    channel = (tl.program_id(0) % groups * TILE_C + tl.arange(0, TILE_C)).to(tl.int64)
+    c = tl.program_id(0) % groups * TILE_C
+    channel = c + tl.arange(0, TILE_C)
     values, gates = _transposed(w, channel, C), _transposed(w, channel + 2 * C, C)
     of_bias, of_gate_bias = tl.zeros([TILE_C], tl.float32), tl.zeros([TILE_C], tl.float32)
     of_values, of_gates = tl.zeros([TILE_C, C], tl.float32), tl.zeros([TILE_C, C], tl.float32)
@@ -255,7 +261,7 @@ def weights_backward(
         _, y, _ = _norm(_tile(x, _offsets(at, C), there), nw, nb, eps, C)
         y = y.to(values.dtype)
         present = tl.load(mask + at, mask=there, other=0).to(tl.float32)
-        planes = _operand_planes(channel, row, column, batch, rows, columns, C)
+        planes = _operand_planes(c, row, column, batch, rows, columns, C, TILE_C)
         of_value, of_logit = _slopes(grad, y, values, gates, bias, channel, present, planes, there, C, PRECISION)
         of_bias += tl.sum(of_value, 0)
         of_gate_bias += tl.sum(of_logit, 0)
