@@ -34,8 +34,8 @@ _TRIANGLES = {
     "evodsp::triangle_operands_backward": (1, 17),
     "evodsp::triangle_gate_weight_backward": (0, 1),
 }
-"""Of triangle multiplication: where the pair stands, and products of a position's channels with a weight of as many. The backward
-pass forms the operands' projections twice again."""
+"""Of triangle multiplication: where the pair stands, and products of a position's channels with a weight of as many. The
+backward pass forms the operands' projections twice again."""
 _FUSED = {
     "_scaled_dot_product_flash_attention_for_cpu": (0, 4),
     "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 10),

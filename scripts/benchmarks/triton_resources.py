@@ -41,6 +41,7 @@ from evodsp.model.kernels.triton_kernels import (
     hidden,
     layer_norm,
     outer_product,
+    triangle,
 )
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
@@ -128,6 +129,17 @@ def _outer_work(launch: Launch, products: float, each: float) -> Work:
     return Work(products=2.0 * a["rows"] * columns * results * deep, vector=vector)
 
 
+def _triangle_work(products: int, exponentials: int, vector: int) -> Callable[[Launch], Work]:
+    """Per position: products of its channels with a weight of as many; per channel: exponentials and other instructions."""
+
+    def work(launch: Launch) -> Work:
+        x = launch.arguments["x"]
+        numbers = int(x.numel())
+        return Work(2.0 * products * numbers * x.shape[-1], exponentials * numbers, vector * numbers)
+
+    return work
+
+
 # Vector instructions counted in the source: scale, bias (convert, add), mask, maximum, difference, sums, conversions to bf16.
 WORK: dict[str, Callable[[Launch], Work]] = {
     "attention.forward": _attention_work(2, 8.5),
@@ -172,6 +184,16 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "gated_operands.backward": lambda launch: Work(
         exponentials=2 * launch.arguments["values"].numel(), vector=13 * launch.arguments["values"].numel()
     ),
+    "dropout.draw": lambda launch: Work(vector=125 * launch.arguments["kept"].numel()),
+    "triangle.operands": _triangle_work(4, 4, 23),
+    "triangle.output": _triangle_work(2, 2, 26),
+    "triangle.output_backward": _triangle_work(4, 2, 50),
+    "triangle.operands_backward": _triangle_work(9, 4, 50),
+    # Every group of channels forms the norm again.
+    "triangle.weights_backward": lambda launch: _triangle_work(
+        8, 4, 26 + 9 * 2 * launch.constants["C"] // launch.constants["TILE_C"]
+    )(launch),
+    "triangle.gate_weight_backward": _triangle_work(1, 0, 10),
 }
 
 
@@ -204,6 +226,7 @@ def passes() -> list[Pass]:
         found += elementwise_passes(f"m {size}", sequences, residues, channels=256)
         found += elementwise_passes(f"z {residues}", residues, residues, channels=128)
         found += gated_passes(f"z {residues}", residues, channels=128)
+        found += triangle_passes(f"z {residues}", residues, channels=128)
         found += outer_passes(f"z {residues}", residues, channels=32, results=128)
     return found
 
@@ -262,6 +285,26 @@ def gated_passes(size: str, residues: int, channels: int) -> list[Pass]:
         _pass(gated_operands.OPERATORS[1], size, (grad, *inputs, x.dtype)),
         _pass(gate.OPERATORS[0], size, (x, x.clone())),
         _pass(gate.OPERATORS[1], size, (x, x.clone(), x.clone())),
+    ]
+
+
+def triangle_passes(size: str, residues: int, channels: int) -> list[Pass]:
+    """Triangle multiplication, all but its product over residues, under dropout."""
+    x, mask = _meta(1, residues, residues, channels), _meta(1, residues, residues)
+    planes, both = _meta(1, channels, residues, residues), _meta(2, 1, channels, residues, residues)
+    layer, bias, vector = _meta(channels, channels), _meta(channels), _meta(channels, dtype=torch.float32)
+    before = x, mask, vector, vector, _meta(4 * channels, channels), _meta(4 * channels)
+    kept = _meta(1, residues * channels, dtype=torch.bool)
+    after = x, planes, vector, vector, layer, bias, vector, vector, layer, bias, kept, 1, 1.25
+    draw, one = dropout.OPERATORS[2], 2.0 * residues**2 * channels**2
+    operands, output, of_output, of_operands, of_gate = triangle.OPERATORS
+    return [
+        _pass(draw, size, (_meta(1, dtype=torch.int64), residues * channels, 0.25)),
+        _pass(operands, size, before, 4 * one),
+        _pass(output, size, after, 2 * one),
+        _pass(of_output, size, (x.clone(), *after), 2 * one),
+        _pass(of_operands, size, (both, *before, layer, x.clone(), x.clone()), 9 * one),
+        _pass(of_gate, size, (x, vector, vector, x.clone()), one),
     ]
 
 

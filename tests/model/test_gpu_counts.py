@@ -102,8 +102,8 @@ def test_an_extra_msa_block_on_one_of_eight_gpus() -> None:
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("residues", [256, 512])
 def test_triangle_multiplication_with_dropout_and_sum(residues: int, channels: int) -> None:
-    """Catches a tensor of the pair's size that is written and read again: the operands, their product and the result are all that
-    a forward pass needs, and it forms each of them once, in passes over 9 representations. Partial sums make the rest."""
+    """Catches a tensor of the pair's size that is written and read again: operands, product and result are all that a forward
+    pass needs, in passes over 9 representations; over 25 in the backward pass. Partial sums make the rest."""
     with torch.device("meta"):
         layer = TriangleMultiplication(channels, channels, "outgoing").to(torch.bfloat16)
         dropout = Dropout(channels, 0.25, "it", "i")

@@ -31,8 +31,8 @@ from scripts.benchmarks.gpu_rows import Case, Measured, Part, Setup
 
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
-NOT_IN_A_BLOCK = {"gated_projection", "layer_norm"}
-"""Of one rank: one is for several ranks, and every other operator of a block begins with its own norm."""
+NOT_IN_A_BLOCK = {"gated_output", "gated_projection", "layer_norm"}
+"""Of one rank: two are for several ranks, and every other operator of a block begins with its own norm."""
 
 
 def read(folder: Path) -> list[dict[str, str]]:

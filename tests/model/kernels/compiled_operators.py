@@ -12,7 +12,7 @@ from torch._functorch.autograd_function import autograd_function_apply
 from evodsp.model.kernels.operators import OPERATORS
 
 
-def check(backend: str, operator: str) -> int:
+def check(backend: str, operator: str, dtype: torch.dtype = torch.float32) -> int:
     """The number of autograd.Functions in the operator's graph. Raises if compiling changes results or gradients.
 
     It would do so silently with torch 2.11 where a Function returns an object that has another name, too; that is looked for in
@@ -21,7 +21,7 @@ def check(backend: str, operator: str) -> int:
     torch.compiler.reset()
     function = getattr(importlib.import_module(f"evodsp.model.kernels.{backend}"), operator)
     spec = OPERATORS[operator]
-    inputs = spec.inputs(torch.device("cpu"), torch.float32)
+    inputs = spec.inputs(torch.device("cpu"), dtype)
     count = [0]
 
     def compiler(graph: torch.fx.GraphModule, examples: Any) -> Any:

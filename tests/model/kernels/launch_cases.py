@@ -131,15 +131,7 @@ def calls(size: int, width: int, dtype: torch.dtype) -> Iterator[tuple[launch.Op
     yield own["dropout_add"], [x, x, *numbers]
     yield own["dropout_add_backward"], [x, *numbers, dtype]
     yield own["dropout_mask"], [torch.zeros(1, dtype=torch.int64), size * width, 0.15]
-    planes, layer, bias = draw(1, width, 3, size), draw(width, width), draw(width)
-    pair = [x, draw(1, 3, size), weight, weight, draw(4 * width, width), draw(4 * width)]
-    after = [x, planes, weight, weight, layer, bias, weight, weight, layer, bias]
-    yield own["triangle_operands"], pair
-    yield own["triangle_operands_backward"], [draw(2, 1, width, 3, size), *pair, layer, x, x]
-    yield own["triangle_gate_weight_backward"], [x, weight, weight, x]
-    for kept in (draw(1, size * width, of=torch.bool), None):
-        yield own["triangle_output"], [*after, kept, 1, 1.25]
-        yield own["triangle_output_backward"], [x, *after, kept, 1, 1.25]
+    yield from _triangle_calls(own, draw, size, 16 * launch.tiles(width, 16))
     operands = draw(1, 3, size, 4 * width)
     yield own["gated_operands"], [operands, draw(1, 3, size)]
     yield own["gated_operands_backward"], [draw(2, 1, width, 3, size), operands, draw(1, 3, size), fp32]
@@ -159,6 +151,21 @@ def calls(size: int, width: int, dtype: torch.dtype) -> Iterator[tuple[launch.Op
         out, statistics = draw(1, 3, count, 2, width), draw(1, 3, 2, count, of=fp32)
         more = [projected, keys, bias, first, out, statistics, statistics, bias is not None]
         yield own["attention_backward"], [out, *more]
+
+
+def _triangle_calls(
+    own: dict[str, launch.Operator], draw: Callable[..., Tensor], size: int, width: int
+) -> Iterator[tuple[launch.Operator, list[Any]]]:
+    x, vector = draw(1, 3, size, width), draw(width, of=torch.float32)
+    planes, layer, bias = draw(1, width, 3, size), draw(width, width), draw(width)
+    pair = [x, draw(1, 3, size), vector, vector, draw(4 * width, width), draw(4 * width)]
+    after = [x, planes, vector, vector, layer, bias, vector, vector, layer, bias]
+    yield own["triangle_operands"], pair
+    yield own["triangle_operands_backward"], [draw(2, 1, width, 3, size), *pair, layer, x, x]
+    yield own["triangle_gate_weight_backward"], [x, vector, vector, x]
+    for kept in (draw(1, size * width, of=torch.bool), None):
+        yield own["triangle_output"], [*after, kept, 1, 1.25]
+        yield own["triangle_output_backward"], [x, *after, kept, 1, 1.25]
 
 
 __all__ = ["Driver", "Kernel", "Launched", "calls", "forget", "normal", "repeated", "shifted", "written_down"]

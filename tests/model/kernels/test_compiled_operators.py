@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from evodsp.model.kernels.operators import OPERATORS
 from tests.model.kernels import compiled_operators
 from tests.model.kernels.interpreter import interpreting_process
 
 # Those that are an autograd.Function around pieces that differ from `chunked`'s.
-OF_PIECES = ["gated_linear", "gated_output", "gated_projection", "triangle_multiplication"]
+OF_PIECES = ["gated_linear", "gated_output", "gated_projection"]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,8 @@ def process() -> Iterator[Callable[..., Any]]:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_chunked(process: Callable[..., Any], operator: str) -> None:
     """Catches an operation in place whose result a Function returns: with torch 2.11 all gradients were 0."""
-    functions = {"layer_norm": 0, "dropout_add": 0, "linear": 0, "global_attention": 2}  # two shards, in the example
+    functions = {"layer_norm": 0, "dropout_add": 0, "linear": 0}
+    functions |= {"global_attention": 2, "triangle_multiplication": 2}  # two shards, in the example; product and output
     assert process(compiled_operators.check, "chunked", operator) == functions.get(operator, 1)
 
 
@@ -32,3 +34,9 @@ def test_chunked(process: Callable[..., Any], operator: str) -> None:
 def test_triton(interpreter: Callable[..., Any], operator: str) -> None:
     """Catches the same of the pieces that GPUs take: `contiguous` with nothing to do, for example."""
     assert interpreter(compiled_operators.check, "triton", operator) == 1
+
+
+@pytest.mark.parametrize(("dtype", "functions"), [(torch.float32, 2), (torch.float16, 1)], ids=["separate", "fused"])
+def test_triangle_multiplication(interpreter: Callable[..., Any], dtype: torch.dtype, functions: int) -> None:
+    """Catches the same of its separate and of its fused kernels."""
+    assert interpreter(compiled_operators.check, "triton", "triangle_multiplication", dtype) == functions

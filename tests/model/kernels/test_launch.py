@@ -63,7 +63,7 @@ def test_plans_launch_what_triton_would(log: Log, order: tuple[int, int], dtype:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_what_kernels_hand_on_is_in_fp32(dtype: torch.dtype) -> None:
     """Catches sums of programs and statistics of rows that are rounded to half precision before they are used."""
-    inner = {"sums", "mean", "inverse", "largest", "centre"}
+    inner = {"sums", "mean", "inverse", "largest", "centre", "weight_sums", "bias_sums", "norm_sums"}
     found = {
         (made.kernel, name): made.arguments[name].dtype
         for operator, arguments in cases.calls(5, 6, dtype)

@@ -191,6 +191,8 @@ def _gradients_body(launch: Launcher, grad: Tensor, x: Tensor, *others: Any) -> 
     more = {"gw": gw, "grad_gate": of_gate, "grad_sum": of_sum, "grad_x": of_x, "norm_sums": norm_sums}
     writes = ("grad_x", "norm_sums")
     launch(Launch("triangle.operands_backward", count, {**given, **more}, constants, writes=writes, warps=_WARPS))
+    # Numbers of the planes are loaded one by one where 16 does not divide a row: addresses of 64 positions would spill.
+    count, constants = _grid(x, 64 if x.shape[2] % 16 == 0 else 32, TILE_C=_CHANNELS)
     groups = 2 * c // _CHANNELS
     parts = min(_PROCESSORS // groups, count)
     weight_sums, bias_sums = _sums(x, parts, 4 * c, c), _sums(x, parts, 4 * c)
