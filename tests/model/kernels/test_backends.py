@@ -231,11 +231,43 @@ def triangle_attention(
     return logits.softmax(-1) @ v
 
 
+def triangle_multiplicative_update(
+    x: Tensor,
+    direction: str = "outgoing",
+    mask: Tensor | None = None,
+    norm_in_weight: Tensor | None = None,
+    norm_in_bias: Tensor | None = None,
+    p_in_weight: Tensor | None = None,
+    p_in_bias: Tensor | None = None,
+    g_in_weight: Tensor | None = None,
+    g_in_bias: Tensor | None = None,
+    norm_out_weight: Tensor | None = None,
+    norm_out_bias: Tensor | None = None,
+    p_out_weight: Tensor | None = None,
+    p_out_bias: Tensor | None = None,
+    g_out_weight: Tensor | None = None,
+    g_out_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    precision: str | None = None,
+) -> Tensor:
+    """What cuequivariance-torch's function of this name (0.13.0) computes: its signature and the sums of its reference."""
+    assert precision is None
+    assert mask is not None
+    assert None not in (p_in_weight, g_in_weight, p_out_weight, g_out_weight)
+    y = F.layer_norm(x, x.shape[-1:], norm_in_weight, norm_in_bias, eps)
+    gated = F.linear(y, g_in_weight, g_in_bias).sigmoid() * F.linear(y, p_in_weight, p_in_bias)  # type: ignore[arg-type]
+    a, b = (gated * mask.unsqueeze(-1)).chunk(2, -1)
+    product = torch.einsum({"outgoing": "bikc,bjkc->bijc", "incoming": "bkic,bkjc->bijc"}[direction], a, b)
+    product = F.layer_norm(product, product.shape[-1:], norm_out_weight, norm_out_bias, eps)
+    return F.linear(product, p_out_weight, p_out_bias) * F.linear(y, g_out_weight, g_out_bias).sigmoid()  # type: ignore[arg-type]
+
+
 @contextmanager
-def adapter(package: str, stand_in: Callable[..., Tensor], backend: str) -> Iterator[ModuleType]:
-    """The module of a backend whose package is not here: a stand-in for the one function that it calls takes its place."""
+def adapter(package: str, backend: str, *stand_ins: Callable[..., Tensor]) -> Iterator[ModuleType]:
+    """The module of a backend whose package is not here: stand-ins for the functions that it calls take their places."""
     module = ModuleType(package)
-    setattr(module, stand_in.__name__, stand_in)
+    for stand_in in stand_ins:
+        setattr(module, stand_in.__name__, stand_in)
     name = f"evodsp.model.kernels.{backend}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, package, module)
@@ -245,11 +277,20 @@ def adapter(package: str, stand_in: Callable[..., Tensor], backend: str) -> Iter
 
 def test_flash_attn() -> None:
     """Catches a mask that is lost in the additional channel, wrong padding, and axes in another order than the package's."""
-    with adapter("flash_attn", flash_attn_func, "flash_attn") as backend:
+    with adapter("flash_attn", "flash_attn", flash_attn_func) as backend:
         agree("attention", backend.attention, reference.attention, some_keys("attention"))
 
 
 def test_cuequivariance() -> None:
-    """Catches axes in another order than the package's, a bias or a mask of the wrong rows, and a gate that is lost."""
-    with adapter("cuequivariance_torch", triangle_attention, "cuequivariance") as backend:
+    """Catches axes in another order than the package's, a bias or a mask of the wrong rows, a gate that is lost, parameters in
+    each other's place, operands of incoming edges in the package's order, a residual that is lost, and other dropout."""
+    stand_ins = triangle_attention, triangle_multiplicative_update
+    with adapter("cuequivariance_torch", "cuequivariance", *stand_ins) as backend:
         agree("biased_attention", backend.biased_attention, reference.biased_attention, some_keys("biased_attention"))
+        own, formula = backend.triangle_multiplication, reference.triangle_multiplication
+        inputs = OPERATORS["triangle_multiplication"].inputs(torch.device("cpu"), torch.float64)
+        agree("triangle_multiplication", own, formula, inputs)
+        incoming = ((lambda *x, outgoing, f=f, **more: f(*x, outgoing=False, **more)) for f in (own, formula))
+        agree("triangle_multiplication", *incoming, inputs)
+        *plain, _ = inputs
+        torch.testing.assert_close(own(*plain, outgoing=True), formula(*plain, outgoing=True))
