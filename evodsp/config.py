@@ -73,6 +73,8 @@ def check_model_numbers(settings: Any, where: str) -> None:
             continue
         if item.name == "checkpoint" and value != "auto" and not (isinstance(value, int) and value in COUNT):
             raise SettingError(key, repr(value), "true, false, auto, or a number of blocks")
+        if item.name == "checkpoint_projections" and not (isinstance(value, int) and value in COUNT):
+            raise SettingError(key, repr(value), "true, false, or a number of blocks")
         allowed = RANGES.get(item.name, SIZE if hint is int else None)
         if allowed is not None and value not in allowed:
             raise SettingError(key, value, str(allowed))
@@ -166,6 +168,9 @@ class EvoformerConfig:
     checkpoint: bool | int | Literal["auto"] = field(default=True, metadata={"resume": "same"})
     """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
     blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
+    checkpoint_projections: bool | int = field(default=False, metadata={"resume": "same"})
+    """Of the other blocks, those that keep all but queries, keys, values and gates, half of their bytes, which are computed
+    again: true (all), false (none) or a number of blocks. With checkpoint: auto it is measured, before whole blocks."""
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ class EvoformerBlock(nn.Module):
 
 
 class EvoformerStack(Stack):
-    """A sequence of blocks. `config.checkpoint` says how many of them are recomputed in the backward pass.
+    """A sequence of blocks. `config.checkpoint` and `config.checkpoint_projections` say what the backward pass recomputes.
 
     A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair
     stack of one block, outside of any segment, m is sent back to S. The all-to-all is awaited after the pair stack, which
@@ -212,7 +212,8 @@ class EvoformerStack(Stack):
     sharded_inputs = (0, 1)
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
-        super().__init__([EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)], config.checkpoint)
+        blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
+        super().__init__(blocks, config.checkpoint, config.checkpoint_projections)
         self.extra = extra
 
     @property

@@ -47,9 +47,8 @@ class MSARowAttention(ShardedModule):
 
     def forward(self, msa: Sharded, bias: PairBias) -> Update:
         """The update of m. `bias`: result of `bias`, perhaps still on its way."""
-        width, dim = self.attention.working_width, self.attention.rows
-        rows = project_rows(self.kernels, msa, self.norm, self.attention.projection)
-        return msa.update(partial(self.attention, pair_bias=bias), rows, msa.own_mask, width=width, dim=dim)
+        layer = self.attention.projection
+        return self.attention.update(msa, self.norm, layer, project_rows(self.kernels, msa, self.norm, layer), bias)
 
     def _bias(self, z: Float[Tensor, "B I j c_z"]) -> Float[Tensor, "B I j H"]:
         return project(self.kernels, z, self.pair_norm, self.pair_bias.layer, planes=1)[0]
@@ -64,9 +63,8 @@ class MSAColumnAttention(ShardedModule):
         self.attention = GatedAttention(c_m, heads, head_width, along=1)
 
     def forward(self, msa: Sharded) -> Update:
-        width, dim = self.attention.working_width, self.attention.rows
-        columns = project_rows(self.kernels, msa, self.norm, self.attention.projection)
-        return msa.update(self.attention, columns, msa.own_mask, width=width, dim=dim)
+        layer = self.attention.projection
+        return self.attention.update(msa, self.norm, layer, project_rows(self.kernels, msa, self.norm, layer))
 
 
 class MSAColumnGlobalAttention(ShardedModule):

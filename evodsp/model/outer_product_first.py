@@ -78,7 +78,7 @@ class OuterProductFirstBlock(Budgeted):
 
 
 class OuterProductFirstStack(BlocksInTurn):
-    """A sequence of these blocks. `config.checkpoint` says how many of them are recomputed in the backward pass."""
+    """A sequence of these blocks. `config.checkpoint` and `config.checkpoint_projections` say what is recomputed."""
 
     def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         last = config.blocks - 1
@@ -86,7 +86,7 @@ class OuterProductFirstStack(BlocksInTurn):
             OuterProductFirstBlock(c_m, c_z, config, extra, updates_msa=not extra or number < last)
             for number in range(config.blocks)
         ]
-        super().__init__(blocks, config.checkpoint)
+        super().__init__(blocks, config.checkpoint, config.checkpoint_projections)
         self.extra = extra
 
     @property

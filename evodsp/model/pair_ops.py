@@ -165,10 +165,10 @@ class TriangleAttention(ShardedModule):
         self.working_width = working_width(self)
 
     def forward(self, pair: Sharded) -> Update:
-        width, dim = self.working_width, self.attention.rows
-        layers = self.attention.projection, self.pair_bias.layer
-        rows, local = project_rows_and_whole(self.kernels, pair, self.norm, *layers, width=width, dim=dim)
+        width, dim, layer = self.working_width, self.attention.rows, self.attention.projection
+        of_bias = self.pair_bias.layer
+        rows, local = project_rows_and_whole(self.kernels, pair, self.norm, layer, of_bias, width=width, dim=dim)
         if self.node == "ending":
             local = local.transpose(1, 2)
         bias = PairBias(local, "i", pair, self.plan)
-        return pair.update(partial(self.attention, pair_bias=bias), rows, pair.own_mask, width=width, dim=dim)
+        return self.attention.update(pair, self.norm, layer, rows, bias, width)

@@ -26,7 +26,9 @@ Without autocast everything is in the precision of the parameters, float64 in te
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -44,6 +46,14 @@ def mask_bias(mask: Float[Tensor, "*batch L"]) -> Float[Tensor, "*batch L"]:
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context in which autocast is off."""
     return torch.autocast(device.type, enabled=False) if _autocast_is_on(device) else nullcontext()
+
+
+def autocast_of_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Makes contexts in which autocast is as it is now. A backward pass has none of its own."""
+    if not _autocast_is_on(device):
+        return partial(without_autocast, device)
+    cached = torch.is_autocast_cache_enabled()
+    return partial(torch.autocast, device.type, torch.get_autocast_dtype(device.type), cache_enabled=cached)
 
 
 def activation_dtype(like: Tensor) -> torch.dtype:

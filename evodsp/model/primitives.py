@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.precision import without_autocast
+from evodsp.model.recomputation import computed_again
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.model.sharded import NO_LIMIT, Budget, Mask, Sharded, Unmade, Update
+from evodsp.model.sharded import NO_LIMIT, PROJECTING_AGAIN, Budget, Mask, Sharded, Unmade, Update
 from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.parallel.layout import Axis
 from evodsp.parallel.pending import Pending, Ready, Shared
@@ -66,11 +67,15 @@ class Budgeted(ShardedModule):
     """Bytes for the intermediates of a sub-layer, on each rank; None: no limit, and nothing is computed in place."""
     samples: int | None = None
     """`samples` of this module's `Budget`."""
+    projects_again: bool = False
+    """Whether the backward pass computes the projections of attention again instead of keeping them."""
 
     @property
     def budget(self) -> Budget:
         """The budget of a pass without gradients; with gradients there is no limit."""
-        if self.memory is None or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            return PROJECTING_AGAIN if self.projects_again else NO_LIMIT
+        if self.memory is None:
             return NO_LIMIT
         return Budget(self.memory, self.exchange.ranks, self.samples)
 
@@ -269,6 +274,24 @@ class GatedAttention(Computed):
     def projection(self) -> Layer:
         """Queries, keys, values and gates as one layer: one large matrix product, and one gradient."""
         return torch.cat([self.qkv.weight, self.gate.weight]), self.gate.bias
+
+    def update(
+        self,
+        x: Sharded,
+        norm: LayerNorm,
+        layer: Layer,
+        projected: Float[Tensor, "B n1 n2 _"] | Unmade,
+        pair_bias: PairBias | None = None,
+        width: int | None = None,
+    ) -> Update:
+        """The update of x. `projected`: `layer`, which is `projection`, of the `norm` of x. `width`: see `Sharded.update`."""
+        attend = partial(self, pair_bias=pair_bias)
+        if x.budget.projects_again:
+            attend = partial(computed_again, attend, partial(self._projected, x.x, norm, layer))
+        return x.update(attend, projected, x.own_mask, width=width or self.working_width, dim=self.rows)
+
+    def _projected(self, x: Float[Tensor, "B n1 n2 c"], norm: LayerNorm, layer: Layer) -> Float[Tensor, "B n1 n2 _"]:
+        return project(self.kernels, x, norm, layer)[0]
 
     def forward(
         self,

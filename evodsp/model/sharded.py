@@ -84,6 +84,8 @@ class Budget:
     """Number of ranks that share a representation."""
     samples: int | None = None
     """For planning on meta tensors: compute only this many pieces. The others need the same memory."""
+    projects_again: bool = False
+    """Whether the backward pass computes the projections of attention again instead of keeping them."""
 
     @property
     def in_place(self) -> bool:
@@ -124,6 +126,7 @@ class Budget:
 
 
 NO_LIMIT = Budget(None, 1)
+PROJECTING_AGAIN = Budget(None, 1, projects_again=True)
 
 
 @dataclass(frozen=True)

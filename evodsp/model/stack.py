@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from evodsp.model.dropout import NO_DROPOUT, BlockWithDropout, DropoutKeys, Streams, block_streams, draw_blocks
 from evodsp.model.graphs import Recorded
 from evodsp.model.primitives import Budgeted
-from evodsp.model.recomputation import Recomputation, Setting
+from evodsp.model.recomputation import Recomputation, Recomputed, Setting
 from evodsp.rng import Draws
 
 
@@ -36,11 +36,22 @@ class Stack(Recorded):
     first part of block k, and then there is one segment more than there are blocks.
     """
 
-    def __init__(self, blocks: Sequence[Block], recomputed: Setting) -> None:
-        """`recomputed`: `checkpoint` of the stack's config."""
+    def __init__(self, blocks: Sequence[Block], recomputed: Setting, projections: bool | int = False) -> None:
+        """`recomputed`, `projections`: `checkpoint` and `checkpoint_projections` of the stack's config."""
         super().__init__()
-        self.recomputation = Recomputation(recomputed, len(blocks))
+        self.recomputation = Recomputation(recomputed, projections, len(blocks))
         self.blocks: Sequence[Any] = nn.ModuleList(blocks)  # type: ignore[arg-type, assignment]
+        self._tell_parts()
+
+    def recompute(self, chosen: Recomputed) -> None:
+        """Fix what is recomputed, where `checkpoint` is auto."""
+        self.recomputation.settle(chosen)
+        self._tell_parts()
+
+    def _tell_parts(self) -> None:
+        for number, block in enumerate(self.blocks):
+            for segment, part in enumerate(block.parts, start=number):
+                part.projects_again = self.recomputation.covers_projections(segment)
 
     def settings(self) -> Hashable | None:
         chosen = self.recomputation.settled

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from evodsp.errors import UserError
+from evodsp.model.recomputation import Recomputed
 from evodsp.planner.device import Device, Links, is_tight
 from evodsp.planner.mesh import Estimate, TracedPass, Training, estimate, memory, traced
-from evodsp.planner.program import LEAST_KEPT, LEAST_RECOMPUTED, Program
+from evodsp.planner.program import LEAST_FIRST, LEAST_LAST, Program, recomputed_of
 from evodsp.printing import counted
 
 MOST_RANKS = 64
@@ -74,7 +75,7 @@ def compare(
     which fits, because larger ones only communicate more. Smaller groups, with which devices have nothing to do, are planned
     likewise, on fewer devices.
 
-    `auto`: each mesh recomputes only as many Evoformer blocks as its memory demands. Otherwise as the model's config says.
+    `auto`: each mesh recomputes only as much of the Evoformer as its memory demands. Otherwise as the model's config says.
     """
     groups = possible(training, devices, sequence)
     smaller = [2**k for k in range(groups[0].bit_length()) if 2**k < groups[0]] if sequence is None else []
@@ -133,55 +134,56 @@ def _slower(estimates: Sequence[Estimate]) -> bool:
 
 
 class Planned:
-    """Follows passes in other processes, and chooses how many blocks each mesh recomputes."""
+    """Follows passes in other processes, and chooses what each mesh recomputes: what takes least time for its bytes first."""
 
-    def __init__(self, training: Training, device: Device, links: Links, auto: bool, pool: ProcessPoolExecutor) -> None:
+    def __init__(self, training: Training, device: Device, links: Links, auto: bool, pool: Executor) -> None:
         self._training, self._device, self._links, self._pool = training, device, links, pool
-        self._blocks = training.model.evoformer.blocks
-        setting = training.model.evoformer.checkpoint
-        self._searches = auto and self._blocks >= LEAST_RECOMPUTED + LEAST_KEPT
-        self._setting: bool | int = (
-            LEAST_RECOMPUTED if self._searches else True if auto or setting == "auto" else setting
-        )
+        evoformer = training.model.evoformer
+        self._blocks = evoformer.blocks
+        self._searches = auto and self._blocks >= LEAST_FIRST + LEAST_LAST
+        self._unsearched = Recomputed(self._blocks) if auto else recomputed_of(evoformer)
+        """What is recomputed where nothing is searched for."""
 
     def start(self, sequence: int) -> Future[Program]:
         """Begin to follow the pass of a group of `sequence` ranks."""
-        return self._pool.submit(traced, self._training, sequence, self._setting)
+        first = Recomputed(0, LEAST_FIRST) if self._searches else self._unsearched
+        return self._pool.submit(traced, self._training, sequence, first)
 
     def estimate(self, program: Program, data: int, sequence: int) -> Estimate:
         """A mesh. `program`: what `start` made for its groups."""
         traced_pass = TracedPass.of(program, self._training, self._device, data * sequence)
-        found = self._most_kept(traced_pass, data, sequence) if self._searches else self._unsearched
-        kept = found or 0
-        if self._searches and found is None:
-            traced_pass = self._recomputing_all(data, sequence)
-        elif self._searches:
-            traced_pass = replace(traced_pass, program=kept_in(program, self._blocks, kept))
+        recomputed = self._unsearched
+        if self._searches:
+            recomputed, traced_pass = self._cheapest(traced_pass, data, sequence)
         planned = (
-            estimate(training, traced_pass, kept, data, sequence, self._device, self._links)
+            estimate(training, traced_pass, recomputed, data, sequence, self._device, self._links)
             for training in self._training.recorded()
         )
         return min(planned, key=lambda one: one.step_s)
 
-    @property
-    def _unsearched(self) -> int:
-        """Blocks that are kept where the config says how many."""
-        recomputed = self._setting if isinstance(self._setting, int) and not isinstance(self._setting, bool) else None
-        if recomputed is None:
-            return 0 if self._setting else self._blocks
-        return max(0, self._blocks - recomputed)
+    def _cheapest(self, projecting: TracedPass, data: int, sequence: int) -> tuple[Recomputed, TracedPass]:
+        """What to recompute so that the step fits: the projections of some blocks; if these do not suffice, some blocks whole
+        and the projections of the others; at last everything. `projecting`: a pass that recomputes some projections.
+        """
+        blocks = self._blocks
+        if (kept := self._most_kept(projecting, data, sequence)) is not None:
+            return Recomputed(0, blocks - kept), _keeping(projecting, blocks, kept)
+        mixed = self._traced(Recomputed(LEAST_FIRST, blocks - LEAST_FIRST), data, sequence)
+        if (kept := self._most_kept(mixed, data, sequence)) is not None:
+            return Recomputed(blocks - kept, kept), _keeping(mixed, blocks, kept)
+        return Recomputed(blocks), self._traced(Recomputed(blocks), data, sequence)
 
     def _most_kept(self, traced_pass: TracedPass, data: int, sequence: int) -> int | None:
-        """The largest number of kept blocks that fits with `MARGIN`, from `LEAST_KEPT` to all but `LEAST_RECOMPUTED`; None if
-        none does."""
+        """The largest number of last blocks, which keep more, that fits with `MARGIN`, from `LEAST_LAST` to all but
+        `LEAST_FIRST`; None if none does."""
         ranks, batches = data * sequence, self._training.global_batch // data
 
         def fits(kept: int) -> bool:
-            program = kept_in(traced_pass.program, self._blocks, kept)
-            items = replace(traced_pass, program=program).items
-            return not is_tight(memory(self._training, program, items, ranks, batches).total, self._device.usable)
+            changed = _keeping(traced_pass, self._blocks, kept)
+            found = memory(self._training, changed.program, changed.items, ranks, batches)
+            return not is_tight(found.total, self._device.usable)
 
-        least, most = LEAST_KEPT, self._blocks - LEAST_RECOMPUTED
+        least, most = LEAST_LAST, self._blocks - LEAST_FIRST
         if fits(most):  # as a rule
             return most
         if not fits(least):
@@ -192,14 +194,15 @@ class Planned:
             least, most = (middle, most) if fits(middle) else (least, middle - 1)
         return least
 
-    def _recomputing_all(self, data: int, sequence: int) -> TracedPass:
-        program = self._pool.submit(traced, self._training, sequence, True).result()
+    def _traced(self, recomputed: Recomputed, data: int, sequence: int) -> TracedPass:
+        program = self._pool.submit(traced, self._training, sequence, recomputed).result()
         return TracedPass.of(program, self._training, self._device, data * sequence)
 
 
-def kept_in(mixed: Program, blocks: int, kept: int) -> Program:
-    """Derive the program for `kept` stored blocks from one that was traced with another number."""
-    recomputing, keeping = (repeat for repeat in mixed.repeats if repeat.part == "evoformer")
-    others = [repeat for repeat in mixed.repeats if repeat.part != "evoformer"]
-    changed = [replace(recomputing, times=blocks - kept - 3), replace(keeping, times=kept - 2)]
-    return replace(mixed, repeats=[*others, *changed])
+def _keeping(mixed: TracedPass, blocks: int, kept: int) -> TracedPass:
+    """The pass with `kept` last blocks, which keep more, from one that was traced with another number."""
+    repeats = mixed.program.repeats
+    first, last = (repeat for repeat in repeats if repeat.part == "evoformer")
+    others = [repeat for repeat in repeats if repeat.part != "evoformer"]
+    changed = [*others, replace(first, times=blocks - kept - 3), replace(last, times=kept - 2)]
+    return replace(mixed, program=replace(mixed.program, repeats=changed))

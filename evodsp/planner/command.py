@@ -27,10 +27,8 @@ def run(settings: PlanConfig, words: list[str]) -> int:
     links = Links(inside, across, settings.gpus_per_node or device.gpus_per_node)
     training = training_of(settings, device.on_gpu)
     if settings.recomputation == "none":
-        training = replace(
-            training,
-            model=replace(training.model, evoformer=replace(training.model.evoformer, checkpoint=False)),
-        )
+        kept = replace(training.model.evoformer, checkpoint=False, checkpoint_projections=False)
+        training = replace(training, model=replace(training.model, evoformer=kept))
     compared = compare(training, settings.gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
     show("\n".join(text(compared, settings.gpus)))
     write_text(settings.output, page(compared, settings.gpus).html())

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from evodsp.config import LossConfig, ModelConfig
+from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParameterMode, WirePrecision
 from evodsp.parallel.ledger import Kind
@@ -91,8 +92,8 @@ class Estimate:
     memory: Memory
     usable: int
     """Bytes that a device has for it."""
-    kept_blocks: int
-    """Evoformer blocks that are not recomputed in the backward pass."""
+    recomputed: Recomputed
+    """What the Evoformer recomputes in the backward pass."""
     step_s: float
     """Seconds of an optimizer step, of `global_batch` samples."""
     batches: int
@@ -136,12 +137,10 @@ class Estimate:
         return self.step_s / self.batches
 
 
-def traced(training: Training, sequence: int, recomputed: bool | int) -> Program:
-    """The pass with gradients on rank 0 of `sequence`, which holds the largest shards. `recomputed`: Evoformer blocks, as
-    model.evoformer.checkpoint."""
-    model = dataclasses.replace(
-        training.model, evoformer=dataclasses.replace(training.model.evoformer, checkpoint=recomputed)
-    )
+def traced(training: Training, sequence: int, recomputed: Recomputed) -> Program:
+    """The pass with gradients on rank 0 of `sequence`, which holds the largest shards. `recomputed`: of the Evoformer."""
+    again = {"checkpoint": recomputed.blocks, "checkpoint_projections": recomputed.projections}
+    model = dataclasses.replace(training.model, evoformer=dataclasses.replace(training.model.evoformer, **again))
     return follow(
         PlannedStep(
             model,
@@ -184,9 +183,15 @@ class TracedPass:
 
 
 def estimate(
-    training: Training, traced_pass: TracedPass, kept: int, data: int, sequence: int, device: Device, links: Links
+    training: Training,
+    traced_pass: TracedPass,
+    recomputed: Recomputed,
+    data: int,
+    sequence: int,
+    device: Device,
+    links: Links,
 ) -> Estimate:
-    """The step on `data` x `sequence` devices. `kept`: Evoformer blocks that `traced_pass` does not recompute."""
+    """The step on `data` x `sequence` devices. `recomputed`: what the Evoformer of `traced_pass` recomputes."""
 
     def link(kind: Kind, counted: int) -> float:
         return links.seconds(kind, counted, sequence)
@@ -207,7 +212,7 @@ def estimate(
         sequence=sequence,
         memory=memory(training, program, items, data * sequence, batches),
         usable=device.usable,
-        kept_blocks=kept,
+        recomputed=recomputed,
         step_s=step_s,
         batches=batches,
         one=one,

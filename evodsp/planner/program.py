@@ -37,6 +37,7 @@ from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange, use_kernels, use_memory
+from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.structure_module import StructureModule
 from evodsp.parallel.exchange import ShardedExchange
@@ -52,8 +53,8 @@ half of block k."""
 MADE_ONCE: Segment = ("template_torsions", 0)
 """The place of the templates' torsion angles, which are made once a sample, not in each pass."""
 
-LEAST_RECOMPUTED, LEAST_KEPT = 4, 3
-"""Blocks of a reduced stack that recomputes some of its blocks and keeps others."""
+LEAST_FIRST, LEAST_LAST = 4, 3
+"""Blocks of a reduced stack that recomputes more of its first blocks than of its last ones."""
 
 
 @dataclass(frozen=True)
@@ -185,19 +186,34 @@ def reduced(config: ModelConfig) -> tuple[ModelConfig, list[Repeat]]:
 
 def _reduced_stack(name: str, config: EvoformerConfig) -> tuple[EvoformerConfig, list[Repeat]]:
     """A stack with few blocks, and how often its segments stand in the whole stack."""
-    blocks = config.blocks
-    number = blocks if config.checkpoint is True else 0 if config.checkpoint is False else int(config.checkpoint)
-    if LEAST_RECOMPUTED <= number <= blocks - LEAST_KEPT:  # segments 0 to 3 are recomputed, 4 to 7 are not
-        few = dataclasses.replace(config, blocks=LEAST_RECOMPUTED + LEAST_KEPT, checkpoint=LEAST_RECOMPUTED)
-        return few, [Repeat(name, 2, number - 3), Repeat(name, 5, blocks - number - 2)]
-    if number in (0, blocks) and blocks > 4:
+    blocks, chosen = config.blocks, recomputed_of(config)
+    kinds = [number for number in (*chosen, blocks - sum(chosen)) if number]
+    if len(kinds) == 1 and blocks > 4:
         return dataclasses.replace(config, blocks=4), [Repeat(name, 2, blocks - 3)]
-    return config, []
+    if len(kinds) != 2 or kinds[0] < LEAST_FIRST or kinds[1] < LEAST_LAST:
+        return config, []
+    # Segments 0 to 3 are of the first kind, 4 to 7 are not.
+    whole = min(chosen.blocks, LEAST_FIRST)
+    again = {
+        "checkpoint": whole,
+        "checkpoint_projections": min(chosen.projections, LEAST_LAST if whole else LEAST_FIRST),
+    }
+    return dataclasses.replace(config, blocks=LEAST_FIRST + LEAST_LAST, **again), [
+        Repeat(name, 2, kinds[0] - 3),
+        Repeat(name, 5, kinds[1] - 2),
+    ]
+
+
+def recomputed_of(config: EvoformerConfig) -> Recomputed:
+    """What a stack recomputes: everything where a run would measure."""
+    setting = True if config.checkpoint == "auto" else config.checkpoint
+    return Recomputed.of(config.blocks, setting, config.checkpoint_projections)
 
 
 def without_recomputation(config: ModelConfig) -> ModelConfig:
     """The model as a prediction runs it: nothing is computed again, because nothing is differentiated."""
-    stacks = {name: dataclasses.replace(getattr(config, name), checkpoint=False) for name in ("extra_msa", "evoformer")}
+    kept = {"checkpoint": False, "checkpoint_projections": False}
+    stacks = {name: dataclasses.replace(getattr(config, name), **kept) for name in ("extra_msa", "evoformer")}
     return dataclasses.replace(config, **stacks)
 
 

@@ -17,8 +17,8 @@ from evodsp.report.page import Page
 GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "average", "features", "activations")
 _HEADINGS = (
-    "data x sequence", "GiB", "fits", "blocks kept", "graphs", "step, s", "samples/s", "efficiency", "exposed",
-    "launch-bound", "days", "GPU-hours",
+    "data x sequence", "GiB", "fits", "blocks kept", "without projections", "graphs", "step, s", "samples/s", "efficiency",
+    "exposed", "launch-bound", "days", "GPU-hours",
 )  # fmt: skip
 _NUMBERS = set(_HEADINGS) - {"data x sequence", "fits", "graphs", "launch-bound"}
 TIGHT = f"; less than {MARGIN:.0%} of the memory is free, and a run may need more"
@@ -117,7 +117,8 @@ def _numbers(one: Estimate, compared: Comparison) -> dict[str, Any]:
             **{part: getattr(one.memory, part) for part in PARTS},
             "total": one.memory.total, "usable": one.usable, "largest_in": one.memory.at,
         },
-        "evoformer_blocks_kept": one.kept_blocks,
+        "evoformer_blocks_kept": compared.training.model.evoformer.blocks - one.recomputed.blocks,
+        "evoformer_blocks_without_projections": one.recomputed.projections,
         "step_seconds": one.step_s,
         "samples_per_second": one.samples_per_s,
         "efficiency": compared.efficiency(one),
@@ -213,11 +214,13 @@ def _lanes(intervals: Sequence[Interval]) -> dict[str, list[tuple[float, float, 
 
 
 def _row(one: Estimate, compared: Comparison) -> list[str]:
+    blocks = compared.training.model.evoformer.blocks
     return [
         f"{one.data} x {one.sequence}",
         f"{one.memory.total / GIB:.1f}",
         "tight" if one.tight else "yes" if one.fits else "NO",
-        f"{one.kept_blocks}/{compared.training.model.evoformer.blocks}",
+        f"{blocks - one.recomputed.blocks}/{blocks}",
+        str(one.recomputed.projections),
         "yes" if one.graphs else "no",
         f"{one.step_s:.2f}",
         f"{one.samples_per_s:.1f}",
@@ -244,15 +247,20 @@ def _launch_bound(one: Estimate) -> bool:
 
 def options(one: Estimate, compared: Comparison) -> dict[str, str]:
     """Options of `evodsp fit` with which a run of the config is the one that was planned."""
-    blocks = compared.training.model.evoformer.blocks
-    recomputed = {0: "true", blocks: "false"}.get(one.kept_blocks, str(blocks - one.kept_blocks))
+    evoformer, (whole, projections) = compared.training.model.evoformer, one.recomputed
+    of_projections = {evoformer.blocks - whole: "true", 0: "false"}.get(projections, str(projections))
     return {
         # On one machine evodsp takes all GPUs by itself; on several the launcher says how many there are.
         **({"trainer.devices": str(one.devices)} if one.devices <= compared.links.per_node else {}),
         "parallel.sequence": str(one.sequence),
         "cuda_graphs": str(one.graphs).lower(),
         **compared.training.options,
-        "model.evoformer.checkpoint": recomputed,
+        "model.evoformer.checkpoint": {evoformer.blocks: "true", 0: "false"}.get(whole, str(whole)),
+        **(
+            {"model.evoformer.checkpoint_projections": of_projections}
+            if projections or evoformer.checkpoint_projections
+            else {}
+        ),
     }
 
 

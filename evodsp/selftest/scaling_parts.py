@@ -45,7 +45,7 @@ from evodsp.parallel.mesh import own_group, whole_group
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.measure import crowded_block, link_of, measured, timed_collectives
 from evodsp.planner.mesh import TracedPass, Training, estimate, traced
-from evodsp.planner.program import SampleSizes
+from evodsp.planner.program import SampleSizes, recomputed_of
 from evodsp.rng import Draws
 from evodsp.selftest import ranks
 from evodsp.selftest.random_sample import random_features, with_labels
@@ -393,10 +393,10 @@ def _planned(run: ScalingRun, crop: SampleSizes, size: int, device: Device, link
         half=run.on_gpu,
         on_gpu=run.on_gpu,
     )
-    program = traced(plain, size, config.evoformer.checkpoint is True)
-    passed = TracedPass.of(program, plain, device, run.group.size)
+    recomputed = recomputed_of(config.evoformer)
+    passed = TracedPass.of(traced(plain, size, recomputed), plain, device, run.group.size)
     launched, replayed = (
-        estimate(dataclasses.replace(plain, graphs=graphs), passed, 0, data, size, device, links)
+        estimate(dataclasses.replace(plain, graphs=graphs), passed, recomputed, data, size, device, links)
         for graphs in (False, True)
     )
     ms = {"launched": launched.step_s, "replayed": replayed.step_s, "exposed": launched.one.exposed}

@@ -208,7 +208,7 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     if settings.trainer["enable_progress_bar"]:
         callbacks.append(TrainingProgress())
     if run.command == "fit":
-        callbacks.append(AutomaticRecomputation())
+        callbacks.append(AutomaticRecomputation(projections=settings.run.compile == "none"))
     if run.command == "fit" and settings.run.compile == "blocks":
         callbacks.append(CompiledBlocks())
     if run.command == "fit" and run.records_stacks:

@@ -30,7 +30,7 @@ from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import use_exchange, use_kernels
-from evodsp.model.recomputation import Recomputation
+from evodsp.model.recomputation import Recomputed
 from evodsp.model.recorders import CudaRecorder, Recorder, versions
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.stack import Stack
@@ -310,34 +310,50 @@ class Measured:
     """Bytes that are free at the peak of a step in which each stack keeps one block."""
     bytes_of_blocks: tuple[int, ...]
     """Bytes of activations that one block of each stack keeps."""
+    bytes_of_projections: tuple[int, ...]
+    """Bytes among them that are projections of attention and can be computed again by themselves."""
 
 
-def kept_blocks(ranks: Sequence[Measured], blocks: Sequence[int]) -> list[int]:
-    """The number of blocks of each stack that fit into memory on every rank, from measurements with one block kept.
+def least_recomputed(ranks: Sequence[Measured], blocks: Sequence[int]) -> list[Recomputed]:
+    """What each stack must recompute so that its other activations fit into memory on every rank, from measurements with one
+    block kept.
 
-    `blocks`: the number of blocks in each stack. Earlier stacks get memory first. Without room not even the one block is kept.
+    A byte of projections takes a quarter of a whole block's time to compute again (`evodsp plan`). So memory goes first to
+    blocks without their projections, then to the projections of these. `blocks`: the number of blocks in each stack. Earlier
+    stacks get memory first. Without room not even the one block is kept.
     """
     room = min(rank.room for rank in ranks)
-    kept = []
-    for stack, number in enumerate(blocks):
-        each = max(rank.bytes_of_blocks[stack] for rank in ranks)
-        more = math.floor(room / each) if each else 0
-        kept.append(max(0, min(number, 1 + more)))
-        room -= (kept[-1] - 1) * each
-    return kept
+    stacks = range(len(blocks))
+    part = [max(rank.bytes_of_projections[stack] for rank in ranks) for stack in stacks]
+    rest = [max(rank.bytes_of_blocks[stack] - rank.bytes_of_projections[stack] for rank in ranks) for stack in stacks]
+
+    def given(each: int, most: int) -> int:
+        """How many of `most` blocks get `each` more bytes, with the one that has them already."""
+        nonlocal room
+        number = max(0, min(most, 1 + (math.floor(room / each) if each else 0)))
+        room -= (number - 1) * each
+        return number
+
+    kept = [given(rest[stack], blocks[stack]) for stack in stacks]
+    complete = [given(part[stack], kept[stack]) if part[stack] else kept[stack] for stack in stacks]
+    return [Recomputed(blocks[stack] - kept[stack], kept[stack] - complete[stack]) for stack in stacks]
 
 
 class AutomaticRecomputation(Callback):
-    """Sets the number of recomputed blocks once. All ranks measure, and take the number that fits on each of them."""
+    """Sets once what is recomputed. All ranks measure, and take what fits on each of them."""
 
-    def __init__(self) -> None:
-        self._undecided: list[Recomputation] = []
+    def __init__(self, projections: bool = True) -> None:
+        """`projections`: whether projections may be computed again by themselves. What a compiled block would keep without
+        them is not known.
+        """
+        self._undecided: list[Stack] = []
+        self._projections = projections
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
         self._undecided = self._stacks(pl_module)
         if pl_module.device.type != "cuda":
             for stack in self._undecided:
-                stack.keep(0)
+                stack.recompute(Recomputed(len(stack.blocks)))
             self._undecided = []
 
     def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: object) -> None:
@@ -348,17 +364,25 @@ class AutomaticRecomputation(Callback):
         free, _total = torch.cuda.mem_get_info(pl_module.device)
         possible = free + torch.cuda.memory_reserved(pl_module.device)
         peak = torch.cuda.max_memory_allocated(pl_module.device)
-        own = Measured(_SHARE * possible - peak, tuple(stack.bytes_of_block for stack in stacks))
+        counted = [stack.recomputation for stack in stacks]
+        own = Measured(
+            _SHARE * possible - peak,
+            tuple(one.bytes_of_block for one in counted),
+            tuple(one.bytes_of_projections * self._projections for one in counted),
+        )
         ranks = cast(TrainingModule, pl_module).world.gather(own)
-        kept = kept_blocks(ranks, [stack.blocks for stack in stacks])
-        for stack, number in zip(stacks, kept, strict=True):
-            stack.keep(number)
+        chosen = least_recomputed(ranks, [one.blocks for one in counted])
+        for stack, own_choice in zip(stacks, chosen, strict=True):
+            stack.recompute(own_choice)
         if trainer.is_global_zero:
-            numbers = ", ".join(f"{number} of {stack.blocks}" for stack, number in zip(stacks, kept, strict=True))
+            numbers = ", ".join(
+                f"{one.blocks - whole} of {one.blocks}, {projections} of them without projections"
+                for one, (whole, projections) in zip(counted, chosen, strict=True)
+            )
             show(f"checkpoint auto: blocks that keep their activations: {numbers}")
 
     @staticmethod
-    def _stacks(module: LightningModule) -> list[Recomputation]:
+    def _stacks(module: LightningModule) -> list[Stack]:
         """The stacks that are not decided yet; the stack with most blocks comes first."""
-        found = [stack.recomputation for stack in module.modules() if isinstance(stack, Stack)]
-        return sorted((stack for stack in found if stack.auto), key=lambda stack: -stack.blocks)
+        found = [stack for stack in module.modules() if isinstance(stack, Stack) and stack.recomputation.auto]
+        return sorted(found, key=lambda stack: -len(stack.blocks))

@@ -52,6 +52,8 @@ class Case:
     dropout: bool = False
     recompute: bool = False
     """Whether blocks are recomputed in the backward pass."""
+    projections: bool = False
+    """Whether the blocks of a stack compute the projections of attention again in the backward pass."""
     autocast: bool = True
     """bf16-mixed; False: fp32."""
     inputs: Literal["bfloat16", "float32"] = "bfloat16"

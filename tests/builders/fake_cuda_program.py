@@ -195,7 +195,8 @@ def stack_case(case: Case, exchange: ShardedExchange | None) -> tuple[nn.Module,
     extra = case.what == "extra_msa"
     base = ModelConfig().extra_msa if extra else EvoformerConfig()
     c_m, c_z = (ModelConfig().channels.extra_msa if extra else ModelConfig().channels.msa), ModelConfig().channels.pair
-    config = dataclasses.replace(base, blocks=case.blocks, checkpoint=case.recompute)
+    again = {"checkpoint": case.recompute, "checkpoint_projections": case.projections}
+    config = dataclasses.replace(base, blocks=case.blocks, **again)
     stack = EvoformerStack(c_m, c_z, config, extra)
     s, r = shard_sizes(case.sequences, case.ranks)[0], shard_sizes(case.residues, case.ranks)[0]
     dtype = getattr(torch, case.inputs)

@@ -18,6 +18,7 @@ from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.outer_product_first import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
+from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -40,13 +41,14 @@ class Case:
     stack: Stack
     batch: int = 1
     recompute: bool = False
+    projections: bool | int = False
     overlap: bool = True
     plan: CommunicationPlan = dataclasses.field(default_factory=CommunicationPlan)
 
     def __str__(self) -> str:
         """The test id: what differs from the defaults."""
         plan = {name: value for name, value in vars(self.plan).items() if value != getattr(CommunicationPlan(), name)}
-        options = [name for name in ("recompute", "overlap") if getattr(self, name)]
+        options = [name for name in ("recompute", "projections", "overlap") if getattr(self, name)]
         return ",".join(
             [self.stack, f"batch={self.batch}", *options, *(f"{name}={value}" for name, value in plan.items())]
         )
@@ -65,16 +67,17 @@ def stack_of(case: Case) -> nn.Module:
     """The stack of `case`, with random parameters."""
     config = ModelConfig.preset("test")
     if case.stack == "templates":
-        return dense(
-            TemplatePairStack(
-                TemplateConfig(
-                    True, channels=10, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5,
-                    checkpoint=case.recompute,
-                )
+        templates = TemplatePairStack(
+            TemplateConfig(
+                True, channels=10, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5, checkpoint=case.recompute
             )
         )  # fmt: skip
+        if case.projections:
+            templates.recompute(Recomputed.of(2, case.recompute, case.projections))
+        return dense(templates)
     extra = is_extra(case.stack)
-    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, checkpoint=case.recompute)
+    again = {"checkpoint": case.recompute, "checkpoint_projections": case.projections}
+    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, **again)
     channels = config.channels.extra_msa if extra else config.channels.msa
     kind = OuterProductFirstStack if case.stack.startswith("outer_first") else EvoformerStack
     return dense(kind(channels, config.channels.pair, sizes, extra))
@@ -141,7 +144,8 @@ def check(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None
     """Compare `case` on each number of ranks with one device."""
     torch.set_default_dtype(torch.float64)
     try:
-        outputs, inputs, stack = run(dataclasses.replace(case, recompute=False), LocalExchange(), 1)
+        alone = dataclasses.replace(case, recompute=False, projections=False)
+        outputs, inputs, stack = run(alone, LocalExchange(), 1)
     finally:
         torch.set_default_dtype(torch.float32)
     m_axis = case.plan.extra_msa_axis if is_extra(case.stack) else "res"

@@ -15,17 +15,20 @@ SMALL = (5, 6, 7)
 """Clusters, extra sequences, residues."""
 
 
-def config(recompute: bool = True) -> ModelConfig:
-    """The `test` preset with templates and every head. With `recompute`, all stacks recompute activations."""
+def config(recompute: bool = True, projections: bool = False) -> ModelConfig:
+    """The `test` preset with templates and every head. With `recompute`, all stacks recompute activations; with
+    `projections`, those of both MSA stacks recompute the projections of attention.
+    """
     base = ModelConfig.preset("test")
+    again = {"checkpoint": recompute, "checkpoint_projections": projections}
     return dataclasses.replace(
         base,
         templates=TemplateConfig(
             True, channels=8, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5, attention_heads=2,
             attention_head_width=3, unit_vector=True, checkpoint=recompute,
         ),
-        evoformer=dataclasses.replace(base.evoformer, checkpoint=recompute),
-        extra_msa=dataclasses.replace(base.extra_msa, checkpoint=recompute),
+        evoformer=dataclasses.replace(base.evoformer, **again),
+        extra_msa=dataclasses.replace(base.extra_msa, **again),
         heads=dataclasses.replace(base.heads, experimentally_resolved=True, predicted_aligned_error=True),
     )  # fmt: skip
 

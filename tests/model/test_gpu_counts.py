@@ -27,10 +27,9 @@ from tests.builders.fake_cuda import Case, Counts, measure
 GB = 1e9
 
 
-def block(what: str, sequences: int, residues: int, ranks: int = 1) -> Counts:
-    return measure(
-        Case(what=what, sequences=sequences, residues=residues, ranks=ranks, dropout=True, kernels="triton")  # type: ignore[arg-type]
-    )
+def block(what: str, sequences: int, residues: int, ranks: int = 1, projections: bool = False) -> Counts:
+    sizes: Any = {"what": what, "sequences": sequences, "residues": residues, "ranks": ranks}
+    return measure(Case(**sizes, dropout=True, kernels="triton", projections=projections))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +51,28 @@ def test_a_block_on_one_gpu(
     assert counts.backward.launches <= backward
     assert counts.forward.bytes <= gigabytes[0] * GB
     assert counts.backward.bytes <= gigabytes[1] * GB
+    assert counts.kept <= kept * GB
+
+
+@pytest.mark.parametrize(
+    ("size", "backward", "gigabytes", "kept"),
+    [
+        (("evoformer", 128, 256), 185, 8.4, 0.31),
+        (("evoformer", 512, 384), 185, 27.9, 1.1),
+        pytest.param(("extra_msa", 5120, 384), 243, 51.2, 2.2, marks=pytest.mark.verify),
+        pytest.param(("evoformer", 128, 256, 8), 226, 1.4, 0.06, marks=pytest.mark.verify),
+    ],
+)
+def test_a_block_that_computes_projections_again(
+    size: tuple[Any, ...], backward: int, gigabytes: float, kept: float
+) -> None:
+    """Catches projections that are kept after all, or computed once for each tensor that attention keeps. Each of the four
+    attentions costs four launches: a norm, a product, and its bias padded in two."""
+    counts = block(*size, projections=True)
+    assert (counts.forward.host, counts.backward.host) == ({}, {})
+    assert counts.forward.launches == block(*size).forward.launches
+    assert counts.backward.launches <= backward
+    assert counts.backward.bytes <= gigabytes * GB
     assert counts.kept <= kept * GB
 
 

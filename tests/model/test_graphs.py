@@ -21,6 +21,7 @@ from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
+from evodsp.model.recomputation import Recomputed
 from evodsp.model.recorders import Rerun, Taken
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
@@ -108,13 +109,20 @@ def stack_of(kind: str, recompute: bool = False) -> tuple[Stack, tuple[Tensor, .
 
 @pytest.mark.parametrize("kind", ["evoformer", "extra", "templates"])
 @pytest.mark.parametrize(
-    ("half", "recompute"),
-    [(False, False), pytest.param(False, True, marks=pytest.mark.verify), (True, False), (True, True)],
+    ("half", "recomputed"),
+    [
+        (False, Recomputed(0)),
+        pytest.param(False, Recomputed(2), marks=pytest.mark.verify),
+        (True, Recomputed(0)),
+        (True, Recomputed(2)),
+        (True, Recomputed(0, 2)),
+    ],
 )
-def test_a_replay_is_the_step(kind: str, recompute: bool, half: bool) -> None:
+def test_a_replay_is_the_step(kind: str, recomputed: Recomputed, half: bool) -> None:
     """Catches old weights, keys or inputs in a replay, a gradient that goes to another parameter, and autocast in the recorded
-    backward pass, which has none."""
-    stack, inputs, representations = stack_of(kind, recompute)
+    backward pass, which has none; of projections that are computed again, old weights."""
+    stack, inputs, representations = stack_of(kind)
+    stack.recompute(recomputed)
     usual, replayed = (Run(copy.deepcopy(stack), inputs, representations, half) for _ in range(2))
     graphs = recorded(replayed.stack)
     for number in range(3):
@@ -191,6 +199,10 @@ def test_shapes_modes_and_settings_are_told_apart() -> None:
     for _ in range(3):
         run.forward()
     assert (len(graphs), graphs.replays) == (1, 2)
+    run.stack.recompute(Recomputed(0, 1))
+    run.forward()
+    assert (len(graphs), graphs.replays) == (1, 2), "a recording that keeps other activations"
+    run.stack.recompute(Recomputed(0))
     with torch.no_grad():
         for _ in range(3):
             run.forward()

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from evodsp.cli import main
 from evodsp.config import LossConfig, ModelConfig
 from evodsp.errors import UserError
+from evodsp.model.recomputation import Recomputed
 from evodsp.planner import choose
 from evodsp.planner.choose import compare, possible
 from evodsp.planner.config import PlanConfig
@@ -79,7 +80,7 @@ def test_the_time_of_a_step_is_that_of_its_parts() -> None:
         Span(place, "forward", 1, 1, 0.01, 0, 0, 0, 7, 3), Span(place, "backward", 1, 1, 0.02, 0, 0, 3, 7, 0)
     ]  # fmt: skip
     program = Program([], [], batch_bytes=10, parameters=10_000_000, sent=[])
-    found = estimate(SMALL, TracedPass(program, few), 0, 4, 2, load_device("h100"), LINKS)
+    found = estimate(SMALL, TracedPass(program, few), Recomputed(0), 4, 2, load_device("h100"), LINKS)
     of_sample = found.one.total + (SMALL.passes - 1) * found.free_pass_s + found.gradients_s
     assert found.batches == 3
     assert found.step_s == pytest.approx(3 * of_sample + found.reduction_s + found.update_s)
@@ -105,17 +106,23 @@ def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[
     """Estimates with given times and memory, by the size of the sequence group."""
 
     def estimate(
-        training: Training, traced_pass: TracedPass, kept: int, data: int, sequence: int, device: Device, links: Links
+        training: Training,
+        traced_pass: TracedPass,
+        recomputed: Recomputed,
+        data: int,
+        sequence: int,
+        device: Device,
+        links: Links,
     ) -> Estimate:
         held, no_time = Memory(needs[sequence], 0, 0, 0, 0, 0, ""), (0.0,) * 4
         none = Times()
-        return Estimate(data, sequence, held, 100, kept, step_s[sequence], 1, none, *no_time, 12, none)
+        return Estimate(data, sequence, held, 100, recomputed, step_s[sequence], 1, none, *no_time, 12, none)
 
     monkeypatch.setattr(choose, "estimate", estimate)
     monkeypatch.setattr(choose, "traced", _nothing)
 
 
-def _nothing(training: Training, sequence: int, recomputed: bool | int) -> Program:
+def _nothing(training: Training, sequence: int, recomputed: Recomputed) -> Program:
     """Stands in for a traced pass; a function of a module, because it goes to another process."""
     return Program([], [], 0, 0, [])
 
@@ -175,42 +182,59 @@ def test_a_plan_with_little_room_is_not_green(monkeypatch: pytest.MonkeyPatch) -
             assert ("less than 3% of the memory is free" in html) == tight == ("✓" not in html)
 
 
-def test_as_many_blocks_are_kept_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a search that ends one block too early or too late, a mesh that recomputes although there is room, and one that
-    fills the last percent of the memory although it need not."""
+def test_as_little_is_recomputed_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a search that ends one block too early or too late, a mesh that recomputes although there is room, one that
+    recomputes a block whole although its projections suffice, and one that fills the last percent of the memory although it
+    need not."""
     blocks = 48
     training = dataclasses.replace(SMALL, model=ModelConfig.preset("model_3"))
     monkeypatch.setattr(choose, "traced", _mixed)
 
-    def kept(usable_gib: float) -> int:
-        def needs(training: Training, program: Program, items: list[Item], ranks: int, batches: int) -> Memory:
-            recomputed, kept = program.repeats[0].times + 3, program.repeats[1].times + 2  # of a stack of 48 blocks
-            assert recomputed + kept == blocks
-            return Memory(kept * 2**30, 0, 0, 0, 0, 0, "")
+    def needs(training: Training, program: Program, items: list[Item], ranks: int, batches: int) -> Memory:
+        if not program.repeats:
+            return Memory(0, 0, 0, 0, 0, 0, "")
+        first, last = program.repeats[0].times + 3, program.repeats[1].times + 2  # of a stack of 48 blocks
+        assert first + last == blocks
+        # A whole block keeps 2 GiB, one without projections 1 GiB.
+        return Memory((last if program.batch_bytes else first + 2 * last) * 2**30, 0, 0, 0, 0, 0, "")
 
-        monkeypatch.setattr(choose, "memory", needs)
+    monkeypatch.setattr(choose, "memory", needs)
+
+    def recomputed(usable_gib: float) -> tuple[int, ...]:
         device = dataclasses.replace(load_device("h100"), memory_gib=usable_gib, fragmentation=0.0, reserved_gib=0.0)
-        with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
+        with ThreadPoolExecutor(1) as pool:
             planned = choose.Planned(training, device, LINKS, True, pool)
-        found = planned._most_kept(TracedPass(_mixed(training, 1, 4), []), 1, 1)
-        return 0 if found is None else found
+            return tuple(planned._cheapest(TracedPass(_mixed(training, 1, Recomputed(0, 4)), []), 1, 1)[0])
 
-    assert [kept(gib / 0.97) for gib in (0.0, 2.9, 3.01, 3.9, 4.01, 43.7, 1e6)] == [0, 0, 3, 3, 4, 43, 44]
+    whole = {0.0: (48, 0), 2.9: (48, 0), 3.01: (45, 3), 3.9: (45, 3), 4.01: (44, 4), 43.7: (5, 43), 50.9: (4, 44)}
+    projections = {51.01: (0, 45), 51.9: (0, 45), 52.01: (0, 44), 91.9: (0, 5), 92.01: (0, 4), 1e6: (0, 4)}
+    for gib, expected in (whole | projections).items():
+        assert recomputed(gib / 0.97) == expected, gib
 
 
-@pytest.mark.parametrize(("setting", "kept"), [(True, 0), (False, 48), (10, 38), (60, 0)])
-def test_blocks_that_are_kept_as_the_config_says(setting: bool | int, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("setting", "projections", "expected"),
+    [
+        (True, False, (48, 0)), (False, False, (0, 0)), (10, False, (10, 0)), (60, True, (48, 0)), ("auto", False, (48, 0)),
+        (False, True, (0, 48)), (10, True, (10, 38)), (10, 20, (10, 20)), (40, 20, (40, 8)),
+    ],
+)  # fmt: skip
+def test_what_is_recomputed_as_the_config_says(
+    setting: bool | int | str, projections: bool | int, expected: tuple[int, int]
+) -> None:
     """Catches a plan that shows other numbers of kept blocks than the config's."""
     model = ModelConfig.preset("model_3")
-    model = dataclasses.replace(model, evoformer=dataclasses.replace(model.evoformer, checkpoint=setting))
+    again: Any = {"checkpoint": setting, "checkpoint_projections": projections}
+    model = dataclasses.replace(model, evoformer=dataclasses.replace(model.evoformer, **again))
     with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
         planned = choose.Planned(dataclasses.replace(SMALL, model=model), load_device("h100"), LINKS, False, pool)
-    assert planned._unsearched == kept
+    assert planned._unsearched == expected
 
 
-def _mixed(training: Training, sequence: int, recomputed: bool | int) -> Program:
-    """Stands in for a traced pass that recomputes four of 48 blocks."""
-    return Program([], [Repeat("evoformer", 2, 1), Repeat("evoformer", 5, 42)], 0, 0, [])
+def _mixed(training: Training, sequence: int, recomputed: Recomputed) -> Program:
+    """Stands in for a traced pass whose Evoformer recomputes this. `batch_bytes`: 1 if it recomputes blocks whole."""
+    repeats = [Repeat("evoformer", 2, 1), Repeat("evoformer", 5, 42)] if recomputed.blocks < 48 else []
+    return Program([], repeats, int(recomputed.blocks > 0), 0, [])
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,10 +19,10 @@ from tests.ranks import RankPool
 Measured = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, torch.dtype]]
 
 
-def measured(group: object, sharded: bool) -> Measured:
+def measured(group: object, sharded: bool, recompute: bool) -> Measured:
     """Outputs of the same sample on every rank under bf16 autocast, gradients, and the precision in which each layer's weight
-    was used."""
-    model = dense(AlphaFold(config())).float()
+    was used. `recompute`: whole blocks; otherwise the projections of attention."""
+    model = dense(AlphaFold(config(recompute, projections=not recompute))).float()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -50,11 +51,12 @@ def measured(group: object, sharded: bool) -> Measured:
     return {name: value.detach() for name, value in found.items()}, gradients, used
 
 
-def test_blocks_gather_their_parameters_in_half_precision(pool: RankPool) -> None:
-    """Catches parameters that are gathered in float32 and cast at each use, gradients summed in half precision or scaled, and a
-    part that computes in float32 but gets cast parameters."""
-    expected, expected_gradients, _ = measured(None, False)
-    for outputs, gradients, used in pool.run(4, measured, True):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_blocks_gather_their_parameters_in_half_precision(pool: RankPool, recompute: bool) -> None:
+    """Catches parameters that are gathered in float32 and cast at each use, gradients summed in half precision or scaled, a
+    part that computes in float32 but gets cast parameters, and projections from parameters that have been freed."""
+    expected, expected_gradients, _ = measured(None, False, True)
+    for outputs, gradients, used in pool.run(4, measured, True, recompute):
         for name, value in outputs.items():
             torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
         for name, gradient in gradients.items():
