@@ -37,15 +37,18 @@ def unchecked() -> Iterator[UncheckedPool]:
     ranks.stop()
 
 
-def graphs(handle: Any, kind: str) -> int:
-    """The number of graphs that torch makes of two blocks of a stack. Raises if they compute something else."""
+def graphs(handle: Any, kind: str, projections: bool) -> int:
+    """The number of graphs that torch makes of two blocks of a stack. Raises if they compute something else. `projections`:
+    whether the blocks compute the projections of attention again.
+    """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     exchange = ShardedExchange(Group(handle))
     preset, extra = ModelConfig.preset("test"), kind != "evoformer"
     base = preset.extra_msa if extra else preset.evoformer
     c_m, c_z = (preset.channels.extra_msa if extra else preset.channels.msa), preset.channels.pair
-    config = dataclasses.replace(base, blocks=2, msa_dropout=0.25, pair_dropout=0.25)
+    again = {"checkpoint": False, "checkpoint_projections": projections}
+    config = dataclasses.replace(base, blocks=2, msa_dropout=0.25, pair_dropout=0.25, **again)
     stack = dense(EvoformerStack(c_m, c_z, config, extra))
     use_exchange(stack, exchange, PLANS[kind])
     generator = torch.Generator().manual_seed(3)
@@ -65,7 +68,8 @@ def graphs(handle: Any, kind: str) -> int:
         return [m.detach(), z.detach(), *gradients]
 
     for block, own in zip(stack.blocks, masks, strict=True):
-        parameters = list(block.parameters())
+        # The softmax takes no notice of this bias, so its gradient is rounding.
+        parameters = [p for name, p in block.named_parameters() if not name.endswith("row_attention.pair_norm.bias")]
         expected = run(block, parameters, own)
         found = run(torch.compile(block, fullgraph=True, backend=backend), parameters, own)
         for ours, theirs in zip(found, expected, strict=True):
@@ -77,9 +81,10 @@ def graphs(handle: Any, kind: str) -> int:
 @pytest.mark.verify
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("kind", PLANS)
-def test_a_sharded_block_is_one_graph(unchecked: UncheckedPool, ranks: int, kind: str) -> None:
+@pytest.mark.parametrize("projections", [False, True])
+def test_a_sharded_block_is_one_graph(unchecked: UncheckedPool, ranks: int, kind: str, projections: bool) -> None:
     """Catches a graph break at a collective, a graph for each block, and outputs or gradients that compiling changes.
 
     Dropout is on, parameters are all random, sizes differ and do not divide.
     """
-    assert unchecked.run(ranks, graphs, kind) == [1] * ranks
+    assert unchecked.run(ranks, graphs, kind, projections) == [1] * ranks

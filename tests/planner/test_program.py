@@ -166,9 +166,10 @@ def both(step: PlannedStep, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Item]
         return few, items(program(step))
 
 
-def model_with(blocks: int, recomputed: bool | int) -> ModelConfig:
+def model_with(blocks: int, recomputed: bool | int, projections: bool | int = False) -> ModelConfig:
     """The preset with fewer blocks, so that the whole can be followed."""
-    evoformer = dataclasses.replace(PRESET.evoformer, blocks=blocks, checkpoint=recomputed)
+    again = {"checkpoint": recomputed, "checkpoint_projections": projections}
+    evoformer = dataclasses.replace(PRESET.evoformer, blocks=blocks, **again)
     return dataclasses.replace(PRESET, evoformer=evoformer)
 
 
@@ -176,9 +177,11 @@ def model_with(blocks: int, recomputed: bool | int) -> ModelConfig:
     ("model", "ranks", "sizes"),
     [
         (few_parts(model_with(9, 4)), 3, SampleSizes(100, 20, 70, 2)),
+        (few_parts(model_with(9, 4, True)), 3, SampleSizes(100, 20, 70, 2)),
+        (few_parts(model_with(10, 0, 6)), 1, SampleSizes(100, 20, 70, 2)),
         *(
-            pytest.param(model_with(9, recomputed), ranks, sizes, marks=pytest.mark.verify)
-            for recomputed, ranks in ((True, 1), (4, 2), (False, 8))
+            pytest.param(model_with(9, recomputed, projections), ranks, sizes, marks=pytest.mark.verify)
+            for recomputed, projections, ranks in ((True, 0, 1), (4, 0, 2), (False, 0, 8), (4, True, 1), (0, 5, 2))
             for sizes in (
                 SampleSizes(256, 124, 1024, 4),
                 SampleSizes(384, 508, 5120, 4),
@@ -215,13 +218,14 @@ def test_repeated_segments_are_the_whole_model(
     assert exposed[0] == pytest.approx(exposed[1], rel=0.02)
 
 
-def test_a_block_launches_and_moves_what_it_does_on_a_gpu() -> None:
+@pytest.mark.parametrize("projections", [False, True])
+def test_a_block_launches_and_moves_what_it_does_on_a_gpu(projections: bool) -> None:
     """Catches operators that the planner does not see, and activations in another precision than under autocast: compares with
     the counts under the real CUDA dispatch (`tests.builders.fake_cuda`)."""
-    counted = measure(
-        Case(what="evoformer", sequences=128, residues=256, dropout=True, kernels="triton", cast_once=True)
-    )
-    found = program(PlannedStep(few_parts(model_with(48, False)), SampleSizes(256, 124, 16, 4), LossConfig()))
+    sizes: Any = {"what": "evoformer", "sequences": 128, "residues": 256, "projections": projections}
+    counted = measure(Case(**sizes, dropout=True, kernels="triton", cast_once=True))
+    model = few_parts(model_with(48, False, projections))
+    found = program(PlannedStep(model, SampleSizes(256, 124, 16, 4), LossConfig()))
     block = [item for item in segment(spans(found.events, seconds), ("evoformer", 1)) if isinstance(item, Span)]
     back = [
         item
