@@ -62,7 +62,7 @@ def inputs(shape: tuple[int, int, int, int], dtype: torch.dtype, names: list[str
 
 def agrees(shape: tuple[int, int, int], dtype: torch.dtype, outgoing: bool, shared_dim: int | None) -> None:
     """The sum with the update, and all gradients. Few programs sum gradients of weights, so that each takes several tiles."""
-    triangle._PROCESSORS = 16
+    triangle._PROCESSORS = 8
     batch, residues, channels = shape
     tensors, mask = inputs((batch, residues, residues, channels), dtype, BEFORE + AFTER)
     dropout = {"drawn": KEYS[:batch], "rate": 0.25, "shared_dim": shared_dim} if shared_dim else {}
