@@ -14,7 +14,7 @@ from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
 from evodsp.model.casts import CastParameters
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import reference, sdpa
+from evodsp.model.kernels import reference
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.model.recomputation import Recomputation, Recomputed
@@ -108,10 +108,17 @@ def sent(handle: Any, projections: bool) -> list[tuple[str, str]]:
 def test_operators_that_keep_parts_of_the_projections() -> None:
     """Catches a kernel that keeps queries, keys, values and gates one by one, and gets the numbers of another one; and a
     backward pass without the forward pass's autocast."""
+
+    def mixing(projected: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        """It keeps four views."""
+        q, k, v, gate = projected.unbind(3)
+        return (q * k).sin() + v * gate
+
+    kernels = Kernels.of(reference).replaced(attention=mixing, biased_attention=mixing)
     found = []
     for projections in (False, True):
         stack = stack_of(False, blocks=2, projections=projections)
-        use_kernels(stack, Kernels.of(reference).replaced(attention=sdpa.attention))
+        use_kernels(stack, kernels)
         m, z = (
             torch.linspace(-1, 1, n * 20 * c).sin().view(1, n, 20, c).requires_grad_() for n, c in ((6, 32), (20, 16))
         )

@@ -195,8 +195,9 @@ def test_as_little_is_recomputed_as_fits(monkeypatch: pytest.MonkeyPatch) -> Non
             return Memory(0, 0, 0, 0, 0, 0, "")
         first, last = program.repeats[0].times + 3, program.repeats[1].times + 2  # of a stack of 48 blocks
         assert first + last == blocks
-        # A whole block keeps 2 GiB, one without projections 1 GiB.
-        return Memory((last if program.batch_bytes else first + 2 * last) * 2**30, 0, 0, 0, 0, 0, "")
+        # A block keeps 2 GiB, 1 GiB of them projections.
+        of_first, of_last = 1 - program.batch_bytes, 2 - (program.parameters == blocks)
+        return Memory((first * of_first + last * of_last) * 2**30, 0, 0, 0, 0, 0, "")
 
     monkeypatch.setattr(choose, "memory", needs)
 
@@ -232,9 +233,11 @@ def test_what_is_recomputed_as_the_config_says(
 
 
 def _mixed(training: Training, sequence: int, recomputed: Recomputed) -> Program:
-    """Stands in for a traced pass whose Evoformer recomputes this. `batch_bytes`: 1 if it recomputes blocks whole."""
+    """Stands in for a traced pass whose Evoformer recomputes this. `batch_bytes`: 1 if it recomputes blocks whole.
+    `parameters`: number of blocks that keep no projections.
+    """
     repeats = [Repeat("evoformer", 2, 1), Repeat("evoformer", 5, 42)] if recomputed.blocks < 48 else []
-    return Program([], repeats, int(recomputed.blocks > 0), 0, [])
+    return Program([], repeats, int(recomputed.blocks > 0), sum(recomputed), [])
 
 
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
