@@ -27,6 +27,7 @@ from evodsp.training.execution import AutomaticRecomputation, Measured, least_re
 from evodsp.training.world import World
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
+from tests.builders.parameters import dense
 from tests.builders.sharded_stacks import Case, Stack, check, run
 from tests.ranks import RankPool
 
@@ -117,7 +118,7 @@ def test_operators_that_keep_parts_of_the_projections() -> None:
     kernels = Kernels.of(reference).replaced(attention=mixing, biased_attention=mixing)
     found = []
     for projections in (False, True):
-        stack = stack_of(False, blocks=2, projections=projections)
+        stack = dense(stack_of(False, blocks=2, projections=projections)).float()
         use_kernels(stack, kernels)
         m, z = (
             torch.linspace(-1, 1, n * 20 * c).sin().view(1, n, 20, c).requires_grad_() for n, c in ((6, 32), (20, 16))
