@@ -57,10 +57,10 @@ def test_a_block_on_one_gpu(
 @pytest.mark.parametrize(
     ("size", "backward", "gigabytes", "kept"),
     [
-        (("evoformer", 128, 256), 185, 8.4, 0.31),
-        (("evoformer", 512, 384), 185, 27.9, 1.1),
-        pytest.param(("extra_msa", 5120, 384), 243, 51.2, 2.2, marks=pytest.mark.verify),
-        pytest.param(("evoformer", 128, 256, 8), 226, 1.4, 0.06, marks=pytest.mark.verify),
+        (("evoformer", 128, 256), 161, 7.0, 0.28),
+        (("evoformer", 512, 384), 161, 24.5, 0.96),
+        pytest.param(("extra_msa", 5120, 384), 219, 47.8, 2.2, marks=pytest.mark.verify),
+        pytest.param(("evoformer", 128, 256, 8), 222, 1.3, 0.06, marks=pytest.mark.verify),
     ],
 )
 def test_a_block_that_computes_projections_again(
