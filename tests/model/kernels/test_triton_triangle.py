@@ -48,5 +48,6 @@ def test_is_chosen_where_it_fits(interpreter: Interpreter) -> None:
 
 
 def test_falls_back_by_the_card(interpreter: Interpreter) -> None:
-    """Catches kernels on a card that cannot launch them, whose self-check would refuse the operator at all widths."""
+    """Catches kernels on a card that cannot launch them, whose self-check would refuse the operator at all widths, and a look
+    at the card that torch.compile cannot follow."""
     interpreter(cases.falls_back_by_the_card)

@@ -111,3 +111,6 @@ def falls_back_by_the_card() -> None:
         on_card.numel = x.numel
         with mock.patch("torch.cuda.get_device_properties", lambda device, properties=properties: properties):
             assert triangle.fits(on_card, weight) == expected, found
+            device = on_card.device
+            of_card = torch.compile(lambda y, d=device: y + triangle._shared_memory(d), fullgraph=True, backend="eager")
+            assert of_card(torch.zeros(1)) == (found or 0) << 10

@@ -9,7 +9,6 @@ Shape legend: B batch, I J the pair axes, c channels of the pair and of an opera
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def fits(x: Float[Tensor, "B I J z"], weight: Float[Tensor, "_ z"]) -> bool:
     return x.device.type != "cuda" or _shared_memory(x.device) >= SHARED_MEMORY
 
 
-@cache
+@torch.compiler.assume_constant_result
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have on a GPU of NVIDIA; others do not tell."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
