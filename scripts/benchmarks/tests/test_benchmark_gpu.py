@@ -69,7 +69,7 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
     }  # of the last precision, fp32
     assert set(errors) == set(gpu_rows.operators_of("chunked")) - NOT_IN_A_BLOCK
     assert max(errors.values()) < 1e-5
-    text = (tmp_path / "gpu.md").read_text()
+    text = (tmp_path / "found" / "gpu.md").read_text()
     assert text.count("\n## ") == len(parts)
     assert "s left" in done.stdout
 
