@@ -52,6 +52,11 @@ def test_a_missing_compiler_is_one_line(
         (("--model.evoformer.blocks=2", "--data.train.recycles=0"), True),
         pytest.param(("--model.evoformer.blocks=3",), False, marks=pytest.mark.verify),
         pytest.param(
+            ("--model.evoformer.blocks=2", "--data.train.recycles=0", "--model.evoformer.checkpoint_projections=true"),
+            True,
+            marks=pytest.mark.verify,
+        ),
+        pytest.param(
             ("--model.evoformer.blocks=2", "--data.train.recycles=0",
              "--model.freeze=[evoformer.blocks.1.pair_stack, extra_msa_stack]"),
             True,
