@@ -192,7 +192,7 @@ def test_every_setting_has_a_rule(settings: Settings) -> None:
     # The sizes of the model are those that a checkpoint has to have.
     sizes = {f"model.{name}" for name in sizes_by_name(settings.model.model_config())}
     applied = {name for name in sizes if RULES[name] != "refused"}
-    assert all(name.endswith(("dropout", "checkpoint")) for name in applied)
+    assert all(name.endswith(("dropout", "checkpoint", "checkpoint_projections")) for name in applied)
 
 
 def test_what_changes_no_number_is_one_line() -> None:
