@@ -372,8 +372,7 @@ class EstimateConfig:
     cuda_graphs: bool = True
     """Record passes on a GPU, as in `evodsp predict`."""
     output: Path | None = None
-    """JSON file for the numbers, or a page (.html) with the JSON file beside it; null: they are only printed. The page draws
-    what --gpus compares."""
+    """JSON file for the numbers, or with --gpus a page (.html) with the JSON file beside it; null: they are only printed."""
 
     def __post_init__(self) -> None:
         sizes = ("residues", "ensembles", "msa_clusters", "extra_msa", "gpus")
@@ -385,8 +384,12 @@ class EstimateConfig:
                 f"--gpus {self.gpus} compares numbers of ranks, but --parallel.sequence {self.parallel.sequence} names one; "
                 "give one of them"
             )
-        if self.output is not None and self.output.suffix not in (".json", ".html"):
-            raise UserError(f"--output is {self.output}, but its name must end in .json or .html")
+        suffixes = (".json", ".html") if self.gpus > 1 else (".json",)
+        if self.output is not None and self.output.suffix not in suffixes:
+            raise UserError(
+                f"--output is {self.output}, but its name must end in {' or '.join(suffixes)}"
+                + "; a page draws what --gpus compares" * (self.output.suffix == ".html")
+            )
         if (self.residues is None) != bool(self.sources):
             given = "neither is given" if self.residues is None else "both are given"
             raise UserError(f"evodsp estimate takes INPUT... or --residues N, but {given}; give one of them")

@@ -81,13 +81,13 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
         check_ranks(settings.parallel.sequence, residues, own)
         sizes = SampleSizes(residues, own, extra, templates, chains)
         what = _planned(settings.passes, model, sizes, features.recycles + 1, memory, machine)
-        if settings.gpus > 1:
-            compared = plan_prediction(what, settings.gpus, machine)
+        compared = plan_prediction(what, settings.gpus, machine) if settings.gpus > 1 else None
+        if compared is not None:
             page.heading(_label(what, names))
             add_plan(page, compared)
             lines = [_label(what, names), *text(compared)]
             of_length = [_entry(needs, names, machine) for needs in compared.shares]
-        else:
+        else:  # of a chain that is too long for all of them, too
             lines, one = _estimate(what, names, machine, depth)
             of_length = [one]
         show("\n".join(lines))

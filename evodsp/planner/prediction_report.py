@@ -71,10 +71,9 @@ def seconds(share: PredictionNeeds) -> float:
     return share.seconds
 
 
-def plan_prediction(what: PlannedPrediction, devices: int, machine: Machine) -> PredictionPlan:
-    """Plan the prediction on 1, 2, 4, … ranks, up to one a device, but for those whose pair representation alone does not fit.
-
-    Raises UserError if the device's rates are not known, or no number of ranks holds the pair representation.
+def plan_prediction(what: PlannedPrediction, devices: int, machine: Machine) -> PredictionPlan | None:
+    """Plan the prediction on 1, 2, 4, … ranks, up to one a device, but for those whose pair representation alone does not fit;
+    None if no number of ranks holds it. Raises UserError if the device's rates are not known.
     """
     if machine.device is None:
         raise UserError(
@@ -84,7 +83,7 @@ def plan_prediction(what: PlannedPrediction, devices: int, machine: Machine) -> 
     planned = [replace(what, ranks=2**k) for k in range(most.bit_length())]
     planned = [one for one in planned if machine.fits(one.pair_share, one.ranks)]
     if not planned:
-        raise UserError(f"{what.sizes.length}: the pair representation alone does not fit; take more or larger devices")
+        return None
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.freeze) as pool:
         begun = [pool.submit(prediction_needs, one, machine.device, machine.links) for one in planned]
         return PredictionPlan(devices, machine, [future.result() for future in begun])

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from evodsp.inference import estimate
 from evodsp.inference.config import PassSettings
 from evodsp.inference.predict import predict_records
 from evodsp.model.alphafold import AlphaFold
+from evodsp.planner import device as devices
 from evodsp.planner.prediction import Machine, PlannedPrediction, changes, prediction_memory, size
 from evodsp.planner.prediction_report import add_plan, plan_prediction
 from evodsp.planner.program import SampleSizes
@@ -124,8 +126,6 @@ def test_estimate_counts_recorded_passes(tmp_path: Path) -> None:
 @pytest.mark.verify
 def test_estimate_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a device of one's own that is not read, and a model that does not fit with exit code 0."""
-    import evodsp.planner.device as devices
-
     content = (Path(devices.__file__).parent / "devices" / "h100.yaml").read_text()
     own = tmp_path / "tiny.yaml"
     own.write_text(content.replace("memory_gib: 79.1", "memory_gib: 1.6"))
@@ -152,8 +152,11 @@ def test_estimate_says_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--residues=9", "--checkpoint=none.ckpt"], "none.ckpt: no such checkpoint"),
         (["--residues=9", "--gpus=0"], "--gpus is 0"),
         (["--residues=9", "--gpus=4", "--parallel.sequence=2"], "--gpus 4 compares numbers of ranks, but"),
-        (["--residues=9", "--output=plan.txt"], "--output is plan.txt, but its name must end in .json or .html"),
-        (["--residues=90000000", "--device=h100", "--gpus=2"], "the pair representation alone does not fit"),
+        (
+            ["--residues=9", "--output=plan.txt", "--gpus=2"],
+            "--output is plan.txt, but its name must end in .json or .html",
+        ),
+        (["--residues=9", "--output=plan.html"], "must end in .json; a page draws what --gpus compares"),
     ],
 )
 def test_wrong_input_is_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,11 +237,11 @@ def test_chains_of_a_complex_are_counted(tmp_path: Path, capsys: pytest.CaptureF
     assert "9 residues (alone): needs" in said
 
 
-def machine(name: str = "h100", **changes: float) -> Machine:
+def machine(name: str = "h100", **changes: Any) -> Machine:
     """An idle device, with other rates or another memory."""
     found = Machine.named(name)
     assert found.device is not None
-    device = dataclasses.replace(found.device, **changes)  # type: ignore[arg-type]
+    device = dataclasses.replace(found.device, **changes)
     return dataclasses.replace(found, device=device, free=device.usable)
 
 
@@ -269,11 +272,29 @@ def test_numbers_of_ranks_are_compared(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(re.search(r'<text[^>]*text-anchor="end"[^>]*>0</text>', chart) for chart in charts)
 
 
+def test_a_record_too_long_for_all_devices_costs_the_others_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a command that ends at the first chain that no number of devices holds, and an exit code that does not say so."""
+    content = (Path(devices.__file__).parent / "devices" / "h100.yaml").read_text()
+    (own := tmp_path / "tiny.yaml").write_text(content.replace("memory_gib: 79.1", "memory_gib: 1.6"))
+    (fasta := tmp_path / "in.fasta").write_text(f">long\n{'MKTAYIAK' * 4000}\n>short\nMKTAYIAK\n")
+    output = tmp_path / "ranks.html"
+    assert main([*SMALL, f"--device={own}", str(fasta), "--gpus=2", f"--output={output}"]) == 1
+    said = capsys.readouterr().out
+    assert "32,000 residues (long): does not fit; the pair representation alone takes" in said
+    assert "one structure soonest" in said
+    found = json.loads(output.with_suffix(".json").read_text())
+    assert [(one["names"], one["fits"]) for one in found] == [(["short"], True)] * 2 + [(["long"], False)]
+
+
 def test_ranks_on_a_crowded_node_or_with_little_room() -> None:
     """Catches ranks that pay nothing for their neighbours, a green tick for a count of bytes that is just below the memory, and
     a plan that names the fastest of what does not fit."""
     what = PlannedPrediction(ModelConfig.preset("test"), SampleSizes(40, 24, 32), half=True)
     alike, crowded = (plan_prediction(what, 2, machine(crowding=c)) for c in (1.0, 3.0))
+    assert alike is not None
+    assert crowded is not None
     own, shared = (
         [share.one_pass.device for share in found.shares if share.one_pass is not None] for found in (alike, crowded)
     )

@@ -146,10 +146,14 @@ def test_early_stopping_and_ensembles(recorder: Silent, multimer: bool) -> None:
     model, one = model_of(multimer), batch_of(25, 6, 8, 3, multimer)
     two = {name: torch.cat((x, x.flip(1)), 1) if x.stride(1) else x[:, :1].expand(-1, 2 * CYCLES, *x.shape[2:])
            for name, x in one.items()}  # fmt: skip
-    cases = [(one, {"stop_tolerance": 1e9}), (one, {"stop_tolerance": 1e-9}), (two, {"ensembles": 2})]
+    cases: list[tuple[Batch, dict[str, Any]]] = [
+        (one, {"stop_tolerance": 1e9}),
+        (one, {"stop_tolerance": 1e-9}),
+        (two, {"ensembles": 2}),
+    ]
     counts = []
     for batch, options in cases:
-        runner, usual = (PassRunner(model, PassSettings(cuda_graphs=graphs, **options)) for graphs in (True, False))  # type: ignore[arg-type]
+        runner, usual = (PassRunner(model, PassSettings(cuda_graphs=graphs, **options)) for graphs in (True, False))
         found, seconds = run_passes(runner, runner.sized(batch), lambda: None)
         expected, as_usual = run_passes(usual, usual.sized(batch), lambda: None)
         assert not runner.given_up

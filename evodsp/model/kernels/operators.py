@@ -88,10 +88,10 @@ def _operands(make: ExampleFactory) -> list[Tensor]:
 
 
 def _triangles(make: ExampleFactory) -> list[Tensor]:
-    """The smallest width for which a GPU has fused kernels. Weights are scaled so that gates do not saturate."""
-    c = 64
+    """AlphaFold2's width, for which a GPU has fused kernels. Weights are scaled so that gates do not saturate."""
+    c = 128
     norms = [[make.random(c), make.random(c)] for _ in range(2)]
-    layers = [[make.random(out, c) / 8, make.random(out)] for out in (2 * c, 2 * c, c, c)]
+    layers = [[make.random(out, c) / 11, make.random(out)] for out in (2 * c, 2 * c, c, c)]
     before, after = layers[:3], layers[3]
     parameters = *norms[0], *(x for layer in before for x in layer), *norms[1], *after
     return [make.random(2, 7, 7, c), make.mask(2, 7, 7), *parameters, make.keys()]
