@@ -156,19 +156,31 @@ class Assembly:
 
     A chain that occurs several times is there several times, each with coordinates of its own, and with the author's id of
     the chain of which it is a copy. `names`: one for each, A for the first copy of chain A, A-2 for the second one, as in the
-    PDB's files of assemblies.
+    PDB's files of assemblies. `key`: that of a single chain which stands for itself, and whose name it is; None for the
+    chains of an entry.
     """
 
     pdb_id: str
     names: tuple[str, ...]
     chains: tuple[Chain, ...]
+    key: str | None = None
 
     def __post_init__(self) -> None:
         if not self.chains or len(self.names) != len(self.chains) or len(set(self.names)) != len(self.names):
             raise UserError(f"assembly {self.pdb_id}: {len(self.chains)} chains have the names {', '.join(self.names)}")
 
+    @classmethod
+    def of_chain(cls, key: str, chain: Chain) -> Assembly:
+        """A single chain."""
+        return cls(chain.pdb_id, (key,), (chain,), key)
+
     def __len__(self) -> int:
         return sum(map(len, self.chains))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The key of each chain."""
+        return tuple(chain.key if self.key is None else self.key for chain in self.chains)
 
     @property
     def entities(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, PairingRule, files_for_pairing
+from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, files_for_pairing
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.sources.chain_folder import (
     ALIGNMENTS,

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.data.samples.sampling import DISTILLED
-from evodsp.data.similarity.comparison import ComparedKeys, Letters
+from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.nearest import Bar, Copy, gathered
-from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.data.similarity.pairs import plain
+from evodsp.data.similarity.sequences import Letters
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.printing import tell
@@ -104,7 +104,7 @@ def _end() -> float:
     return time.monotonic() + SECONDS
 
 
-def _letters(chains: Chains, scored: Sequence[str], comparison: ComparedKeys, end: float) -> dict[str, tuple[str, ...]]:
+def _letters(chains: Chains, scored: Sequence[str], comparison: Compared, end: float) -> dict[str, tuple[str, ...]]:
     """The sequences of training chains and scored chains. Raises UserError if they are not known by `end`."""
     if len(chains.train) > MOST_CHAINS:
         raise UserError(f"more than {MOST_CHAINS:,} training chains; evodsp data doctor says it")
@@ -115,7 +115,7 @@ def _letters(chains: Chains, scored: Sequence[str], comparison: ComparedKeys, en
     return letters
 
 
-def _bar(letters: Letters, chains: Chains, comparison: ComparedKeys, end: float) -> Bar:
+def _bar(letters: Letters, chains: Chains, comparison: Compared, end: float) -> Bar:
     """The bar. Raises UserError if it is not known by `end`."""
     targets, training = ({key: letters[key] for key in part} for part in (chains.validation, chains.train))
     found: dict[str, Copy | str] = {}
@@ -131,7 +131,7 @@ def _check_time(end: float) -> None:
 
 
 def _as_json(bar: Bar, chains: Chains, both: dict[str, str]) -> dict[str, Any]:
-    interface = interface_lddt_ca(bar)
+    interface = bar.interface_lddt_ca
     means = {} if both else {"lddt_ca": bar.lddt_ca, "identity": bar.identity}
     return {
         **means,

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Float64
 
 from evodsp.config import ArrangementName
-from evodsp.data.complexes.source import RULES, ComplexFiles
-from evodsp.data.complexes.store import ComplexStore, check_complex_store
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.index.column_folder import Index
 from evodsp.data.index.complex_index import ComplexIndex
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
-from evodsp.data.samples.sample_source import ChainSamples, ComplexSamples, SampleSource
+from evodsp.data.samples.samples import KIND_OF, Samples
 from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.samples.selection import (
     KnownChains,
@@ -34,12 +32,13 @@ from evodsp.data.samples.selection import (
     exclusion,
     select,
 )
-from evodsp.data.similarity.comparison import ComparedChains
+from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.exclusion import Exclusion
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore, StoredRecords
-from evodsp.data.sources.store import Lacking, Store
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.opening import Records, Unit, open_files, open_store
+from evodsp.data.sources.store import COMPLEXES, Lacking, Store
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
@@ -56,7 +55,6 @@ MOST_CHAINS_READ = 64
 """Up to this many chains are read completely before training starts; of more, only the files' presence is checked."""
 
 
-S = TypeVar("S", bound=StoredRecords)
 CHAINS_FOR_RESOLUTION = 16
 """If there are more chains and no index, this many structures are read, to estimate how many have no resolution."""
 
@@ -65,7 +63,7 @@ CHAINS_FOR_RESOLUTION = 16
 class Chains:
     """The open store and the chains of each stage."""
 
-    samples: SampleSource
+    samples: Samples
     train: list[str]
     validation: list[str]
     test: list[str]
@@ -107,7 +105,7 @@ class Chains:
                 notes.append(
                     f"{len(missing):,} of {total:,} {kind} chains are left out: {lacking}; {listed_in} lists them"
                 )
-        stores: list[Store] = [self.store, *([] if self.distillation is None else [self.distillation.store])]
+        stores: list[Store] = [self.store, *([] if self.distillation is None else [self.distillation.source])]
         for store in stores:
             if store.index is not None and (stale := store.stale_sources()):
                 notes.append(
@@ -143,34 +141,24 @@ def find_chains(
     samples of a multimer are complexes.
     Raises UserError for the first file or name that is missing otherwise.
     """
-    samples = on_every(lambda: _OPEN[arrangement](config), group)
+    samples = on_every(lambda: open_samples(config, arrangement), group)
     return Chains(samples, **vars(long_from_first(lambda: _look_up(config, quarantined, samples), group)))
 
 
-def _open(config: DataConfig) -> ChainSamples:
-    store, templates = open_source(config)
-    return ChainSamples(store, templates, open_distillation(config, templates))
+def open_samples(config: DataConfig, arrangement: ArrangementName = "monomer") -> Samples:
+    """What the samples of a model of this arrangement are made of. Raises UserError that names the setting."""
+    unit = Unit(KIND_OF[arrangement], config.assembly, config.pairing)
+    store: Records
+    if config.store is None:
+        store, templates = _files(config, unit)
+    else:
+        store, templates = _built_store(config, config.store, unit)
+        if config.index is not None and unit.kind == COMPLEXES:
+            ComplexIndex(config.index).check_assembly(unit.assembly)
+    return Samples(store, templates, open_distillation(config, templates, unit))
 
 
-def _open_complexes(config: DataConfig) -> ComplexSamples:
-    """The sources of complexes and of their templates. Raises UserError that names the setting."""
-    index = None if config.index is None else ComplexIndex(config.index)
-    if config.store is not None:
-        store, templates = _opened(ComplexStore, config, config.store)
-        check_complex_store(store, config.assembly, config.pairing)
-        if index is not None:
-            index.check_assembly(config.assembly)
-        return ComplexSamples(store, templates)
-    _check_folders(config)
-    files = ComplexFiles(config.alignment_dir, config.structure_dir, config.assembly, RULES[config.pairing], index)
-    # Chains that share a sequence have alignments once, so their structures tell the sequences of those that are listed.
-    return ComplexSamples(files, _template_source(config, StructureFolder(config.structure_dir)))
-
-
-_OPEN: dict[ArrangementName, Callable[[DataConfig], SampleSource]] = {"monomer": _open, "multimer": _open_complexes}
-
-
-def _look_up(config: DataConfig, quarantined: Container[str], samples: SampleSource) -> _Found:
+def _look_up(config: DataConfig, quarantined: Container[str], samples: Samples) -> _Found:
     store, predicted = samples.store, samples.distillation
     presence = Presence(store)
     validation = chain_list(config.validation_chains) if config.validation_chains is not None else []
@@ -236,7 +224,7 @@ def _look_up_distilled(
     config: DistillationConfig, predicted: DistillationSet, excluded: Exclusion | None, held_out: Iterable[str]
 ) -> tuple[Selected, dict[str, Lacking]]:
     """The chains of the self-distillation set that are drawn, and those that lack something."""
-    presence = Presence(predicted.store)
+    presence = Presence(predicted.source)
     listed = presence.training(None if config.chains is None else chain_list(config.chains), held_out)
     missing = {key: lacking for key in listed if (lacking := presence.lacks(key)) is not None}
     if len(missing) == len(listed):
@@ -246,9 +234,9 @@ def _look_up_distilled(
         )
     present = [key for key in listed if key not in missing]
     if excluded is not None:
-        excluded = replace(excluded, comparison=ComparedChains(predicted.source, config.chain_data_cache))
+        excluded = replace(excluded, comparison=Compared(predicted.source, config.chain_data_cache))
     rules = _rules(config, "data.distillation", excluded)
-    return _selected(present, rules, predicted.store, "distillation"), missing
+    return _selected(present, rules, predicted.source, "distillation"), missing
 
 
 def _rules(config: DataConfig | DistillationConfig, where: str, excluded: Exclusion | None) -> Selection:
@@ -283,26 +271,7 @@ def _check_chain(key: str, presence: Presence, store: Store, source: str) -> Non
         raise UserError(f"{source}: {store.absence(key, lacking)}")
 
 
-def open_source(config: DataConfig) -> tuple[ChainFiles | FeatureStore, TemplateSource | None]:
-    """The sources of chains and of their templates; no templates if samples have none.
-
-    Raises UserError that names the setting.
-    """
-    return _files(config) if config.store is None else _built_store(config, config.store)
-
-
-def _built_store(config: DataConfig, address: str) -> tuple[FeatureStore, TemplateSource | None]:
-    """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
-    store, templates = _opened(FeatureStore, config, address)
-    if store.min_plddt is not None:
-        raise UserError(
-            f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
-            "data.distillation.store"
-        )
-    return store, templates
-
-
-def _opened(kind: type[S], config: DataConfig, address: str) -> tuple[S, TemplateSource | None]:
+def _built_store(config: DataConfig, address: str, unit: Unit) -> tuple[FeatureStore, TemplateSource | None]:
     """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
     for name in ("template_structure_dir", "obsolete", "template_chains"):
         if (value := getattr(config, name)) is not None:
@@ -310,7 +279,12 @@ def _opened(kind: type[S], config: DataConfig, address: str) -> tuple[S, Templat
                 f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
             )
     latest = parse_latest_date("data.max_template_date", config.max_template_date)
-    store = kind(address)
+    store = open_store(address, unit)
+    if store.min_plddt is not None:
+        raise UserError(
+            f"data.store is {address}, which holds predictions (built with --min_plddt {store.min_plddt:g}); give it as "
+            "data.distillation.store"
+        )
     templates = store.template_source(latest)
     if latest is not None and templates is None:
         raise UserError(
@@ -320,12 +294,13 @@ def _opened(kind: type[S], config: DataConfig, address: str) -> tuple[S, Templat
     return store, templates if config.train.max_templates or config.validation.max_templates else None
 
 
-def _files(config: DataConfig) -> tuple[ChainFiles, TemplateSource | None]:
+def _files(config: DataConfig, unit: Unit) -> tuple[ChainFiles | ComplexFiles, TemplateSource | None]:
     """The folders of files, and the source of templates. Raises UserError that names the setting."""
     _check_folders(config)
-    index = None if config.index is None else ChainIndex(config.index)
-    files = ChainFiles(Path(config.alignment_dir), Path(config.structure_dir), index)
-    return files, _template_source(config, files, index)
+    files = open_files(config.alignment_dir, config.structure_dir, config.index, unit)
+    # Chains of a complex that share a sequence have alignments once, so the structures tell the sequences of those listed.
+    known = files if isinstance(files, ChainFiles) else StructureFolder(config.structure_dir)
+    return files, _template_source(config, known, files.index)
 
 
 def _check_folders(config: DataConfig) -> None:
@@ -341,7 +316,7 @@ def _check_folders(config: DataConfig) -> None:
 
 
 def _template_source(
-    config: DataConfig, files: ChainFiles | StructureFolder, index: ChainIndex | None = None
+    config: DataConfig, files: ChainFiles | StructureFolder, index: Index | None = None
 ) -> TemplateSource | None:
     """The source of templates; None if the settings name none. `files`: knows the sequences of chains. Raises UserError that
     names the setting."""
@@ -408,14 +383,18 @@ def _template_chains(config: DataConfig, files: ChainFiles | StructureFolder) ->
     return TemplateSource(structures, chains=TemplateChains(known, config.template_max_identity))
 
 
-def open_distillation(data: DataConfig, templates: TemplateSource | None) -> DistillationSet | None:
+def open_distillation(
+    data: DataConfig,
+    templates: TemplateSource | None,
+    unit: Unit = Unit(),  # noqa: B008 (frozen)
+) -> DistillationSet | None:
     """The self-distillation set; None if the settings name none. `templates`: the template source of the other chains.
 
     Raises UserError that names the setting.
     """
     config = data.distillation
     places = config.alignment_dir, config.structure_dir, config.index, config.store
-    if (source := open_predictions(*places, config.min_plddt)) is None:
+    if (source := open_predictions(*places, config.min_plddt, unit)) is None:
         return None
     if isinstance(source, FeatureStore):
         latest = parse_latest_date("data.max_template_date", data.max_template_date)

@@ -11,10 +11,10 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.dataset import RecordDataset
+from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.samples.raw_features import HOST
 from evodsp.data.samples.sample_pool import MadeHere, SampleMaker, SamplePool
-from evodsp.data.samples.sample_source import DatasetSettings
+from evodsp.data.samples.samples import DatasetSettings
 from evodsp.data.samples.sampling import ChainChoice, ChainDraws, MixedDraws
 from evodsp.features.batch import with_features
 from evodsp.losses.permutation import ENTITIES
@@ -115,7 +115,7 @@ class ChainDataModule(LightningDataModule):
         if not self.quarantine_is_known:
             self.quarantine.restore(failures_of(state_dict.get("quarantine", [])))  # none before version 0.2
 
-    def _samples(self, keys: list[str], config: FeatureConfig, training: bool, group: int = 1) -> RecordDataset:
+    def _samples(self, keys: list[str], config: FeatureConfig, training: bool, group: int = 1) -> SampleDataset:
         chains, draws = self.chains, Draws.root(self.seed).at("data")
         choice: ChainChoice = ChainDraws(draws, keys, chains.weights if training else None)
         if chains.distilled:
@@ -143,7 +143,7 @@ class ChainDataModule(LightningDataModule):
         self._loaders.append(loader)
         return loader
 
-    def _maker(self, samples: RecordDataset, workers: int) -> SampleMaker | None:
+    def _maker(self, samples: SampleDataset, workers: int) -> SampleMaker | None:
         """The maker of this rank's samples; None if another rank of its sequence group reads them."""
         if not self.world.reads:
             return None

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from evodsp.data.samples.dataset import RecordDataset, Sample, collate
+from evodsp.data.samples.dataset import Sample, SampleDataset, collate
 from evodsp.data.samples.sample_pool import SampleMaker
 from evodsp.errors import MachineError, UserError
 from evodsp.features.batch import with_features
@@ -92,7 +92,7 @@ class TrainingLoader:
 
     def __init__(
         self,
-        samples: RecordDataset,
+        samples: SampleDataset,
         sampler: EpochSampler,
         maker: SampleMaker | None,
         check: Check,
@@ -254,7 +254,7 @@ class WholeChainLoader:
     """
 
     def __init__(
-        self, samples: RecordDataset, share: Sequence[int], maker: SampleMaker | None, check: Check, leave_out: bool
+        self, samples: SampleDataset, share: Sequence[int], maker: SampleMaker | None, check: Check, leave_out: bool
     ) -> None:
         """`share`: the samples of this data rank; all shares have one length. `maker`: None on a rank that reads nothing."""
         self.samples, self.share, self.maker, self.check, self.leave_out = samples, share, maker, check, leave_out

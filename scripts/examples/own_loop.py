@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.config import FeatureConfig, LossConfig, ModelConfig
-from evodsp.data.samples.dataset import ChainDataset, collate
+from evodsp.data.samples.dataset import SampleDataset, collate
 from evodsp.data.samples.raw_features import HOST
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.features.batch import with_features
@@ -50,7 +50,7 @@ def batches(folder: Path, rank: int, ranks: int, device: torch.device) -> Iterat
     chains = (folder / "train.txt").read_text().split()
     files = ChainFiles(folder / "alignments", folder / "mmcif_files")
     # Sample i is a crop of a chain, both drawn from (seed, i): any process makes the same one.
-    dataset = ChainDataset(files, chains, FEATURES, SEED, training=True, batch_group=BATCH * ranks)
+    dataset = SampleDataset(files, chains, FEATURES, SEED, training=True, batch_group=BATCH * ranks)
     first = rank * BATCH
     while True:
         numbers = list(range(first, first + BATCH))

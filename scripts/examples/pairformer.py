@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, EmbedderConfig, EvoformerConfig, FeatureConfig, HeadsConfig
-from evodsp.data.samples.dataset import ChainDataset, collate
+from evodsp.data.samples.dataset import SampleDataset, collate
 from evodsp.data.samples.feature_axes import FEATURE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.features.batch import with_features
@@ -161,7 +161,7 @@ class Trunk(ShardedModule):
 def samples(data_rank: int, data_ranks: int, device: str) -> Iterator[tuple[dict[str, Tensor], list[Draws]]]:
     """Batches of a bundled protein, each with its stream of dropout. The ranks of a sequence group take the same ones."""
     source, keys = ChainFiles("data/alignments", "data/mmcif_files"), Path("data/train.txt").read_text().split()
-    chains = ChainDataset(source, keys, FEATURES, seed=0, training=True)
+    chains = SampleDataset(source, keys, FEATURES, seed=0, training=True)
     for number in count(data_rank, data_ranks):
         batch = with_features(collate([chains[number]]), FEATURES)
         first_pass = {name: (x[:, 0] if name in FEATURE_AXES else x).to(device) for name, x in batch.items()}

@@ -15,7 +15,6 @@ from random import Random
 
 import torch
 
-from evodsp.data.complexes.store import decode_complex
 from evodsp.data.formats.mmcif import read_chain, read_confidence, read_header, read_structure
 from evodsp.data.formats.obsolete import parse_obsolete
 from evodsp.data.index.chain_index import ChainIndex
@@ -25,7 +24,7 @@ from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import parse_alignment_file, parse_search_result
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.record_codec import decode_chain, decode_parsed
+from evodsp.data.sources.record_codec import decode_chain, decode_record
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.source import TemplateSource
 from evodsp.inference.inputs import read_inputs
@@ -204,7 +203,7 @@ def each(read: Callable[[Path], object]) -> Read:
 
 
 def _record(path: Path) -> None:
-    for decode in (lambda data: decode_parsed(data, True), decode_chain, lambda data: decode_complex(data, True)):
+    for decode in (lambda data: decode_record(data, with_hits=True), decode_chain):
         with suppress(ValueError):  # as documented: the store's message names the record
             decode(path.read_bytes())
 

@@ -157,15 +157,15 @@ def sample_results(data: Path, keys: list[str], seed: int) -> tuple[Results, Res
     used: dict[str, Any] = {}
     for number, key in enumerate(keys):
         parsed = store.parsed(key, with_hits=False)
-        aatype, crop = encode_sequence(parsed.chain.sequence), piece(0, len(parsed.chain))
+        aatype, crop = encode_sequence(parsed.assembly.chains[0].sequence), piece(0, len(parsed.assembly.chains[0]))
         config = FeatureConfig(crop_size=len(crop), msa_clusters=CLUSTERS, extra_msa=EXTRA, recycles=0)
-        raw = raw_features(aatype, parsed.msa, config, Draws.root(seed).at("parity", number), 1, crop)
+        raw = raw_features(aatype, parsed.chains[0].msa, config, Draws.root(seed).at("parity", number), 1, crop)
         sample = {name: torch.from_numpy(values) for name, values in raw.items()}
-        rows, columns = parsed.msa.msa.shape
+        rows, columns = parsed.chains[0].msa.msa.shape
         drawn = draw(sample["msa_keys"], sample["msa_kept"][None], min(max_clusters(config), rows), columns)
         used |= {f"{name}|{key}": getattr(drawn, name)[0].numpy() for name in ("order", "replace", "letter")}
         features = {name: values[0, 0].numpy() for name, values in with_features(collate([sample]), config).items()}
-        labels = {name: label.numpy() for name, label in chain_labels(parsed.chain, aatype).items()}
+        labels = {name: label.numpy() for name, label in chain_labels(parsed.assembly.chains[0], aatype).items()}
         found |= {f"sample {name}|{key}": value for name, value in openfold_names(features | labels).items()}
     return found, used
 

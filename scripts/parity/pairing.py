@@ -22,9 +22,8 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.config import FeatureConfig
-from evodsp.data.complexes.keys import uniprot_species
 from evodsp.data.complexes.merging import ChainMsas, MergedMsa, merge
-from evodsp.data.complexes.pairing import PairingMsa, pair
+from evodsp.data.complexes.pairing import PairingMsa, pair, uniprot_species
 from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.complex_features import complex_features

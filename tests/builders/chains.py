@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
+from evodsp.data.sources.parsed import Parsed, parse_chain
+from evodsp.data.sources.store import CHAINS
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry import residues
 from evodsp.geometry.alphabet import encode_sequence
@@ -53,6 +54,8 @@ def straight_chain(letters: str, key: str = "1abc_A") -> Chain:
 class MemoryStore:
     """A chain store in memory: random alignments, no template hits. `reads` counts how often each chain is read."""
 
+    kind = CHAINS
+
     def __init__(self, *chains: Chain, rows: int = 9) -> None:
         self.chains = {chain.key: chain for chain in chains}
         self.rows = rows
@@ -69,5 +72,8 @@ class MemoryStore:
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         return []
 
-    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
-        return parse_chain(self, key, with_hits)
+    def alignments_for_pairing(self, key: str, query: ProteinSequence, reads: object) -> list[Alignment]:
+        return []
+
+    def parsed(self, key: str, with_hits: bool = False) -> Parsed:
+        return parse_chain(self, key, self.chain(key), with_hits)

@@ -31,7 +31,7 @@ def made(
 
 
 def finished(sample: Sample, config: FeatureConfig) -> Sample:
-    """One sample of a `ChainDataset` as `evodsp.features` finishes it, without the batch axis and the lists for the losses."""
+    """One sample of a `SampleDataset` as `evodsp.features` finishes it, without the batch axis and the lists for the losses."""
     raw = collate([sample])
     lists = existing_entries(raw)
     return {name: values[0] for name, values in with_features(raw, config).items() if name not in lists}

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from evodsp.data.samples.dataset import ChainDataset, Sample
+from evodsp.data.samples.dataset import Sample, SampleDataset
 from evodsp.parallel.dtensor import local
 from evodsp.training.module import TrainingModule
 
@@ -21,15 +21,15 @@ BAD = 3
 @contextmanager
 def in_a_label() -> Iterator[None]:
     """The frames of its first residue."""
-    make = ChainDataset.make
+    make = SampleDataset.make
 
-    def planted(self: ChainDataset, index: int, key: str) -> Sample:
+    def planted(self: SampleDataset, index: int, key: str) -> Sample:
         sample = make(self, index, key)
         if index == BAD and self.training:
             sample["rigidgroups_gt_frames"][0] = torch.nan
         return sample
 
-    with mock.patch.object(ChainDataset, "make", planted):
+    with mock.patch.object(SampleDataset, "make", planted):
         yield
 
 

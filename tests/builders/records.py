@@ -23,5 +23,11 @@ def same(first: Any, second: Any) -> None:
                 same(a, b)
         elif dataclasses.is_dataclass(one):
             same(one, other)
+        elif isinstance(one, dict):
+            assert one.keys() == other.keys(), item.name
+            for key in one:
+                assert len(one[key]) == len(other[key])
+                for a, b in zip(one[key], other[key], strict=True):
+                    same(a, b)
         else:
             assert one == other, item.name

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig, LossConfig, ModelConfig, as_multimer
-from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.records import Assembly, ProteinSequence
-from evodsp.data.samples.complex_dataset import ComplexDataset, ComplexRecord
-from evodsp.data.samples.dataset import Drawing, collate
+from evodsp.data.samples.chain_record import Drawing
+from evodsp.data.samples.complex_record import ComplexRecord
+from evodsp.data.samples.dataset import SampleDataset, collate
+from evodsp.data.sources.parsed import Parsed
 from evodsp.features.batch import with_features
 from evodsp.geometry.alphabet import UNKNOWN, encode_sequence
 from evodsp.losses.permutation import with_fitting_labels
@@ -35,8 +36,8 @@ def files(tmp_path: Path) -> ComplexFiles:
     return ComplexFiles(*write_complex(tmp_path))
 
 
-def dataset(files: ComplexFiles, training: bool, config: FeatureConfig = CONFIG) -> ComplexDataset:
-    return ComplexDataset(files, ["1abc"], config, seed=0, training=training)
+def dataset(files: ComplexFiles, training: bool, config: FeatureConfig = CONFIG) -> SampleDataset:
+    return SampleDataset(files, ["1abc"], config, seed=0, training=training)
 
 
 def test_labels_are_those_of_the_residues_of_the_crop(files: ComplexFiles) -> None:
@@ -69,7 +70,8 @@ def test_residue_types_are_those_of_the_structure(files: ComplexFiles, unknown: 
         msas[2] = dataclasses.replace(msas[2], query=dataclasses.replace(msas[2].query, letters=letters))
     assembly = dataclasses.replace(complex_.assembly, chains=tuple(chains))
     whole = dataclasses.replace(CONFIG, crop_size=None)
-    sample = ComplexRecord.of(assembly, merge(msas)).sample(Drawing(whole, Draws.root(0), 1, training=False))
+    record = ComplexRecord.of(Parsed(assembly, tuple(msas)), {})
+    sample = record.sample(Drawing(whole, Draws.root(0), 1, training=False))
     sequence = "".join(chain.sequence for chain in chains)
     assert sample["aatype"][0].tolist() == encode_sequence(sequence).tolist()
     assert sample["target_feat"][0].argmax(-1).tolist() == sample["aatype"][0].tolist()
@@ -116,7 +118,7 @@ def test_labels_are_those_of_the_copy_that_a_prediction_means(files: ComplexFile
     mask = own.mask.copy()
     mask[3] = 0  # a residue that one copy lacks
     assembly = dataclasses.replace(complex_.assembly, chains=(dataclasses.replace(own, mask=mask), other, third))
-    record = ComplexRecord.of(assembly, merge(complex_.chains))
+    record = ComplexRecord.of(Parsed(assembly, complex_.chains), {})
     whole = dataclasses.replace(CONFIG, crop_size=None)
     batch = collate([record.sample(Drawing(whole, Draws.root(0), 1, training=False))])
     length = len(own)
@@ -148,8 +150,8 @@ def test_a_batch_of_complexes_with_and_without_copies(files: ComplexFiles) -> No
     complex_ = files.parsed("1abc")
     chains, msas = complex_.assembly.chains, complex_.chains
     assembly = Assembly("1xyz", ("A", "C"), (chains[0], chains[2]))
-    single = ComplexRecord.of(assembly, merge((msas[0], msas[2])))
-    several = ComplexRecord.of(complex_.assembly, merge(msas))
+    single = ComplexRecord.of(Parsed(assembly, (msas[0], msas[2])), {})
+    several = ComplexRecord.of(complex_, {})
     drawing = Drawing(CONFIG, Draws.root(0), 1, training=False)
     batch = collate([single.sample(drawing), several.sample(drawing)])
     assert batch["copies_entity"].tolist() == [[0, 0, 0], [1, 1, 2]]
@@ -168,14 +170,15 @@ def test_a_homotrimer_has_the_same_loss_in_any_order(files: ComplexFiles) -> Non
     turned = [chain.positions, chain.positions[..., [1, 0, 2]] * [1, -1, 1] + 30, chain.positions @ TURN + 12]
     chains = [dataclasses.replace(chain, positions=x.astype("float32")) for x in turned]
     names = "A", "B", "C"
-    merged = merge([dataclasses.replace(msa, query=ProteinSequence(name, chain.sequence)) for name in names])
+    msas = tuple(dataclasses.replace(msa, query=ProteinSequence(name, chain.sequence)) for name in names)
     config = as_multimer(ModelConfig.preset("test"))
     model = dense(AlphaFold(config)).float()
     weights = dataclasses.replace(LossConfig(), interface_fape=0.5, chain_centre=0.5, violation=0.5, pae=0.5)
     whole = dataclasses.replace(CONFIG, crop_size=None, recycles=0)
     losses = []
     for order in ((0, 1, 2), (2, 0, 1), (1, 0, 2)):
-        record = ComplexRecord.of(Assembly("1abc", names, tuple(chains[k] for k in order)), merged)
+        assembly = Assembly("1abc", names, tuple(chains[k] for k in order))
+        record = ComplexRecord.of(Parsed(assembly, msas), {})
         batch = collate([record.sample(Drawing(whole, Draws.root(0), 1, training=True))])
         batch = with_features(batch, whole)
         with torch.no_grad():

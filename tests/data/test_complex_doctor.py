@@ -17,10 +17,10 @@ from evodsp.cli import main
 from evodsp.data.building.command import build
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.doctor import complex_leaks
-from evodsp.data.doctor.complex_leaks import complex_overlap
-from evodsp.data.doctor.complexes import copies_in_one_place
-from evodsp.data.similarity.nearest_complex import CopiedComplex, complex_copies
+from evodsp.data.doctor import leaks
+from evodsp.data.doctor.examination import copies_in_one_place
+from evodsp.data.doctor.leaks import overlap
+from evodsp.data.similarity.nearest import Copy, copies
 from evodsp.data.similarity.pairs import SHORTEST
 from tests.builders.bundled import dimers
 from tests.builders.complex_files import write_complex
@@ -165,7 +165,7 @@ def test_a_complex_that_is_known_from_training() -> None:
         "more of t2": (changed(three, 9), changed(one, 6)),
         "more of t1": (changed(three, 6), changed(one, 9)),
     }
-    found = complex_overlap(SETS, first, second)
+    found = overlap(SETS, first, second)
     assert (found.chains, found.same_sequence, found.unknown) == (["both"], [("t1", "same")], 1)
     assert found.covered is not None
     assert [(near.first, near.second) for near in found.covered] == [("t1", "copies"), ("t1", "near")]
@@ -174,17 +174,17 @@ def test_a_complex_that_is_known_from_training() -> None:
     assert nearest["antigen"] == ("t2", 1.0)
     assert (nearest["more of t2"][0], nearest["more of t1"][0]) == ("t2", "t1")
     assert set(nearest) == {"near", "antigen", "two of them", "copies", "more of t2", "more of t1"}
-    assert complex_overlap(SETS, first, {}).covered == []
+    assert overlap(SETS, first, {}).covered == []
 
 
 def test_which_complexes_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches complexes that are hidden by those of which one chain is nearer."""
-    monkeypatch.setattr(complex_leaks, "FEWEST_ALIGNED", 1)
-    monkeypatch.setattr(complex_leaks, "PAIRS_ALIGNED", 1)
+    monkeypatch.setattr(leaks, "FEWEST_ALIGNED", 1)
+    monkeypatch.setattr(leaks, "PAIRS_ALIGNED", 1)
     one, two, *others = random_sequences(12, 60)
     first = {f"t{number}": (changed(one, 20), letters) for number, letters in enumerate(others)}
     first["both"] = changed(one, 7), changed(two, 7)
-    (near,) = complex_overlap(SETS, first, {"new": (one, two)}).covered or []
+    (near,) = overlap(SETS, first, {"new": (one, two)}).covered or []
     assert near.first == "both"
 
 
@@ -194,10 +194,9 @@ def test_a_copy_is_scored_for_its_best_exchange_of_chains(tmp_path: Path) -> Non
     true = read("1abc")
     swapped = replace(true, pdb_id="2abc", chains=(true.chains[1], true.chains[0], true.chains[2]))
     sequences = tuple(chain.sequence for chain in true.chains)
-    ((name, copy),) = complex_copies(
-        {"1abc": sequences}, {"2abc": sequences}, {"1abc": true, "2abc": swapped}.__getitem__
-    )
-    assert isinstance(copy, CopiedComplex)
+    of = {"1abc": true, "2abc": swapped}.__getitem__
+    ((name, copy),) = copies({"1abc": sequences}, {"2abc": sequences}, of, of, workers=0)
+    assert isinstance(copy, Copy)
     assert (name, copy.nearest, copy.coverage) == ("1abc", "2abc", 1.0)
     assert (copy.lddt_ca, copy.interface_lddt_ca) == (pytest.approx(1.0), pytest.approx(1.0))
     assert np.isclose(copy.identity, 1.0)

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from evodsp.data.complexes.merging import merge
-from evodsp.data.complexes.source import BY_ENTRY, BY_SPECIES, ComplexFiles, PairingRule, say_query_paired
+from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, say_query_paired
+from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.sources.chain_folder import parse_alignment_file
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode

@@ -15,12 +15,12 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.building.command import build
 from evodsp.data.building.config import BuildConfig
-from evodsp.data.complexes.source import BY_ENTRY, ComplexFiles
-from evodsp.data.complexes.store import ComplexStore, decode_complex, encode_complex
-from evodsp.data.samples.complex_dataset import ComplexDataset
+from evodsp.data.complexes.pairing import BY_ENTRY
+from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.record_codec import packed, unpacked
-from evodsp.data.sources.store import Store
+from evodsp.data.sources.record_codec import decode_record, encode_record, packed, unpacked
+from evodsp.data.sources.store import COMPLEXES, Store
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import FileFormatError, UserError
 from evodsp.training.chains import find_chains
@@ -61,9 +61,9 @@ def built(files: ComplexFiles, output: Path, **changes: object) -> str:
 def test_a_record_restores_every_bit(files: ComplexFiles) -> None:
     """Catches coordinates of another copy, a sequence with another's MSA, pairing rows or hits that are lost or exchanged."""
     parsed = files.parsed("1abc", with_hits=True)
-    data = encode_complex(parsed)
-    found = decode_complex(data, with_hits=True)
-    assert encode_complex(found) == data
+    data = encode_record(parsed)
+    found = decode_record(data, with_hits=True)
+    assert encode_record(found) == data
     assert (found.assembly.pdb_id, found.assembly.names) == ("1abc", ("A", "B", "C"))
     for one, other in zip(found.assembly.chains, parsed.assembly.chains, strict=True):
         same(one, replace(other, notes=(), breaks=None))
@@ -78,20 +78,20 @@ def test_a_record_restores_every_bit(files: ComplexFiles) -> None:
     for letters, hits in parsed.hits.items():
         for one, other in zip(found.hits[letters], hits, strict=True):
             same(one, other)
-    assert decode_complex(data, with_hits=False).hits == {}
+    assert decode_record(data, with_hits=False).hits == {}
 
 
 def test_samples_are_those_of_the_files(files: ComplexFiles, tmp_path: Path) -> None:
     """Catches samples that depend on where a complex was read, and template structures that the store was built without."""
     folder = files.structure_dir
-    store = ComplexStore(built(files, tmp_path / "store", template_structure_dir=folder))
+    store = FeatureStore(built(files, tmp_path / "store", template_structure_dir=folder), COMPLEXES)
     assert isinstance(store, Store)
     assert store.keys() == files.keys() == ["1abc"]
     assert store.facts("1abc") == files.facts("1abc")
     of_files, some = TemplateSource.open(folder, LATEST), False
     for training in (True, False):
-        one = ComplexDataset(files, ["1abc"] * 4, SAMPLES, seed=3, training=training, templates=of_files)
-        other = ComplexDataset(
+        one = SampleDataset(files, ["1abc"] * 4, SAMPLES, seed=3, training=training, templates=of_files)
+        other = SampleDataset(
             store, ["1abc"] * 4, SAMPLES, seed=3, training=training, templates=store.template_source(LATEST)
         )
         other = pickle.loads(pickle.dumps(other))  # as a worker process gets it
@@ -108,7 +108,7 @@ def test_chains_without_rows_for_pairing_are_named(files: ComplexFiles, tmp_path
     """Catches a store that hides what is said where files are read: that the query alone is paired."""
     (files.alignment_dir / "1abc_C" / "uniprot_hits.a3m").unlink()
     said: list[str] = []
-    store = ComplexStore(built(files, tmp_path / "store"), warn=lambda place, _: said.append(place))
+    store = FeatureStore(built(files, tmp_path / "store"), COMPLEXES, warn=lambda place, _: said.append(place))
     assert store.parsed("1abc").chains[2].pairing is None
     assert [place.endswith("1abc chain C") for place in said] == [True]
 
@@ -116,7 +116,7 @@ def test_chains_without_rows_for_pairing_are_named(files: ComplexFiles, tmp_path
 def test_a_store_is_of_one_assembly_and_one_pairing_rule(files: ComplexFiles, tmp_path: Path) -> None:
     """Catches a store made by another rule than the run's, of another assembly, and ignored settings."""
     address = built(files, tmp_path / "store", pairing="entry", assembly=None)
-    store = ComplexStore(address)
+    store = FeatureStore(address, COMPLEXES)
     by_entry = ComplexFiles(files.alignment_dir, files.structure_dir, None, BY_ENTRY)
     for one, other in zip(store.parsed("1abc").chains, by_entry.parsed("1abc").chains, strict=True):
         same(one, other)
@@ -144,14 +144,14 @@ def test_stores_of_chains_and_of_complexes_are_told_apart(files: ComplexFiles, t
     with pytest.raises(
         UserError, match=r"a feature store of chains, but samples are made of complexes.*with --complexes true"
     ):
-        ComplexStore(chains)
+        FeatureStore(chains, COMPLEXES)
     description = Path(complexes, "store.json")
     for pairing in ("genus", 3):
         content = json.loads(description.read_text())
         content["plan"]["pairing"] = pairing
         description.write_text(json.dumps(content))
         with pytest.raises(FileFormatError, match="pair"):
-            ComplexStore(complexes)
+            FeatureStore(complexes, COMPLEXES)
 
 
 def test_broken_complexes_are_left_out_and_a_build_is_continued(files: ComplexFiles, tmp_path: Path) -> None:
@@ -169,20 +169,20 @@ def test_broken_complexes_are_left_out_and_a_build_is_continued(files: ComplexFi
     with pytest.raises(UserError, match="pairing species, not entry"):
         build(settings(files, one, pairing="entry"))
     with pytest.raises(UserError, match=r"no complex '2abc' in the feature store.*Did you mean '1abc'"):
-        ComplexStore(str(one)).parsed("2abc")
+        FeatureStore(str(one), COMPLEXES).parsed("2abc")
 
 
 def test_a_damaged_record_is_one_line(files: ComplexFiles) -> None:
     """Catches records that end in a traceback: of chains, cut off, or with a number where a name belongs."""
-    data = encode_complex(files.parsed("1abc"))
+    data = encode_record(files.parsed("1abc"))
     arrays, header = unpacked(data)
     del arrays["header"]
     assert packed(arrays, header) == data
     with pytest.raises(ValueError, match="not a record of a feature store"):
-        decode_complex(data[: len(data) // 2], with_hits=False)
+        decode_record(data[: len(data) // 2], with_hits=False)
     for change in ({"names": 3}, {"names": ["A", "A", "C"]}, {"msas": {}}, {"msas": 3}, {"chains": [{}]}):
-        with pytest.raises(ValueError, match="not the record of a complex"):
-            decode_complex(packed(arrays, {**header, **change}), with_hits=False)
+        with pytest.raises(ValueError, match="not a record of chains with their MSAs"):
+            decode_record(packed(arrays, {**header, **change}), with_hits=False)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,6 @@ def test_a_damaged_record_is_one_line(files: ComplexFiles) -> None:
     [
         ({"complexes": False, "assembly": "2"}, ("--assembly is 2", "--complexes true")),
         ({"complexes": False, "pairing": "entry"}, ("--pairing is entry", "--complexes true")),
-        ({"min_plddt": 50.0}, ("--min_plddt is 50", "self-distillation")),
     ],
 )
 def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ from evodsp.config import FeatureConfig
 from evodsp.data.complexes.entities import Entity
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.complexes.templates import find_templates, side_by_side
-from evodsp.data.samples.complex_dataset import ComplexDataset, load_complex
+from evodsp.data.samples.dataset import SampleDataset, load_record
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.features import TemplateFeatures
@@ -80,10 +80,13 @@ def test_each_chain_has_its_own_templates(files: ComplexFiles) -> None:
     not that of the residues."""
     chains = files.parsed("1abc").assembly.chains
     source = of_chains(files, "1abc", "2abc", "3abc_C")
-    found = {letters: own.features.names for letters, own in load_complex(files, "1abc", source).templates.items()}
+    found = {letters: own.features.names for letters, own in load_record(files, "1abc", source).templates.items()}
     assert found == {chains[0].sequence: ("2abc_A",), chains[2].sequence: ("2abc_C", "3abc_C", "2abc_A")}
     for training, config in ((False, WHOLE), (True, CONFIG)):
-        dataset, shown = ComplexDataset(files, ["1abc"], config, 0, training, templates=source), set()
+        dataset, shown = (
+            SampleDataset(files, ["1abc"], config, 0, training, templates=source),
+            set(),
+        )
         for index in range(6 if training else 1):
             sample = dataset[index]
             asym, residue = (sample[name][0] for name in ("asym_id", "residue_index"))
@@ -107,7 +110,7 @@ def test_each_chain_has_its_own_templates(files: ComplexFiles) -> None:
 def test_copies_have_the_same_random_templates(files: ComplexFiles) -> None:
     """Catches templates that are drawn for each copy, for all sequences alike, or not at all in training."""
     source = of_chains(files, "2abc", "3abc")
-    dataset = ComplexDataset(files, ["1abc"], replace(WHOLE, max_templates=2), 0, True, templates=source)
+    dataset = SampleDataset(files, ["1abc"], replace(WHOLE, max_templates=2), 0, True, templates=source)
     numbers = set()
     for index in range(12):
         sample = dataset[index]
@@ -120,14 +123,14 @@ def test_copies_have_the_same_random_templates(files: ComplexFiles) -> None:
     assert len({first for first, _ in numbers}) > 1
     # Drawn alike, one would have many where the other has many.
     assert any((first, second) in numbers for first, second in ((0, 2), (2, 0), (2, 1)))
-    again = ComplexDataset(files, ["1abc"], replace(WHOLE, max_templates=2), 0, True, templates=source)
+    again = SampleDataset(files, ["1abc"], replace(WHOLE, max_templates=2), 0, True, templates=source)
     assert torch.equal(again[5]["template_all_atom_positions"], dataset[5]["template_all_atom_positions"])
 
 
 def test_one_chain_with_templates_and_one_without(files: ComplexFiles) -> None:
     """Catches a chain without a search that ends the run or moves the others' templates, and hits that lack their structure."""
     write_hits(files, "A", "9abc_A", "1abc_B", "2abc_A")
-    record = load_complex(files, "1abc", TemplateSource.open(files.structure_dir))
+    record = load_record(files, "1abc", TemplateSource.open(files.structure_dir))
     lines = [found.log_line for found in record.templates.values()]
     assert lines[0].startswith("1abc_A: 0 templates of 3 hits; the query's release date is unknown")
     assert lines[1] == "1abc_C: 0 templates of 0 hits"
@@ -140,7 +143,7 @@ def test_one_chain_with_templates_and_one_without(files: ComplexFiles) -> None:
     line = next(iter(found.values())).log_line
     assert "1 hit: no structure (9abc_A)" in line
     assert "1 hit: the query's own entry (1abc_B)" in line
-    sample = ComplexDataset(files, ["1abc"], WHOLE, 0, False, templates=dated)[0]
+    sample = SampleDataset(files, ["1abc"], WHOLE, 0, False, templates=dated)[0]
     is_third = sample["asym_id"][0] == 3
     for name in ("template_aatype", "template_all_atom_masks", "template_all_atom_positions"):
         assert not sample[name][0][:, is_third].any()
@@ -167,21 +170,21 @@ def test_a_truncated_search_is_named(files: ComplexFiles) -> None:
     path.write_text(path.read_text().removesuffix("//\n"))
     source = TemplateSource.open(files.structure_dir, max_date=date(2002, 1, 1))
     with pytest.raises(FileFormatError, match=rf"{path}"):
-        load_complex(files, "1abc", source)
-    without = ComplexDataset(files, ["1abc"], replace(WHOLE, max_templates=0), 0, False, templates=source)[0]
+        load_record(files, "1abc", source)
+    without = SampleDataset(files, ["1abc"], replace(WHOLE, max_templates=0), 0, False, templates=source)[0]
     assert "template_aatype" not in without, "no search is read for samples without templates"
     write_hits(files, "A", "2abc_A").rename(path)
     with pytest.raises(UserError, match="1abc_C"):
-        load_complex(files, "1abc", source)
+        load_record(files, "1abc", source)
 
 
 @pytest.mark.parametrize("listed", ["1abc_A", "1abc_B"])
 def test_copies_of_a_listed_chain_are_listed(files: ComplexFiles, listed: str) -> None:
     """Catches a training complex that may copy its double because another copy of its chain is the one in the list."""
     letters = files.parsed("1abc").assembly.chains[0].sequence
-    found = load_complex(files, "1abc", of_chains(files, listed, "2abc", max_identity=0.9)).templates
+    found = load_record(files, "1abc", of_chains(files, listed, "2abc", max_identity=0.9)).templates
     assert found[letters].features.names == ()
-    unlisted = load_complex(files, "1abc", of_chains(files, "2abc", max_identity=0.9)).templates
+    unlisted = load_record(files, "1abc", of_chains(files, "2abc", max_identity=0.9)).templates
     assert unlisted[letters].features.names == ("2abc_A",)
 
 
@@ -197,5 +200,5 @@ def test_an_entry_stands_for_its_chains(files: ComplexFiles) -> None:
 
 def test_templates_count_in_the_cache(files: ComplexFiles) -> None:
     """Catches a cache that grows by the templates without knowing it."""
-    with_, without = (load_complex(files, "1abc", source) for source in (of_chains(files, "2abc"), None))
+    with_, without = (load_record(files, "1abc", source) for source in (of_chains(files, "2abc"), None))
     assert with_.nbytes - without.nbytes == sum(own.features.nbytes for own in with_.templates.values()) > 0

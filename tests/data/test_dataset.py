@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.samples.dataset import ChainDataset, Sample, collate, existing_entries, listed_sizes, load_record
+from evodsp.data.samples.dataset import Sample, SampleDataset, collate, existing_entries, listed_sizes, load_record
 from evodsp.data.samples.feature_axes import FEATURE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
@@ -40,9 +40,9 @@ def dataset(
     chains: list[Chain] = FIVE,
     seed: int = 4,
     batch_group: int = 1,
-) -> ChainDataset:
+) -> SampleDataset:
     keys = [chain.key for chain in chains]
-    return ChainDataset(MemoryStore(*chains), keys, config, seed, training, batch_group)
+    return SampleDataset(MemoryStore(*chains), keys, config, seed, training, batch_group)
 
 
 def assert_equal(one: Sample, two: Sample) -> None:
@@ -187,7 +187,7 @@ def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
 def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
     """Short chains and shallow alignments are padded, long and deep ones cropped: all samples have one shape."""
     chain = make_chain("1abc", (AMINO_ACIDS * 2)[:length])
-    data = ChainDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
+    data = SampleDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
     sample = finished(data[0], data.config)
     assert sample["msa_feat"].shape == (1, 6, 12, 49)
     assert sample["extra_msa"].shape == (1, 7, 12)
@@ -212,7 +212,7 @@ def test_cache_reads_a_chain_once_and_is_bounded() -> None:
     for _ in range(3):
         list(data)
     assert set(data.source.reads.values()) == {1}
-    small = ChainDataset(MemoryStore(*FIVE), data.keys, data.config, 0, training=False, cache_bytes=1)
+    small = SampleDataset(MemoryStore(*FIVE), data.keys, data.config, 0, training=False, cache_bytes=1)
     for index in (0, 0, 1, 0):
         small[index]
     assert small.source.reads[FIVE[0].key] == 2
@@ -221,7 +221,7 @@ def test_cache_reads_a_chain_once_and_is_bounded() -> None:
 def test_cache_drops_the_least_recently_used_chain() -> None:
     chains = [make_chain(f"{i}abc", AMINO_ACIDS) for i in range(3)]
     one = load_record(MemoryStore(*chains), chains[0].key).nbytes
-    data = ChainDataset(MemoryStore(*chains), [c.key for c in chains], CONFIG, 0, training=False, cache_bytes=2 * one)
+    data = SampleDataset(MemoryStore(*chains), [c.key for c in chains], CONFIG, 0, training=False, cache_bytes=2 * one)
     for index in (0, 1, 0, 2, 0, 1):
         data[index]
     assert data.source.reads == {"0abc_A": 1, "1abc_A": 2, "2abc_A": 1}
@@ -236,7 +236,7 @@ def test_degenerate_chains_give_finite_samples(letters: str, resolved: bool) -> 
     """One residue, no known residue, no atoms, one sequence: masks are zero where needed, all numbers are finite."""
     chain = make_chain("1abc", letters, resolved, resolution=None)
     for config in (CONFIG, WHOLE):
-        sample = finished(ChainDataset(MemoryStore(chain, rows=1), [chain.key], config, 0, training=True)[0], config)
+        sample = finished(SampleDataset(MemoryStore(chain, rows=1), [chain.key], config, 0, training=True)[0], config)
         assert all(tensor.isfinite().all() for tensor in sample.values())
         assert sample["resolution"] == 0
         if not resolved:
@@ -347,7 +347,7 @@ def test_structure_of_another_sequence_is_named() -> None:
             return [make_alignment("ARWD", source="1abc_A/hits.a3m")]
 
     chain = make_chain("1abc", "ARND")
-    data = ChainDataset(Swapped(chain), [chain.key], CONFIG, 0, training=True)
+    data = SampleDataset(Swapped(chain), [chain.key], CONFIG, 0, training=True)
     with pytest.raises(UserError, match=r"1abc_A/hits\.a3m: .* has 'W' at position 3, the query '1abc_A' has 'N'"):
         data[0]
 
@@ -364,13 +364,13 @@ def test_a_chain_without_homologues_is_its_query_alone() -> None:
         def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
             return []
 
-    data = ChainDataset(Empty(FIVE[0]), [FIVE[0].key], CONFIG, 0, training=False)
+    data = SampleDataset(Empty(FIVE[0]), [FIVE[0].key], CONFIG, 0, training=False)
     assert finished(data[0], CONFIG)["msa_mask"][0].sum(0).max() == 1
 
 
 def test_no_chains_is_an_error_at_once() -> None:
     with pytest.raises(UserError, match="no chains"):
-        ChainDataset(MemoryStore(), [], CONFIG, 0, training=True)
+        SampleDataset(MemoryStore(), [], CONFIG, 0, training=True)
 
 
 def test_impossible_config_is_an_error_before_the_first_sample() -> None:
@@ -385,7 +385,7 @@ def test_real_chains(real_data: Path) -> None:
     """Structures, alignments and labels of real entries fit together when read through the store."""
     store = ChainFiles(real_data / "alignments", real_data / "mmcif_files")
     config = FeatureConfig(crop_size=64, msa_clusters=32, extra_msa=100, recycles=0)
-    data = ChainDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)
+    data = SampleDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)
     batch = with_features(collate([data[i] for i in range(3)]), config)
     assert batch["msa_feat"].shape == (3, 1, 32, 64, 49)
     assert all(tensor.isfinite().all() for tensor in batch.values())

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.dataset import ChainDataset
-from evodsp.data.samples.distillation import DistillationSet, PredictedStore, sampled_rows
+from evodsp.data.samples.chain_record import sampled_rows
+from evodsp.data.samples.dataset import SampleDataset
+from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.sampling import DISTILLED, ChainDraws, MixedDraws
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.msa import merge_alignments
@@ -25,7 +26,7 @@ LETTERS = "MKTAYIAKQRWLE"
 PLDDT = np.array([20, 49.9, 50, 90, 95, 49, 70, 71, 72, 73, 10, 99, 100], np.float32)
 
 
-def predicted(folder: Path, plddt: np.ndarray = PLDDT, rows: int = 12) -> PredictedStore:
+def predicted(folder: Path, plddt: np.ndarray = PLDDT, rows: int = 12) -> ChainFiles:
     """One predicted chain, p1_A, with `rows` sequences."""
     (folder / "structures").mkdir()
     (folder / "alignments" / "p1_A").mkdir(parents=True)
@@ -34,14 +35,13 @@ def predicted(folder: Path, plddt: np.ndarray = PLDDT, rows: int = 12) -> Predic
     others = ["".join(generator.choice(list("ARNDCQ"), len(LETTERS))) for _ in range(rows - 1)]
     text = "".join(f">r{i}\n{letters}\n" for i, letters in enumerate([LETTERS, *others]))
     (folder / "alignments" / "p1_A" / "hits.a3m").write_text(text)
-    store = ChainFiles(folder / "alignments", folder / "structures")
-    return PredictedStore(store, min_plddt=50.0)
+    return ChainFiles(folder / "alignments", folder / "structures", min_plddt=50.0)
 
 
 def test_unsure_residues_are_masked(tmp_path: Path) -> None:
     """A model that learns what the prediction was unsure of, or residues of exactly 50 left out, or all of them."""
     store = predicted(tmp_path)
-    chain, whole = store.chain("p1_A"), store.store.chain("p1_A")
+    chain, whole = store.chain("p1_A"), ChainFiles(store.alignment_dir, store.structure_dir).chain("p1_A")
     sure = PLDDT >= 50
     assert (chain.mask[sure] == whole.mask[sure]).all()
     assert whole.mask[~sure].sum() > 0
@@ -65,15 +65,15 @@ def test_rows_are_a_random_sample_with_the_query() -> None:
     msa = merge_alignments([make_alignment(LETTERS, rows=40)])
     seen = set()
     for index in range(200):
-        found = sampled_rows(msa, 8, Draws.root(index))
-        assert found.num_alignments == 8
-        assert (found.msa[0] == msa.msa[0]).all()
-        rows = [int(np.flatnonzero((msa.msa == row).all(1))[0]) for row in found.msa]
-        assert (found.deletions == msa.deletions[rows]).all()
-        assert found.profile is msa.profile
-        seen |= set(rows)
+        found = sampled_rows(msa.num_alignments, 8, Draws.root(index))
+        assert found is not None
+        assert found[0] == 0
+        assert len(set(found.tolist())) == 8
+        assert (np.diff(found) > 0).all()
+        seen |= set(found.tolist())
     assert seen == set(range(msa.num_alignments))
-    assert sampled_rows(msa, 40, Draws.root(0)) is msa
+    assert sampled_rows(msa.num_alignments, 40, Draws.root(0)) is None
+    assert sampled_rows(msa.num_alignments, None, Draws.root(0)) is None
 
 
 def test_a_quarter_of_the_samples_is_from_the_experiments(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_quarter_of_the_samples_is_from_the_experiments(tmp_path: Path) -> Non
 
     config = replace(FeatureConfig(), crop_size=None, msa_clusters=4, extra_msa=50, recycles=0)
     memory, store = MemoryStore(make_chain("1abc", "ACDEFGHIK")), predicted(tmp_path)
-    data = ChainDataset(memory, ["1abc_A"], config, 0, training=True, distillation=DistillationSet(store, 5))
+    data = SampleDataset(memory, ["1abc_A"], config, 0, training=True, distillation=DistillationSet(store, 5))
     for index in range(5):
         sample = finished(data.make(index, DISTILLED + "p1_A"), config)
         assert sample["aatype"].shape[-1] == len(LETTERS)

@@ -16,18 +16,21 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.building.command import build
+from evodsp.data.complexes.merging import ChainMsas
+from evodsp.data.complexes.templates import find_templates
 from evodsp.data.formats import parse_fasta
-from evodsp.data.records import ProteinSequence
-from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.records import Assembly, ProteinSequence
+from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
-from evodsp.data.sources.parsed_chain import ChainSource, ParsedChain
-from evodsp.data.sources.record_codec import decode_chain, decode_parsed, encode_chain, encode_parsed
+from evodsp.data.sources.parsed import Parsed, Source
+from evodsp.data.sources.record_codec import decode_chain, decode_record, encode_chain, encode_record
 from evodsp.data.sources.shards import digest_of
 from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
 from tests.builders.builds import config, letters_of, write_chain, write_structure
 from tests.builders.chains import make_chain, straight_chain
 from tests.builders.records import same
@@ -38,7 +41,7 @@ WHOLE = replace(SAMPLES, crop_size=None)
 OBSOLETE = f"{'OBSLTE    01-JAN-01':<20}{'9OLD':<9}9NEW\n"
 
 
-def odd_chain() -> ParsedChain:
+def odd_chain() -> Parsed:
     """A chain with everything that is rare."""
     chain = straight_chain("ACDEFGHIKLXW", "1abc_A")
     chain = replace(
@@ -46,21 +49,23 @@ def odd_chain() -> ParsedChain:
         method="x-ray diffraction, neutron diffraction", release_date=date(1976, 5, 19),
     )  # fmt: skip
     msa = np.arange(36, dtype=np.int8).reshape(3, 12) % 22
+    msa[0] = encode(chain.sequence)
     deletions = np.zeros((3, 12), np.int32)
     deletions[0, 0], deletions[2, 11], deletions[1, 3] = 1, 70_000, 300
     hits = (make_hit("AC-D", "GGGD", key="2xyz_B"), replace(make_hit("ACD", "A-D"), sum_probs=None, name="ünï"))
-    return ParsedChain(chain, MsaFeatures(msa, deletions, letter_profile(msa)), hits)
+    msas = ChainMsas(ProteinSequence("1abc_A", chain.sequence), MsaFeatures(msa, deletions, letter_profile(msa)))
+    return Parsed(Assembly.of_chain("1abc_A", chain), (msas,), {chain.sequence: hits})
 
 
 def test_a_record_restores_every_bit() -> None:
     """Catches a field left out, narrowed or shifted, and equal chains with different bytes."""
     odd, empty = odd_chain(), make_chain("1abc", "ARND", resolved=False, resolution=None)
     no_atoms = replace(empty, positions=np.zeros_like(empty.positions))  # without the signs of its zeros
-    same(decode_parsed(encode_parsed(odd), with_hits=True), odd)
-    same(decode_parsed(encode_parsed(odd), with_hits=False), replace(odd, hits=()))
-    for chain in (odd.chain, no_atoms):
+    same(decode_record(encode_record(odd), with_hits=True), odd)
+    same(decode_record(encode_record(odd), with_hits=False), replace(odd, hits={}))
+    for chain in (odd.assembly.chains[0], no_atoms):
         same(decode_chain(encode_chain(chain)), chain)
-    assert encode_parsed(decode_parsed(encode_parsed(odd), with_hits=True)) == encode_parsed(odd)
+    assert encode_record(decode_record(encode_record(odd), with_hits=True)) == encode_record(odd)
 
 
 def test_real_chains_and_hits_are_restored(real_data: Path) -> None:
@@ -70,8 +75,9 @@ def test_real_chains_and_hits_are_restored(real_data: Path) -> None:
     hits = tuple(files.template_hits("query73_A", query))
     assert hits
     for key in ("102m_A", "2q2k_B"):
-        parsed = replace(files.parsed(key, with_hits=True), hits=hits)
-        same(decode_parsed(encode_parsed(parsed), with_hits=True), parsed)
+        parsed = files.parsed(key, with_hits=True)
+        parsed = replace(parsed, hits={parsed.assembly.chains[0].sequence: hits})
+        same(decode_record(encode_record(parsed), with_hits=True), parsed)
 
 
 def test_an_atom_outside_the_mask_is_not_lost() -> None:
@@ -130,7 +136,7 @@ def test_samples_equal_those_from_files(folder: Path, store: Path, latest: date 
     numbers = set()
     for settings, training in ((SAMPLES, True), (WHOLE, False)):
         pair = [
-            ChainDataset(source, list(LETTERS), settings, 5, training, templates=templates)
+            SampleDataset(source, list(LETTERS), settings, 5, training, templates=templates)
             for source, templates in ((files_of(folder), from_files), (built, built.template_source(latest)))
         ]
         for index in range(9 if training else 3):
@@ -154,8 +160,8 @@ def test_what_became_of_each_hit_is_the_same(folder: Path, store: Path) -> None:
     lines = []
     for source, templates in ((files_of(folder), from_files), (built, from_store)):
         parsed = source.parsed("1abc_A", with_hits=True)
-        query = ProteinSequence(parsed.chain.key, parsed.chain.sequence)
-        lines.append(templates.find(list(parsed.hits), query, parsed.chain.release_date, "1abc").log_line)
+        (found,) = find_templates(templates, parsed).values()
+        lines.append(found.log_line)
     assert lines[0] == lines[1]
     assert lines[0].startswith("1abc_A: 4 templates of 6 hits; ")
     assert "no structure (0abc_A)" in lines[0]
@@ -177,7 +183,7 @@ def test_without_templates(folder: Path, tmp_path: Path) -> None:
 def test_it_is_what_training_needs(store: Path) -> None:
     """Catches a store that cannot stand in for files, and one that is sent to workers with its content."""
     built = FeatureStore(str(store))
-    assert isinstance(built, ChainSource)
+    assert isinstance(built, Source)
     assert isinstance(built.structures, TemplateStructures)
     assert len(pickle.dumps(built)) < 300
     same(pickle.loads(pickle.dumps(built)).parsed("1abc_A", True), built.parsed("1abc_A", True))
@@ -231,7 +237,11 @@ def made(store: Path, array: np.ndarray, old: bytes = b"", new: bytes = b"") -> 
         (lambda store: (store / "store.json").unlink(), "no feature store there"),
         (lambda store: (store / "store.json").write_text("[" * 100_000), "not the description of a feature store"),
         (lambda store: (store / "store.json").write_text("[1]"), "'format_version' is missing"),
-        (lambda store: change(store, format_version=2), "has format version 2, this evodsp reads up to 1"),
+        (
+            lambda store: change(store, format_version=3),
+            "has format version 3, this evodsp reads 2; use a newer evodsp",
+        ),
+        (lambda store: change(store, format_version=1), "reads 2; build the store again with 'evodsp data build'"),
         (lambda store: change(store, tables={}), "'chains' is missing"),
     ],
 )
@@ -267,4 +277,4 @@ def test_bytes_of_something_else() -> None:
     """Catches a decoder that trusts what it unpacks."""
     for data in (b"", b"x" * 40, encode_chain(straight_chain("AC")), encode_chain(straight_chain("AC"))[:-9]):
         with pytest.raises(ValueError, match=r"not a|not the"):
-            decode_parsed(data, with_hits=True)
+            decode_record(data, with_hits=True)

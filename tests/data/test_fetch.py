@@ -111,7 +111,7 @@ def test_what_is_fetched_can_be_read(mirror: Path, bucket: type[Bucket], tmp_pat
     base = str(mirror) if kind == "folder" else bucket.address  # type: ignore[attr-defined]
     assert [run(what, base, tmp_path) for what in ("alignments", "structures", "lists")] == [0, 0, 0]
     store = ChainFiles(tmp_path / "got" / "alignments", tmp_path / "got" / "mmcif_files")
-    assert store.parsed(KEY, with_hits=False).chain.sequence == letters_of(3)
+    assert store.parsed(KEY, with_hits=False).assembly.chains[0].sequence == letters_of(3)
     assert (tmp_path / "got" / "alignments" / KEY / "hhr" / "pdb70_hits.hhr").read_text() == "x"
     assert all((tmp_path / "got" / name).read_text() == (mirror / name).read_text() for name in fetch.LISTS)
 

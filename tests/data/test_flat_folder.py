@@ -48,7 +48,7 @@ def index_of(folder: Path) -> ChainIndex:
 
 
 def rows(store: ChainFiles | FeatureStore, key: str) -> list[list[int]]:
-    return store.parsed(key, with_hits=False).msa.msa.tolist()
+    return store.parsed(key, with_hits=False).chains[0].msa.msa.tolist()
 
 
 def test_training_takes_a_flat_folder(folder: Path) -> None:

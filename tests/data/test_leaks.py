@@ -10,12 +10,17 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.doctor.leaks import ALIGNED_WITH, overlap
+from evodsp.data.doctor.leaks import ALIGNED_WITH, Overlap, overlap
 from evodsp.data.similarity.pairs import SHORTEST, identity
 from tests.builders.random_sequences import changed, random_sequences
 from tests.builders.training_chains import TINY, write_chain
 
 SETS = ("training", "validation")
+
+
+def alike(first: dict[str, str], second: dict[str, str]) -> Overlap:
+    """The overlap of two sets of single chains."""
+    return overlap(SETS, *({key: (one,) if one else () for key, one in part.items()} for part in (first, second)))
 
 
 def test_identity_is_that_of_the_shorter_sequence() -> None:
@@ -46,23 +51,23 @@ def test_what_two_sets_have_in_common() -> None:
         "peptide": peptide,
         "nameless": "",
     }
-    found = overlap(SETS, {**first, "peptide 2": peptide, "short": peptide[:-1]}, second)
+    found = alike({**first, "peptide 2": peptide, "short": peptide[:-1]}, second)
     assert (found.sets, found.chains, found.unknown, found.highest) == (SETS, ["t7"], 1, 1.0)
     assert sorted(found.same_sequence) == [("peptide 2", "peptide"), ("t299", "copy"), ("t7", "copy of both")]
     best = [(near.first, near.second, round(near.identity, 2)) for near in found.nearest[:2]]
     assert best == [("t50", "part", 1.0), ("t123", "near", 0.8)]
     assert {near.second for near in found.nearest} <= {"part", "near", "far"}
     assert 0 < found.alignments <= 9
-    alone = overlap(SETS, first, {"near": second["near"]})
+    alone = alike(first, {"near": second["near"]})
     assert (alone.chains, alone.same_sequence, alone.highest) == ([], [], pytest.approx(0.8, abs=0.01))
-    assert overlap(SETS, first, {"lower": "x" * 30}).highest is None
+    assert alike(first, {"lower": "x" * 30}).highest is None
 
 
 def test_a_chain_is_aligned_with_several() -> None:
     """Catches one nearest sequence by words that hides the others, of which another may be nearer by its alignment."""
     (letters,) = random_sequences(1, 120)
     relatives = {f"every {every}": changed(letters, every) for every in (30, 20, 15, 12, 10)}
-    assert overlap(SETS, relatives, {"it": letters}).alignments == ALIGNED_WITH
+    assert alike(relatives, {"it": letters}).alignments == ALIGNED_WITH
 
 
 @pytest.fixture

@@ -102,4 +102,4 @@ def test_from_files(tmp_path: Path) -> None:
     (folder / "hits.a3m").write_text("".join(f">s\n{row}\n" for row in ROWS))
     assert read_chain(structures / "1abc.cif", "A").query("1abc_A") == QUERY
     parsed = ChainFiles(tmp_path / "alignments", structures).parsed("1abc_A", with_hits=False)
-    assert [decode(row) for row in parsed.msa.msa] == ["ATGDW", "A-G-W", "-TGD-"]
+    assert [decode(row) for row in parsed.chains[0].msa.msa] == ["ATGDW", "A-G-W", "-TGD-"]

@@ -21,14 +21,16 @@ from tests.builders.missing_residues import NAMES, SEEN, WHOLE, write
 def test_missing_residues_are_those_of_the_alignment(tmp_path: Path) -> None:
     """Catches a chain of the lab's refinement that is refused, and atoms that are put on the wrong residues."""
     parsed = write(tmp_path).parsed("x", with_hits=False)
-    assert parsed.chain.sequence == WHOLE
-    assert np.flatnonzero(~parsed.chain.is_missing).tolist() == list(SEEN)
-    assert parsed.chain.mask[:, CA].astype(bool).tolist() == (~parsed.chain.is_missing).tolist()
+    assert parsed.assembly.chains[0].sequence == WHOLE
+    assert np.flatnonzero(~parsed.assembly.chains[0].is_missing).tolist() == list(SEEN)
+    assert (
+        parsed.assembly.chains[0].mask[:, CA].astype(bool).tolist() == (~parsed.assembly.chains[0].is_missing).tolist()
+    )
     alone = read_chain(tmp_path / "x.pdb", "A")
     assert alone.breaks == (3,)
-    np.testing.assert_array_equal(parsed.chain.positions[list(SEEN)], alone.positions)
-    assert parsed.chain.residue_number[list(SEEN)].tolist() == alone.residue_number.tolist()
-    assert parsed.msa.msa.shape[1] == len(WHOLE)
+    np.testing.assert_array_equal(parsed.assembly.chains[0].positions[list(SEEN)], alone.positions)
+    assert parsed.assembly.chains[0].residue_number[list(SEEN)].tolist() == alone.residue_number.tolist()
+    assert parsed.chains[0].msa.msa.shape[1] == len(WHOLE)
 
 
 def test_a_listed_sequence_stays(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.data.doctor import copying
-from evodsp.data.records import Chain
+from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity import nearest
 from evodsp.data.similarity.nearest import MOST_FILES, Bar, Copy, bar, copies
 from evodsp.data.similarity.sequences import sequences
@@ -56,6 +56,9 @@ class Structures:
             raise UserError(f"{key}.cif:7: broken")
         return self.chains[key]
 
+    def assembly_of(self, key: str) -> Assembly:
+        return Assembly.of_chain(key, self.chain(key))
+
 
 def trace(length: int, seed: int = 0) -> np.ndarray:
     """A helix of CA atoms with noise, in Å."""
@@ -80,7 +83,16 @@ def share_kept(true: np.ndarray, copied: np.ndarray) -> float:
 def found(structures: Structures, targets: Iterable[str], training: Iterable[str]) -> Bar:
     letters = {key: chain.sequence for key, chain in structures.chains.items()}
     known, others = ({key: letters.get(key, "") for key in keys} for keys in (targets, training))
-    return bar("test", known, others, structures, structures, workers=0)
+    return bar_of(structures, known, others)
+
+
+def of_chains(letters: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """The sequences of single chains."""
+    return {key: (one,) if one else () for key, one in letters.items()}
+
+
+def bar_of(structures: Structures, targets: Mapping[str, str], training: Mapping[str, str]) -> Bar:
+    return bar("test chain", of_chains(targets), of_chains(training), structures.assembly_of, structures.assembly_of, 0)
 
 
 def test_the_copy_is_that_of_the_aligned_residues() -> None:
@@ -132,17 +144,17 @@ def test_a_bad_chain_costs_no_other() -> None:
     structures.add("4abc_A", "A", trace(1))
     targets = {"1abc_A": letters, "8abc_A": letters, "2abc_A": letters, "7abc_A": "", "4abc_A": "A"}
     training = {"9abc_A": near, "2abc_A": letters, "3abc_A": far, "6abc_A": ""}
-    result = bar("test", targets, training, structures, structures, workers=0)
+    result = bar_of(structures, targets, training)
     assert [(copy.chain, copy.nearest) for copy in result.copies] == [("1abc_A", "3abc_A"), ("4abc_A", "3abc_A")]
     assert result.without == {
         "8abc_A": "8abc_A.cif:7: broken",
         "2abc_A": "no residue of it has a CA",
         "7abc_A": "its sequence is unknown",
     }
-    alone = bar("test", {"1abc_A": letters}, {"9abc_A": near}, structures, structures, workers=0)
+    alone = bar_of(structures, {"1abc_A": letters}, {"9abc_A": near})
     assert alone.without == {"1abc_A": "its nearest training chains cannot be read: 9abc_A.cif:7: broken"}
     assert np.isnan(alone.lddt_ca)
-    assert bar("test", {"1abc_A": letters}, {"1abc_A": letters}, structures, structures).without == {
+    assert bar_of(structures, {"1abc_A": letters}, {"1abc_A": letters}).without == {
         "1abc_A": "there is no training chain that it could be aligned with"
     }
 
@@ -152,7 +164,7 @@ def test_hundreds_of_copies_are_not_all_read() -> None:
     structures, letters = Structures(), random_sequence(30)
     structures.add("0abc_A", letters, trace(30))
     training = {f"{number}xyz_A": letters for number in range(3 * MOST_FILES)}
-    result = bar("test", {"0abc_A": letters}, training, structures, structures)
+    result = bar_of(structures, {"0abc_A": letters}, training)
     assert "cannot be read: 0xyz_A.cif:7: broken" in result.without["0abc_A"]
     assert len(structures.read) == 1 + MOST_FILES
 
@@ -169,7 +181,8 @@ def test_a_large_set_is_narrowed_by_words(monkeypatch: pytest.MonkeyPatch) -> No
     training["2abc_A"] = letters * 4
     for key in ("0abc_A", "5abc_A"):
         structures.add(key, letters, trace(30))
-    dict(copies({"0abc_A": letters, "5abc_A": letters * 99}, training, structures, structures, workers=0))
+    targets = of_chains({"0abc_A": letters, "5abc_A": letters * 99})
+    dict(copies(targets, of_chains(training), structures.assembly_of, structures.assembly_of, workers=0))
     assert len(aligned) == 3
     assert training["1abc_A"] in aligned
 
@@ -243,7 +256,7 @@ def test_the_bar_of_real_proteins(tmp_path: Path) -> None:
     train = (tmp_path / "train.txt").read_text().split()
     folder = StructureFolder(tmp_path / "mmcif_files")
     targets, training = (sequences(folder, keys, {}, None, 1) for keys in (rows, train))
-    result = bar("held-out", targets, training, folder, folder, workers=1)
+    result = bar("held-out chain", of_chains(targets), of_chains(training), folder.assembly_of, folder.assembly_of, 1)
     assert (len(result.copies), result.without, result.trained_on) == (89, {}, [])
     for copy in result.copies:
         row = rows[copy.chain]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,10 @@ import pytest
 
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Assembly, Chain
-from evodsp.data.similarity import nearest_complex
-from evodsp.data.similarity.nearest_complex import ComplexCopy, TrainingComplexes
+from evodsp.data.similarity import nearest
+from evodsp.data.similarity.nearest import PlacedCopy, TrainingSet
 from evodsp.data.similarity.pairs import score
-from evodsp.data.sources.structures import StructureFolder
+from evodsp.data.sources.structures import AssemblyFolder
 from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
@@ -44,14 +44,25 @@ def mutated(letters: str, number: int) -> str:
     return letters[:2] + "W" * number + letters[2 + number :]
 
 
-def training(folder: Path, **complexes: list[tuple[str, str]]) -> TrainingComplexes:
+@dataclass(frozen=True)
+class Training:
+    """Training complexes in a folder."""
+
+    known: TrainingSet
+    folder: AssemblyFolder
+
+    def copy_for(self, name: str, target: Assembly) -> PlacedCopy | str:
+        return self.known.copy_for(name, target, self.folder.assembly_of)
+
+
+def training(folder: Path, **complexes: list[tuple[str, str]]) -> Training:
     """Training complexes of chains (name, sequence), written to a folder. `_2A5` in a name: a resolution of 2.5 Å."""
     for name, chains in complexes.items():
         resolution = float(name.partition("_")[2].replace("A", ".") or 3)
         made = [chain(one, letters, seed, resolution) for seed, (one, letters) in enumerate(chains)]
         write_mmcif(folder / f"{name}.cif", made)
     sequences = {name: tuple(letters for _, letters in chains) for name, chains in complexes.items()}
-    return TrainingComplexes(sequences, partial(StructureFolder(folder).assembly, assembly=None))
+    return Training(TrainingSet(sequences), AssemblyFolder(folder, None))
 
 
 def target(*letters: str) -> Assembly:
@@ -63,7 +74,7 @@ def test_each_chain_has_the_atoms_of_its_own_counterpart(tmp_path: Path) -> None
     """Catches chains that are paired by their order, and atoms of residues that the alignment does not pair."""
     shorter = mutated(BETA, 2)[:15]
     found = training(tmp_path, near=[("L", shorter), ("H", ALPHA)]).copy_for("9abc", target(ALPHA, BETA))
-    assert isinstance(found, ComplexCopy)
+    assert isinstance(found, PlacedCopy)
     assert (found.nearest, found.assembly.names) == ("near", ("H", "L"))
     assert (found.identity, found.coverage) == (pytest.approx(33 / 35), 35 / 40)
     source = read_assembly(tmp_path / "near.cif", None).chains
@@ -85,7 +96,7 @@ def test_the_highest_sum_of_scores_is_taken(tmp_path: Path) -> None:
         both=[("A", mutated(BETA, 2)), ("B", mutated(ALPHA, 2))],
     )
     found = source.copy_for("itself", target(ALPHA, BETA))
-    assert isinstance(found, ComplexCopy)
+    assert isinstance(found, PlacedCopy)
     assert found.nearest == "both"
     assert source.copy_for("itself", target(ALPHA, ALPHA)).nearest == "twice"  # type: ignore[union-attr]
     reason = "there is no training complex with as many chains of as many kinds that it could be aligned with"
@@ -111,9 +122,9 @@ def test_the_best_assignment_is_that_of_brute_force(monkeypatch: pytest.MonkeyPa
     """Catches an assignment that is not the best one of few chains, and one of many chains that uses a chain twice."""
     table = np.random.default_rng(0).normal(size=(4, 4))
     best = max(itertools.permutations(range(4)), key=lambda order: sum(table[n, order[n]] for n in range(4)))
-    assert nearest_complex._best_assignment(table).tolist() == list(best)
-    monkeypatch.setattr(nearest_complex, "_MOST_PERMUTED", 3)
-    many = nearest_complex._best_assignment(table)
+    assert nearest._best_assignment(table).tolist() == list(best)
+    monkeypatch.setattr(nearest, "_MOST_PERMUTED", 3)
+    many = nearest._best_assignment(table)
     assert sorted(many.tolist()) == [0, 1, 2, 3]
     assert table[np.arange(4), many].max() == table.max()
 
@@ -123,7 +134,7 @@ def test_a_target_that_lies_as_the_copy_does(tmp_path: Path) -> None:
     source = training(tmp_path, near=[("A", ALPHA), ("B", BETA)])
     two = target(ALPHA, BETA)
     found = [source.copy_for("9abc", one) for one in (two, Assembly("9abc", ("Y", "X"), two.chains[::-1]))]
-    assert [one.assembly.names for one in found if isinstance(one, ComplexCopy)] == [("A", "B"), ("B", "A")]
+    assert [one.assembly.names for one in found if isinstance(one, PlacedCopy)] == [("A", "B"), ("B", "A")]
     assert score(ALPHA, BETA) < score(ALPHA, ALPHA)
     missing = dataclasses.replace(two.chains[0], mask=two.chains[0].mask * 0)
-    assert isinstance(source.copy_for("9abc", Assembly("9abc", two.names, (missing, two.chains[1]))), ComplexCopy)
+    assert isinstance(source.copy_for("9abc", Assembly("9abc", two.names, (missing, two.chains[1]))), PlacedCopy)

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from evodsp.data.complexes.keys import uniprot_species
-from evodsp.data.complexes.pairing import PairingMsa, pair
+from evodsp.data.complexes.pairing import PairingMsa, pair, uniprot_species
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode

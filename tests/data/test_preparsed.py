@@ -118,7 +118,10 @@ def test_index_doctor_and_build_read_them(tmp_path: Path, place: str) -> None:
     for store in stores:
         assert store.keys() == list(SEQUENCES)
         for key in SEQUENCES:
-            found, wanted = store.parsed(key, with_hits=True).msa, expected.parsed(key, with_hits=True).msa
+            found, wanted = (
+                store.parsed(key, with_hits=True).chains[0].msa,
+                expected.parsed(key, with_hits=True).chains[0].msa,
+            )
             np.testing.assert_array_equal(found.msa, wanted.msa)
             np.testing.assert_array_equal(found.deletions, wanted.deletions)
     assert not any(stores[1].differs_from_index(key) for key in SEQUENCES)

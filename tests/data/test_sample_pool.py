@@ -21,13 +21,13 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.pool import Pool, _outcome, _work
-from evodsp.data.samples.dataset import ChainDataset
+from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.samples.sample_pool import SamplePool, _packed, layout_of, pack, packed_bytes, unpack
 from evodsp.errors import FileFormatError, MachineError, UserError
 from tests.builders.chains import MemoryStore
 
 
-class Planted(ChainDataset):
+class Planted(SampleDataset):
     """Sample i is the number i and the pid of its process; some chains do what bad chains do."""
 
     def __init__(self) -> None:

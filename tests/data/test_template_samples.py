@@ -15,11 +15,11 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.formats import parse_fasta
 from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.samples.chain_record import draw_templates
 from evodsp.data.samples.crop import piece
-from evodsp.data.samples.dataset import ChainDataset, collate, draw_templates, load_record
+from evodsp.data.samples.dataset import SampleDataset, collate, load_record
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
 from evodsp.features.prediction import prediction_sample
@@ -36,7 +36,7 @@ WITH = replace(CONFIG, max_templates=4, recycles=1)
 WHOLE = replace(WITH, crop_size=None)
 
 
-class RealQuery:
+class RealQuery(MemoryStore):
     """query73_A with its real alignments and search, and an invented structure released on a given day."""
 
     def __init__(self, real_data: Path, released: date | None) -> None:
@@ -54,15 +54,12 @@ class RealQuery:
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         return self.store.template_hits("query73_A", query)
 
-    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
-        return parse_chain(self, key, with_hits)
-
 
 def query73(
     real_data: Path, released: date | None, config: FeatureConfig, training: bool, seed: int = 0
-) -> ChainDataset:
+) -> SampleDataset:
     templates = TemplateSource.open(real_data / "mmcif_files")
-    return ChainDataset(RealQuery(real_data, released), ["9xyz_A"], config, seed, training, templates=templates)
+    return SampleDataset(RealQuery(real_data, released), ["9xyz_A"], config, seed, training, templates=templates)
 
 
 # Real files ------------------------------------------------------------------------------------------------------------
@@ -169,9 +166,9 @@ class Searched(MemoryStore):
         letters = other_letters(query.letters)
         return [make_hit(query.letters, letters, key=f"{key[0]}t{k:02}_A", score=50.0 - k) for k in numbers]
 
-    def dataset(self, config: FeatureConfig, training: bool, seed: int = 0) -> ChainDataset:
+    def dataset(self, config: FeatureConfig, training: bool, seed: int = 0) -> SampleDataset:
         templates = TemplateSource(self.structures)
-        return ChainDataset(self, list(self.chains), config, seed, training, templates=templates)
+        return SampleDataset(self, list(self.chains), config, seed, training, templates=templates)
 
 
 def other_letters(letters: str) -> str:

@@ -9,16 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.doctor.examination import ChainExaminer
+from evodsp.data.doctor.examination import Examiner
 from evodsp.data.formats.mmcif import read_chain, read_structure
-from evodsp.data.records import Chain
+from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.msa import query_only
-from evodsp.data.sources.parsed_chain import ParsedChain
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.matching import Match, match_hit
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.builders.backbone import Residue, chain, ligand, mmcif_text, pdb_text
 from tests.builders.mmcif import atom, entry
@@ -263,7 +260,7 @@ def test_the_warning_and_what_the_doctor_hears(tmp_path: Path, caplog: pytest.Lo
     assert caplog.messages == [f"{path}: {note}"]
 
     class Source(ChainFiles):
-        def parsed(self, key: str, with_hits: bool) -> ParsedChain:
-            return ParsedChain(self.chain(key), query_only(encode(self.chain(key).sequence)), ())
+        def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
+            return []
 
-    assert ChainExaminer(Source(tmp_path / "alignments", tmp_path)).examine("1abc_A").notes == (note,)
+    assert Examiner(Source(tmp_path / "alignments", tmp_path)).examine("1abc_A").notes == (note,)

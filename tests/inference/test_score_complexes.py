@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from evodsp.cli import main
 from evodsp.data.records import Assembly, Chain
@@ -502,13 +503,20 @@ def test_a_prediction_beside_the_copy_of_the_nearest_training_complex(
     line = " of copies of the nearest training complexes, 1 of 1; the prediction is better (iLDDT-CA) on 1 of 1"
     assert line in said.out
     assert "9abc: is a training complex, too; it is not copied from itself" in said.out
-    assert "1 of 3 training complexes cannot be read and are not copied (" in said.err
-    for more, error in (
-        ((), "none of 3 training complexes can be read ("),
-        (("--config", str(listed)), "training complexes are not taken from it; give --train_chains"),
-    ):
-        assert score_command(folders, "--held_out", "9xyz", *words, "--structure_dir", str(folders), *more) == 2
-        assert error in capsys.readouterr().err
+    assert "1 of 3 training complexes cannot be read and are not copied, such as 8zzz: " in said.err
+    assert score_command(folders, "--held_out", "9xyz", *words, "--structure_dir", str(folders)) == 2
+    assert "none of 3 training complexes can be read, such as 8aaa: " in capsys.readouterr().err
+    # The training complexes of a run's config, which are those with alignments.
+    for name, one in zip("AB", true, strict=True):
+        (own := folders / "alignments" / f"8aaa_{name}").mkdir(parents=True)
+        (own / "hits.a3m").write_text(f">8aaa_{name}\n{one.sequence}\n")
+    data = {"alignment_dir": str(folders / "alignments"), "structure_dir": str(apart)}
+    config = folders / "run.yaml"
+    for arrangement, code in (("multimer", 0), ("monomer", 2)):
+        config.write_text(yaml.safe_dump({"data": data, "model": {"arrangement": arrangement}}))
+        assert score_command(folders, "--held_out", "9abc", "--baseline", "nearest", "--config", str(config)) == code
+    assert "trains on chains, but complexes are compared; give --complexes false" in capsys.readouterr().err
+    assert next(csv.DictReader((folders / "scored" / "scores.csv").open())) == row
     (apart / "8aaa.cif").unlink()
     assert score_command(folders, "--held_out", "9abc", *words, "--structure_dir", str(apart)) == 0
     assert "9abc: no copy: there is no training complex with as many chains" in capsys.readouterr().out

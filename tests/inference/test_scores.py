@@ -235,7 +235,7 @@ def test_a_baseline_of_nothing_is_one_line(cases, capsys):
         (("--train_chains", "a.txt"), "leave it out (--train scores predictions of training chains)"),
         (("--structure_dir", "a"), "give --baseline nearest, or leave it out\n"),
         ((*OPTIONS, "--train_chains", "nowhere.txt"), "nowhere.txt: no such file of chain names"),
-        ((*OPTIONS, "--train_chains", str(listed)), "none of 1 training chains can be read, such as 9zzz_B ("),
+        ((*OPTIONS, "--train_chains", str(listed)), "none of 1 training chains can be read, such as 9zzz_B: "),
         ((*OPTIONS, "--train", "9zzz_B", "--structure_dir", "nowhere"), "nowhere: no such structure directory"),
         ((*OPTIONS, "--config", str(listed)), "has no block 'data'; give a config of 'evodsp fit'"),
         (("--baseline", "best"), "baseline"),
@@ -259,7 +259,7 @@ def test_another_protein_is_not_compared(cases):
 
 def test_residues_that_the_structure_does_not_have(tmp_path):
     """Catches a structure without SEQRES and with missing residues that is refused, or compared with the wrong residues."""
-    chain = write(tmp_path).parsed("x", with_hits=False).chain
+    chain = write(tmp_path).parsed("x", with_hits=False).assembly.chains[0]
     aatype = encode(chain.sequence).astype(np.int32)
     mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
     plddt = np.full(len(aatype), 80, np.float32)

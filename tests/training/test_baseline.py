@@ -10,7 +10,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
-from evodsp.data.similarity.comparison import ComparedChains
+from evodsp.data.similarity.comparison import Compared
 from evodsp.model.alphafold import AlphaFold
 from evodsp.report.runs import read_runs
 from evodsp.training import baseline
@@ -117,7 +117,7 @@ def test_no_failure_ends_a_run(
         patch.setattr(baseline, "MOST_CHAINS", 1)
         assert "(more than 1 training chains; evodsp data doctor says it)" in said()
     with monkeypatch.context() as patch:
-        patch.setattr(ComparedChains, "copies", lambda *_, **__: 1 // 0)
+        patch.setattr(Compared, "copies", lambda *_, **__: 1 // 0)
         assert "(integer division or modulo by zero)" in said()
     for key in VALIDATION:
         (tmp_path / "mmcif_files" / f"{key[:4]}.cif").unlink()

@@ -17,7 +17,7 @@ from evodsp.config import FeatureConfig, FilterConfig
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.samples.selection import Presence, chain_list
-from evodsp.data.similarity.comparison import ComparedChains
+from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.exclusion import resembling
 from evodsp.data.similarity.pairs import identity
 from evodsp.data.sources.chain_files import ChainFiles
@@ -70,7 +70,7 @@ def test_structures_in_the_folders_of_their_chains(folder: Path, indexed: bool, 
     found = find_chains(replace(config(folder, indexed), structure_dir=str(structures)))
     assert (found.train, found.missing) == ([KEY, OTHER], {"3abc_C": "structure"})
     assert isinstance(found.store, ChainFiles)
-    assert found.store.parsed(OTHER, with_hits=False).chain.sequence == SEQUENCES[OTHER]
+    assert found.store.parsed(OTHER, with_hits=False).assembly.chains[0].sequence == SEQUENCES[OTHER]
     options = [*roots, *(["--index", str(folder / "index")] if indexed else []), "--output", str(folder / "doctor")]
     assert main(["data", "doctor", *options, "--workers=0"]) == 0
     report = json.loads((folder / "doctor" / "doctor.json").read_text())
@@ -311,7 +311,7 @@ def test_what_resembles_a_list_is_not_trained_on(tmp_path: Path, capsys: pytest.
         said = f"left out: {5 - len(left)} alike those of data.exclude_like (more than {share:.0%} identical)"
         assert said in capsys.readouterr().err
     unread = {"side_effect": lambda self, key: () if key == "3abc_A" else (RELATIVES[key],), "autospec": True}
-    with mock.patch.object(ComparedChains, "read", **unread):
+    with mock.patch.object(Compared, "read", **unread):
         assert find_chains(relatives(tmp_path, exclude_like=["1abc_A"])).train == ["4abc_A", "5abc_A"]
         assert "1 of a sequence that cannot be compared with them" in capsys.readouterr().err
         with pytest.raises(UserError, match=r"exclude_like: the sequence of '3abc_A' cannot be read"):

@@ -11,8 +11,9 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
-from evodsp.data.complexes.source import BY_ENTRY, ComplexFiles
-from evodsp.data.samples.complex_dataset import ComplexDataset
+from evodsp.data.complexes.pairing import BY_ENTRY
+from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.samples.dataset import SampleDataset
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.parallel.exchange import LocalExchange
@@ -186,7 +187,7 @@ def test_settings_that_reach_samples_of_complexes(tmp_path: Path) -> None:
     files, crops = ComplexFiles(*write_complex(tmp_path, apart=10.0)), {}
     for fraction in (0.0, 1.0):
         config = FeatureConfig(crop_size=32, msa_clusters=3, extra_msa=2, recycles=0, spatial_crop_fraction=fraction)
-        samples = ComplexDataset(files, ["1abc"], config, seed=0, training=True, assumed_resolution=2.5)
+        samples = SampleDataset(files, ["1abc"], config, seed=0, training=True, assumed_resolution=2.5)
         found = [samples[index] for index in range(6)]
         crops[fraction] = torch.stack([sample["residue_index"][0] for sample in found])
         assert all(sample["resolution"] == 2.5 for sample in found)

@@ -15,8 +15,8 @@ import yaml
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
 from evodsp.data.building.command import build
-from evodsp.data.samples.distillation import PredictedStore
 from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
@@ -68,8 +68,8 @@ def test_samples_are_those_from_the_files(sets: Path, source: str) -> None:
     if source == "store":
         assert isinstance(found.source, FeatureStore)
     else:
-        assert isinstance(found.source, PredictedStore)
-        assert found.source.store.index is not None
+        assert isinstance(found.source, ChainFiles)
+        assert found.source.index is not None
     assert both[0].distilled == both[1].distilled == NAMES
     data = [
         ChainDataModule(settings(sets, {}, train=features), found)._samples(found.train, features, training=True)

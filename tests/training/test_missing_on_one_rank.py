@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from evodsp.training.chains import open_source
+from evodsp.training.chains import open_samples
 from evodsp.training.config import DataConfig
 from tests.builders.training import CommandPool
 
 
-def _opened(config: DataConfig) -> Any:
-    return open_source(
-        dataclasses.replace(config, alignment_dir="/not_mounted") if os.environ["RANK"] == "1" else config
-    )
+def _opened(config: DataConfig, *of_model: Any) -> Any:
+    hidden = {"alignment_dir": "/not_mounted"} if os.environ["RANK"] == "1" else {}
+    return open_samples(dataclasses.replace(config, **hidden), *of_model)
 
 
 @contextmanager
 def _rank_1_sees_no_folder() -> Iterator[None]:
-    with mock.patch("evodsp.training.chains.open_source", _opened):
+    with mock.patch("evodsp.training.chains.open_samples", _opened):
         yield
 
 

@@ -13,8 +13,8 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, LossConfig
-from evodsp.data.samples.dataset import ChainDataset
-from evodsp.data.samples.distillation import DistillationSet, PredictedStore
+from evodsp.data.samples.dataset import SampleDataset
+from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.samples.selection import CountedStructures
 from evodsp.data.sources.chain_files import ChainFiles
@@ -106,9 +106,9 @@ def test_samples_have_the_assumed_resolution() -> None:
     """Catches a setting that reaches one of the two sets, or takes the place of a resolution that is known."""
     store = MemoryStore(make_chain("1abc", "ACDEF", resolution=None), make_chain("2abc", "ACDEF", resolution=3.5))
     for assumed, expected in ((None, [0.0, 3.5, 0.0]), (2.0, [2.0, 3.5, 1.5])):
-        predicted = mock.Mock(spec=PredictedStore, parsed=store.parsed)
+        predicted = mock.Mock(spec=ChainFiles, parsed=store.parsed, kind=store.kind)
         others = DistillationSet(predicted, 5, assumed_resolution=assumed and 1.5)
-        data = ChainDataset(
+        data = SampleDataset(
             store, ["1abc_A"], CONFIG, 0, training=True, distillation=others, assumed_resolution=assumed
         )
         keys = ("1abc_A", "2abc_A", f"{DISTILLED}1abc_A")

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.data.building.config import BuildConfig
-from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, build_part, obsolete_entries
-from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, build_part, obsolete_entries, opened
 from evodsp.data.executors import Executor, LocalProcesses, executor
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.selection import chain_list
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import DESCRIPTION, FORMAT_VERSION, ONE_OF, TEMPLATES, Kind
+from evodsp.data.sources.feature_store import DESCRIPTION, FORMAT_VERSION, TEMPLATES
 from evodsp.data.sources.shards import INDEX, digest_of, write_index
+from evodsp.data.sources.store import ONE_OF, Kind
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import write_text
@@ -62,8 +61,7 @@ class BuildPlan:
             pairing=config.pairing if config.complexes else None,
             assembly=config.assembly if config.complexes else None,
         )
-        files = ComplexFiles if config.complexes else ChainFiles
-        store = files(config.alignment_dir, config.structure_dir)
+        store = opened(inputs)
         if templates is not None:
             StructureFolder(templates)
         obsolete_entries(inputs.obsolete)

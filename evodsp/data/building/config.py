@@ -62,10 +62,6 @@ class BuildConfig:
                 raise UserError(
                     f"--{name} is {value}, but the store is of single chains; give --complexes true, or leave it out"
                 )
-        if self.complexes and self.min_plddt is not None:
-            raise UserError(
-                f"--min_plddt is {self.min_plddt:g}, but complexes have no self-distillation set; leave it or --complexes out"
-            )
         if self.share is not None and self.scheduler is not None:
             raise UserError("--share and --scheduler both divide the work; give one of them")
         _ = self.share_of_tasks

@@ -13,15 +13,16 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from evodsp.data.complexes.source import RULES, ComplexFiles, RuleName
-from evodsp.data.complexes.store import encode_complex
+from evodsp.data.complexes.pairing import RuleName
+from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.index.chain_table import day_of
-from evodsp.data.samples.distillation import PredictedStore
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import CHAINS, COMPLEXES, TEMPLATES, Kind
-from evodsp.data.sources.record_codec import encode_chain, encode_parsed
+from evodsp.data.sources.feature_store import TEMPLATES
+from evodsp.data.sources.opening import Unit, open_files
+from evodsp.data.sources.record_codec import encode_chain, encode_record
 from evodsp.data.sources.shards import LONGEST_KEY, ShardEntry, shard_name, write_shard
+from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
@@ -106,7 +107,7 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
     """
     failed: dict[str, str] = {}
     entries: set[str] = set()
-    read = {CHAINS: _read_chain, COMPLEXES: _read_complex, TEMPLATES: _read_templates}[part.table]
+    read = _read_templates if part.table == TEMPLATES else _read_record
 
     def records() -> Iterator[_Record]:
         for name in part.names:
@@ -126,19 +127,12 @@ def build_part(part: Part, deadly: Mapping[str, str] = MappingProxyType({})) -> 
     return len(part.names)
 
 
-def _read_chain(key: str, inputs: BuildInputs, entries: set[str]) -> list[_Record]:
+def _read_record(key: str, inputs: BuildInputs, entries: set[str]) -> list[_Record]:
     _check_key(key)
-    parsed = _files(inputs).parsed(key, with_hits=inputs.template_structure_dir is not None)
-    entries |= _entries_of(parsed.hits, inputs)
-    return [(key, encode_parsed(parsed), len(parsed.chain), day_of(parsed.chain.release_date))]
-
-
-def _read_complex(entry: str, inputs: BuildInputs, entries: set[str]) -> list[_Record]:
-    _check_key(entry)
-    parsed = _complexes(inputs).parsed(entry, with_hits=inputs.template_structure_dir is not None)
+    parsed = opened(inputs).parsed(key, with_hits=inputs.template_structure_dir is not None)
     entries |= _entries_of([hit for hits in parsed.hits.values() for hit in hits], inputs)
     released = day_of(parsed.assembly.chains[0].release_date)
-    return [(entry, encode_complex(parsed), len(parsed.assembly), released)]
+    return [(key, encode_record(parsed), len(parsed.assembly), released)]
 
 
 def _read_templates(pdb_id: str, inputs: BuildInputs, _: set[str]) -> list[_Record]:
@@ -178,15 +172,10 @@ def _check_key(key: str) -> None:
 
 
 @lru_cache(maxsize=1)
-def _files(inputs: BuildInputs) -> ChainFiles | PredictedStore:
-    files = ChainFiles(inputs.alignment_dir, inputs.structure_dir)
-    return files if inputs.min_plddt is None else PredictedStore(files, inputs.min_plddt)
-
-
-@lru_cache(maxsize=1)
-def _complexes(inputs: BuildInputs) -> ComplexFiles:
-    assert inputs.pairing is not None
-    return ComplexFiles(inputs.alignment_dir, inputs.structure_dir, inputs.assembly, RULES[inputs.pairing])
+def opened(inputs: BuildInputs) -> ChainFiles | ComplexFiles:
+    """The files that the records of a store are made of."""
+    unit = Unit() if inputs.pairing is None else Unit(COMPLEXES, inputs.assembly, inputs.pairing)
+    return open_files(inputs.alignment_dir, inputs.structure_dir, unit=unit, min_plddt=inputs.min_plddt)
 
 
 @lru_cache(maxsize=1)

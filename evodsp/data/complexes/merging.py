@@ -13,7 +13,7 @@ Shapes: N rows, R residues of all chains, L of one chain, P paired rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -80,6 +80,10 @@ class MergedMsa:
     def aatype(self) -> Int32[np.ndarray, " R"]:
         """The residue types of the sequences of all chains. Where one of the two is X, row 0 has another letter."""
         return encode_sequence("".join(entity.letters * len(entity.members) for entity in self.entities))
+
+    def of_rows(self, rows: Int64[np.ndarray, " n"]) -> MergedMsa:
+        """The MSA of some rows, the query first."""
+        return replace(self, msa=self.msa[rows], deletions=self.deletions[rows], block=self.block[rows])
 
     def bert_mask(self) -> Bool[np.ndarray, "N R"]:
         """The cells that may be masked for the masked-MSA loss: all but the gaps beside a block."""

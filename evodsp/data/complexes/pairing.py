@@ -1,25 +1,83 @@
 """Pairing rows of different chains' MSAs, as AlphaFold-Multimer's code does (supplement of AlphaFold-Multimer, MSA pairing).
 
+Rows of different chains are paired where their keys are equal. A rule says which rows of which files have one.
+
 Shapes: N rows of an MSA, L columns of a chain, E entities, P paired rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int8, Int64, Integer
 
-from evodsp.data.complexes.keys import RowKey, uniprot_species
-from evodsp.data.records import Alignment
+from evodsp.data.records import Alignment, ProteinSequence, RowNames
+from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
 from evodsp.data.sources.msa import first_occurrences
+from evodsp.data.sources.query_check import matched_alignments
 from evodsp.errors import UserError
+from evodsp.printing import logger
 
 ABSENT = -1
 """Stands for a row of gaps, where an entity has no row of a key."""
 MOST_OF_A_KEY = 600
 MOST_ROWS = 50_000
+_NAMED = 10
+"""Chains without rows for pairing that a process names in warnings."""
+
+RowKey = Callable[[str], str]
+"""From the name of a row to its key; '' for a row that is paired with none."""
+
+_UNIPROT = re.compile(
+    r"(?:sp|tr)\|"
+    r"[A-Za-z0-9]{6,10}(?:_\d)?\|"  # accession, and the number of an isoform
+    r"[A-Za-z0-9]+_([A-Za-z0-9]{1,5})(?:_\d+)?"  # entry name: a protein, then a species; small BFD appends a number
+)
+
+
+def entry_of_row(name: str) -> str:
+    """The entry of a row with the name of a chain: 1ao7 of `1ao7_A`; '' of other names."""
+    return (name.split(maxsplit=1) or [""])[0].rpartition("_")[0]
+
+
+def uniprot_species(name: str) -> str:
+    """The species of a UniProt name, such as BOVIN of `sp|P61823|RNAS1_BOVIN/1-150`; '' if the name is none of UniProt's.
+
+    Only the first word counts, up to a slash. The names that are recognised are those of AlphaFold-Multimer's code.
+    """
+    found = _UNIPROT.fullmatch((name.split(maxsplit=1) or [""])[0].partition("/")[0])
+    return found[1] if found else ""
+
+
+@dataclass(frozen=True)
+class PairingRule:
+    """Which rows of different chains belong together."""
+
+    key: RowKey
+    """The key of a row; rows with equal keys are paired."""
+    reads: Callable[[str], bool]
+    """Whether the rows of a file of that name are paired."""
+    names: str
+    """The files and the names of their rows, for messages."""
+
+
+BY_SPECIES = PairingRule(
+    uniprot_species, is_for_pairing, "uniprot_hits.sto or .a3m, with names such as tr|A0A024R161|A0A024R161_HUMAN"
+)
+"""AlphaFold-Multimer's: rows of `uniprot_hits`, by the species of their UniProt names."""
+BY_ENTRY = PairingRule(entry_of_row, is_alignment, "any alignment, with names such as 1ao7_A")
+"""Rows of all alignments, by the entry that their names begin with: `1ao7_A` is paired with `1ao7_B`. For families whose
+complexes are known and whose rows have the names of chains."""
+RuleName = Literal["species", "entry"]
+RULES: dict[RuleName, PairingRule] = {"species": BY_SPECIES, "entry": BY_ENTRY}
+"""The rules by the names that settings have for them."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +136,58 @@ def pair(
     product = np.abs(np.repeat(rows, copies, axis=1).prod(1))
     order = np.lexsort((product, -np.repeat(chains, taken)))
     return np.concatenate((np.zeros((1, len(msas)), np.int64), rows[order]))
+
+
+def files_for_pairing(place: Path, rule: PairingRule) -> list[Path]:
+    """The files of a chain whose rows are paired. `place`: the folder of its alignments, or its only alignment."""
+    if place.is_file():
+        return [place] if may_hold(place.name, rule.reads) else []
+    return pairing_files(place, rule.reads)
+
+
+def pairing_msa(place: Path, query: ProteinSequence, rule: PairingRule) -> PairingMsa | None:
+    """The rows of a chain that are paired with those of others; None, and a warning, if there are none.
+
+    `place`: as for `files_for_pairing`. Raises UserError if a first row is not the query.
+    """
+    files = files_for_pairing(place, rule)
+    paired = matched_alignments(parse_alignments(((path, None) for path in files), rule.reads), query)
+    return rows_for_pairing(paired, rule, str(place), say_query_paired)
+
+
+def rows_for_pairing(
+    alignments: Sequence[Alignment], rule: PairingRule, place: str, warn: Callable[[str, str], None]
+) -> PairingMsa | None:
+    """The rows for pairing of the alignments of one chain, which lie in `place`.
+
+    None, and a warning, if there are no rows, or none whose name has a key.
+    """
+    pairing = PairingMsa.of(joined(alignments), rule.key) if alignments else None
+    if pairing is None or not any(pairing.keys[1:]):
+        warn(place, rule.names)
+        return None
+    # Queries are paired in any case; with keys of their own they would be paired twice.
+    return dataclasses.replace(pairing, keys=("", *pairing.keys[1:]))
+
+
+@cache
+def say_query_paired(folder: str, names: str) -> None:
+    """Warn, once in a process, that a chain has no rows for pairing. After some chains further ones are not named."""
+    said = say_query_paired.cache_info().currsize
+    if said < _NAMED:
+        logger(__name__).warning(f"{folder}: no rows to pair with other chains ({names}); its query alone is paired")
+    elif said == _NAMED:
+        logger(__name__).warning(
+            f"{folder}: no rows to pair with other chains either; further chains like it are not named here ('evodsp data "
+            "doctor' names all)"
+        )
+
+
+def joined(alignments: Sequence[Alignment]) -> Alignment:
+    """One alignment with the rows of several that have the same query."""
+    return Alignment(
+        alignments[0].source,
+        RowNames(name for alignment in alignments for name in alignment.names),
+        np.concatenate([alignment.residues for alignment in alignments]),
+        np.concatenate([alignment.deletions for alignment in alignments]),
+    )

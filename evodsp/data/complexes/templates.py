@@ -1,4 +1,4 @@
-"""Templates of complexes, as AlphaFold-Multimer has them: each chain has its own, found as those of a single chain.
+"""Templates of the chains of a record: each sequence has its own, found by itself, as in AlphaFold-Multimer.
 
 Chains with one sequence have the same templates. Template k of a complex is template k of each chain, side by side. It does not
 tell how the chains lie to each other, and the model does not compare its positions across chains.
@@ -11,21 +11,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from evodsp.data.complexes.entities import Entity
-from evodsp.data.complexes.source import ParsedComplex
 from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.parsed import Parsed
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 
 
-def find_templates(source: TemplateSource, parsed: ParsedComplex) -> dict[str, FoundTemplates]:
-    """The templates of each sequence of the complex. None is of the complex's own entry or released after it.
+def find_templates(source: TemplateSource, parsed: Parsed) -> dict[str, FoundTemplates]:
+    """The templates of each sequence of a record. None is of the record's own entry or released after it.
 
     Raises UserError as `TemplateSource.find` does.
     """
     entry, released = parsed.assembly.pdb_id, parsed.assembly.chains[0].release_date
     names: dict[str, list[str]] = {}
-    for chain in parsed.assembly.chains:
-        names.setdefault(chain.sequence, []).append(chain.key)
+    for key, chain in zip(parsed.assembly.keys, parsed.assembly.chains, strict=True):
+        names.setdefault(chain.sequence, []).append(key)
     found = {}
     for letters, own in names.items():
         # A sequence is one of the chains that serve as templates if any of its copies is.

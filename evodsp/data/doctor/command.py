@@ -16,7 +16,6 @@ from evodsp.data.doctor.copying import COPYING
 from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_reasons
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.doctor.run_data import data_of_run
-from evodsp.data.similarity.nearest_complex import interface_lddt_ca
 from evodsp.files import write_text
 from evodsp.output import check_output_folder
 from evodsp.printing import counted
@@ -167,7 +166,7 @@ def _page(found: Diagnosis) -> Page:
 
 def _add_set(page: Page, found: Diagnosis) -> None:
     bars = {f"lDDT-CA of copies, {part.kind}": f"{part.bar.lddt_ca:.3f}" for part in found.copied if part.bar.copies}
-    between = {part.kind: interface_lddt_ca(part.bar) for part in found.copied}
+    between = {part.kind: part.bar.interface_lddt_ca for part in found.copied}
     bars |= {
         f"interface lDDT-CA of copies, {kind}": f"{share:.3f}" for kind, share in between.items() if share is not None
     }

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evodsp.data.doctor.examination import Examiner, Unit
-from evodsp.data.similarity.comparison import Letters
 from evodsp.data.similarity.nearest import Bar, counted_bar
-from evodsp.data.similarity.nearest_complex import interface_lddt_ca
+from evodsp.data.similarity.sequences import Letters
 from evodsp.printing import counted
 
 MOST_COPIED = 200
@@ -60,7 +59,7 @@ class Copied:
             without = f"; {len(found.without):,} have no copy, such as {key}: {reason}"
         if not found.copies:
             return f"{said} nothing ({number}{without})"
-        interface = interface_lddt_ca(found)
+        interface = found.interface_lddt_ca
         between = "" if interface is None else f" and interface lDDT-CA {interface:.3f}"
         return f"{said} lDDT-CA {found.lddt_ca:.3f}{between}, at {found.identity:.0%} identity ({number}{without})"
 
@@ -68,7 +67,7 @@ class Copied:
         found = self.bar
         means = (found.lddt_ca, found.identity) if found.copies else (None, None)
         head = {"set": self.kind, "chains": self.readable, "lddt_ca": means[0], "identity": means[1]}
-        interface = interface_lddt_ca(found)
+        interface = found.interface_lddt_ca
         return {**head, **({} if interface is None else {"interface_lddt_ca": interface}), **asdict(found)}
 
 

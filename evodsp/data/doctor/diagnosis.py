@@ -18,14 +18,14 @@ import numpy as np
 
 from evodsp.data.doctor.copying import Copied, copied
 from evodsp.data.doctor.examination import UNITS, Examined, Examiner
-from evodsp.data.doctor.leaks import Overlap
+from evodsp.data.doctor.leaks import Overlap, overlap
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, day_of
 from evodsp.data.index.metadata import ChainFacts, table_of
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.samples.selection import CountedStructures, Presence, Selected, Selection, select
-from evodsp.data.similarity.comparison import Letters, known_sequences
+from evodsp.data.similarity.sequences import Letters
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.progress import progress
 from evodsp.report.runs import overlap_line
@@ -228,7 +228,7 @@ def diagnose(
     sets = {name: keys for name, keys in {data.kind: selected.keys, **scored}.items() if keys}
     letters = {} if len(sets) < 2 else _sequences(data, sets, found, number)
     table, known_from = _known(data, store, usable, selected, examined)
-    overlaps = _overlaps(data.examiner, sets, letters)
+    overlaps = _overlaps(sets, letters)
     trained_on = {part.sets[1] for part in overlaps if part.sets[0] == data.kind and part.both}
     return Diagnosis(
         data,
@@ -271,16 +271,14 @@ def _sequences(
 ) -> dict[str, tuple[str, ...]]:
     """The sequences of the chains of each key of the sets, none if they are unknown."""
     known = {key: one.sequences for key, one in found.items()}
-    return known_sequences(
-        data.examiner.comparison, dict.fromkeys(key for keys in sets.values() for key in keys), known, workers
-    )
+    keys = dict.fromkeys(key for keys in sets.values() for key in keys)
+    return data.examiner.comparison.sequences(keys, known, workers)
 
 
-def _overlaps(examiner: Examiner, sets: Mapping[str, list[str]], letters: Letters) -> list[Overlap]:
+def _overlaps(sets: Mapping[str, list[str]], letters: Letters) -> list[Overlap]:
     """Compare each two of the sets; the first is the largest."""
     return [
-        examiner.overlap(pair, *({key: letters[key] for key in sets[name]} for name in pair))
-        for pair in combinations(sets, 2)
+        overlap(pair, *({key: letters[key] for key in sets[name]} for name in pair)) for pair in combinations(sets, 2)
     ]
 
 

@@ -5,28 +5,38 @@ from __future__ import annotations
 import math
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from itertools import combinations
+from typing import Literal
 
 import numpy as np
 
-from evodsp.data.doctor.leaks import DEFINITION, Overlap, overlap
-from evodsp.data.records import Chain
-from evodsp.data.samples.distillation import PredictedStore, chains_of
-from evodsp.data.similarity.comparison import ComparedChains, ComparedKeys, Letters
+from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.doctor.leaks import DEFINITION, DEFINITION_OF_COMPLEXES
+from evodsp.data.records import Assembly, Chain
+from evodsp.data.similarity.comparison import Compared
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.msa import MsaFeatures
+from evodsp.data.sources.opening import Records
+from evodsp.data.sources.parsed import Parsed
 from evodsp.data.sources.query_check import QueryMismatch
-from evodsp.data.sources.store import Store
+from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.errors import UserError
+from evodsp.geometry.residues import CA
 from evodsp.reading.quoting import one_line
 
 State = Literal["good", "mismatching", "unreadable"]
 Unit = Literal["chain", "complex"]
 """What a key stands for."""
+UNIT_OF: dict[Kind, Unit] = {CHAINS: "chain", COMPLEXES: "complex"}
 UNITS: dict[Unit, str] = {"chain": "chains", "complex": "complexes"}
 """The plural of each."""
+SAME_PLACE = 0.5
+"""Two CA atoms lie in the same place below this distance, in Å."""
+_MOST_NOTED = 3
+"""Pairs of copies in the same place that are named for one complex."""
 
 
 @dataclass(frozen=True)
@@ -53,105 +63,108 @@ class Examined:
     """Remarks for the user on its rows for pairing."""
 
 
-@runtime_checkable
-class Examiner(Protocol):
-    """Looks at the keys of one kind, chains or complexes. Processes can be sent it."""
+@dataclass(frozen=True)
+class Examiner:
+    """Looks at the keys of a store. Processes can be sent it. `cache`: OpenFold's chain_data_cache.json, which has sequences of
+    chains."""
 
-    @property
-    def store(self) -> Store:
-        """The store of the keys."""
+    store: Records
+    cache: str | None = None
 
     @property
     def unit(self) -> Unit:
         """What a key stands for."""
+        return UNIT_OF[self.store.kind]
 
     @property
-    def comparison(self) -> ComparedKeys:
+    def comparison(self) -> Compared:
         """How keys are compared."""
+        return Compared(self.store, self.cache)
 
     @property
     def definition(self) -> str:
-        """What `overlap` takes for alike, for reports."""
+        """What comparing takes for alike, for reports."""
+        return DEFINITION if self.unit == "chain" else DEFINITION_OF_COMPLEXES
 
     @property
     def place(self) -> str:
         """The folders and the index, or the store, that it reads, for reports."""
+        store = self.store
+        if isinstance(store, FeatureStore):
+            return store.address
+        folders = [str(store.alignment_dir), str(store.structure_dir)]
+        assembly = [store.assembly_name] if isinstance(store, ComplexFiles) else []
+        return ", ".join([*folders, *assembly, "no index" if store.index is None else str(store.index.path)])
 
     def examine(self, key: str) -> Examined:
         """Read one. An error that the user can repair is in the result; any other is raised."""
-
-    def overlap(self, sets: tuple[str, str], first: Letters, second: Letters) -> Overlap:
-        """Compare two sets."""
+        begun = time.perf_counter()
+        try:
+            parsed = self.store.parsed(key)
+        except UserError as error:
+            return _bad(key, error)
+        seconds = time.perf_counter() - begun
+        assembly, chains = parsed.assembly, parsed.assembly.chains
+        # Chains of one sequence have one MSA, which a store keeps once.
+        of_sequence = {chain.sequence: (own, chain) for own, chain in zip(parsed.chains, chains, strict=True)}
+        where = ("" if assembly.key is not None else f"chain {chain.chain_id}: " for chain in chains)
+        notes = [f"{place}{note}" for place, chain in zip(where, chains, strict=True) for note in chain.notes]
+        released = chains[0].release_date
+        return Examined(
+            key,
+            "good",
+            sequences=tuple(chain.sequence for chain in chains),
+            resolution=chains[0].resolution or 0.0,
+            release_date="" if released is None else released.isoformat(),
+            depth=sum(own.msa.num_alignments for own, _ in of_sequence.values()),
+            packed_bytes=sum(_packed_size(own.msa, chain) for own, chain in of_sequence.values()),
+            seconds=seconds,
+            notes=(*dict.fromkeys(notes), *copies_in_one_place(assembly)),
+            pairing_notes=tuple(self._of_pairing(parsed)),
+        )
 
     def differs_from_index(self, key: str) -> bool:
-        """Whether the files of a key are others than the index says."""
+        """Whether the files of a key are others than the index says; False for complexes: one that differs cannot be read, and
+        the reason says so."""
+        return isinstance(self.store, ChainFiles) and self.store.differs_from_index(key)
+
+    def _of_pairing(self, parsed: Parsed) -> Iterator[str]:
+        """What is wrong with the rows that pair the chains of several sequences, one remark for each sequence."""
+        first_of = {own.query.letters: own for own in reversed(parsed.chains)}
+        rule = self.store.rule
+        if rule is None or len(first_of) == 1:
+            return  # copies are not paired
+        for own in reversed(first_of.values()):
+            rows = 0 if own.pairing is None else len(own.pairing.keys) - 1
+            nameless = 0 if own.pairing is None else sum(not key for key in own.pairing.keys[1:])
+            if not rows:
+                yield f"chain {own.query.name}: no rows to pair with other chains ({rule.names})"
+            elif nameless:
+                yield f"chain {own.query.name}: {nameless:,} of {rows:,} rows have no name to be paired by"
 
 
-def read_bad(key: str, error: UserError) -> Examined:
+def copies_in_one_place(assembly: Assembly) -> list[str]:
+    """Remarks on chains of one sequence of which most CA atoms lie in the same places: an operator that moves nothing, or a
+    chain that the file has twice."""
+    found = []
+    for (name, one), (other_name, other) in combinations(zip(assembly.names, assembly.chains, strict=True), 2):
+        if one.sequence != other.sequence:
+            continue
+        both = (one.mask[:, CA] > 0.5) & (other.mask[:, CA] > 0.5)
+        apart = np.linalg.norm(one.positions[both, CA] - other.positions[both, CA], axis=-1)
+        if (same := int((apart < SAME_PLACE).sum())) > both.sum() / 2:
+            found.append(f"chains {name} and {other_name} lie in the same place ({same:,} of {both.sum():,} CA atoms)")
+    more = [f"{len(found) - _MOST_NOTED:,} more pairs of chains lie in the same place"] if found[_MOST_NOTED:] else []
+    return found[:_MOST_NOTED] + more
+
+
+def _bad(key: str, error: UserError) -> Examined:
     """A chain or complex that could not be read."""
     state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
     return Examined(key, state, one_line(str(error)))
 
 
-def packed_size(msa: MsaFeatures, chain: Chain) -> int:
+def _packed_size(msa: MsaFeatures, chain: Chain) -> int:
     """The estimated bytes of a chain in a store."""
     rows = msa.msa.astype(np.uint8).tobytes()
     return len(zlib.compress(rows, 1)) + len(zlib.compress(chain.positions.tobytes(), 1))
-
-
-@dataclass(frozen=True)
-class ChainExaminer:
-    """Looks at single chains. `cache`: OpenFold's chain_data_cache.json, which has sequences."""
-
-    source: ChainFiles | PredictedStore | FeatureStore
-    cache: str | None = None
-    unit: Unit = "chain"
-    definition: str = DEFINITION
-
-    @property
-    def store(self) -> ChainFiles | FeatureStore:
-        """See `Examiner`."""
-        return chains_of(self.source)
-
-    @property
-    def comparison(self) -> ComparedChains:
-        """See `Examiner`."""
-        return ComparedChains(self.source, self.cache)
-
-    @property
-    def place(self) -> str:
-        """See `Examiner`."""
-        store = self.store
-        if isinstance(store, FeatureStore):
-            return store.address
-        index = "no index" if store.index is None else store.index.path
-        return f"{store.alignment_dir}, {store.structure_dir}, {index}"
-
-    def examine(self, key: str) -> Examined:
-        """See `Examiner`."""
-        begun = time.perf_counter()
-        try:
-            parsed = self.source.parsed(key, with_hits=False)
-        except UserError as error:
-            return read_bad(key, error)
-        seconds = time.perf_counter() - begun
-        chain, msa = parsed.chain, parsed.msa
-        return Examined(
-            key,
-            "good",
-            sequences=(chain.sequence,),
-            resolution=chain.resolution or 0.0,
-            release_date="" if chain.release_date is None else chain.release_date.isoformat(),
-            depth=msa.num_alignments,
-            packed_bytes=packed_size(msa, chain),
-            seconds=seconds,
-            notes=chain.notes,
-        )
-
-    def overlap(self, sets: tuple[str, str], first: Letters, second: Letters) -> Overlap:
-        """See `Examiner`."""
-        return overlap(sets, *({key: "".join(letters) for key, letters in part.items()} for part in (first, second)))
-
-    def differs_from_index(self, key: str) -> bool:
-        """See `Examiner`."""
-        return isinstance(self.store, ChainFiles) and self.store.differs_from_index(key)

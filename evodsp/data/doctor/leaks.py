@@ -7,16 +7,23 @@ residue of it 1, gaps at the ends nothing), as a share of the shorter sequence, 
 Millions of pairs cannot be aligned. So each chain of the smaller set is aligned only with the few sequences of the other set
 that share most words of four residues with it, as a share of the words of the one that has fewer. Sequences without a common
 word are not aligned: nobody would call them a leak.
+
+Two complexes are as alike as their most alike chains. That is often no leak: complexes of a family share a chain, such as an
+antigen. A complex is known from training if one training complex has a near chain for every chain of it: more than `NEAR` of
+the residues are identical. Numbers of copies and chains of fewer than `SHORTEST` residues do not count. Each complex of the
+smaller set is aligned with those of the other set whose chains share most words with its chains: the chain that shares least
+decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from evodsp.data.similarity.pairs import MOST_CELLS, SHORTEST, WORD, Words, identity, plain
+from evodsp.data.similarity.sequences import Letters
 from evodsp.progress import progress
 
 ALIGNED_WITH = 3
@@ -26,6 +33,18 @@ DEFINITION = (
     f"sequence. Each chain is aligned with the {ALIGNED_WITH} sequences of the other set that have most words of {WORD} "
     f"residues in common with it; sequences of under {SHORTEST} residues are compared for equality only."
 )
+NEAR = 0.4
+"""Two chains are near with a larger share of identical residues."""
+FEWEST_ALIGNED, PAIRS_ALIGNED = 30, 7_000
+"""Complexes of the other set that a complex is aligned with: as many as make this number of pairs in all, but no fewer than
+these. At 40 % identity the shared words do not tell well which are nearest."""
+DEFINITION_OF_COMPLEXES = (
+    f"{DEFINITION} Of two complexes the most alike chains count. A complex is known from another set if one complex of that "
+    f"has, for each of its chains of at least {SHORTEST} residues, a chain with more than {NEAR:.0%} identity."
+)
+
+_Chains = Mapping[str, tuple[str, ...]]
+"""The distinct sequences of at least `SHORTEST` residues of each complex."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +89,109 @@ class Overlap:
         return self.nearest[0].identity if self.nearest else None
 
 
-def overlap(sets: tuple[str, str], first: Mapping[str, str], second: Mapping[str, str]) -> Overlap:
-    """Compare two sets of chains, given as their sequences by key, '' where it is unknown. The second is the smaller one."""
-    chains = [key for key in second if key in first]
-    of_first: dict[str, str] = {}
-    for key, sequence in first.items():
-        if sequence:
-            of_first.setdefault(plain(sequence), key)
-    letters = {key: plain(sequence) for key, sequence in second.items() if sequence and key not in first}
-    same = [(of_first[sequence], key) for key, sequence in letters.items() if sequence in of_first]
-    left = {
-        key: sequence for key, sequence in letters.items() if sequence not in of_first and len(sequence) >= SHORTEST
-    }
-    others = {key: sequence for sequence, key in of_first.items() if len(sequence) >= SHORTEST}
-    nearest, alignments = nearest_sequences(others, left, f"{sets[0]} and {sets[1]} sequences")
-    unknown = sum(not sequence for sequence in {**first, **second}.values())
-    return Overlap(sets, chains, same, sorted(nearest, key=lambda near: -near.identity), alignments, unknown)
+def overlap(sets: tuple[str, str], first: Letters, second: Letters) -> Overlap:
+    """Compare two sets of chains or complexes, given as the sequences of the chains of each key, none where they are unknown.
+    The second is the smaller one."""
+    known = {key: frozenset(map(plain, letters)) for key, letters in first.items() if letters}
+    others = {key: frozenset(map(plain, letters)) for key, letters in second.items() if letters and key not in first}
+    of_all = {known[key]: key for key in reversed(list(known))}
+    same = [(of_all[chains], key) for key, chains in others.items() if chains in of_all]
+    of_first, of_second = (
+        {key: long for key, chains in part.items() if (long := _long(chains))}
+        for part in (known, {key: chains for key, chains in others.items() if chains not in of_all})
+    )
+    nearest, aligned = _nearest(of_first, of_second, f"{sets[0]} and {sets[1]} sequences")
+    covered, more = None, 0
+    if any(len(letters) > 1 for letters in (*first.values(), *second.values())):
+        covered, more = _covered(of_first, of_second, f"{sets[0]} and {sets[1]} complexes")
+    unknown = sum(not letters for letters in {**first, **second}.values())
+    return Overlap(sets, [key for key in second if key in first], same, nearest, aligned + more, unknown, covered)
 
 
-def nearest_sequences(first: Mapping[str, str], second: Mapping[str, str], name: str) -> tuple[list[Near], int]:
+def _long(chains: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(letters for letters in chains if len(letters) >= SHORTEST))
+
+
+def _nearest(first: _Chains, second: _Chains, name: str) -> tuple[list[Near], int]:
+    """For each complex of `second` the one of `first` that has the most alike chain, most alike first; and the number of
+    alignments."""
+    owner = {letters: key for key in reversed(list(first)) for letters in first[key]}
+    wanted = dict.fromkeys(letters for chains in second.values() for letters in chains)
+    new = {letters: letters for letters in wanted if letters not in owner}
+    aligned, alignments = _nearest_sequences({letters: letters for letters in owner}, new, name)
+    near = {letters: (owner[letters], 1.0) for letters in wanted if letters in owner}
+    near |= {one.second: (owner[one.first], one.identity) for one in aligned}
+    found = []
+    for key, chains in second.items():
+        if ranked := [near[letters] for letters in chains if letters in near]:
+            other, share = max(ranked, key=lambda one: one[1])
+            found.append(Near(other, key, share))
+    return sorted(found, key=lambda one: -one.identity), alignments
+
+
+def _covered(first: _Chains, second: _Chains, name: str) -> tuple[list[Near], int]:
+    """The complexes of `second` for each chain of which one complex of `first` has a near chain, most alike first; the identity
+    is that of the chain that has least. And the number of alignments."""
+    if not first or not second:
+        return [], 0
+    known: dict[tuple[str, str], float] = {}
+
+    def likeness(one: str, other: str) -> float:
+        if one == other:
+            return 1.0
+        if len(one) * len(other) > MOST_CELLS:
+            return 0.0
+        if (one, other) not in known:
+            known[one, other] = identity(other, one)
+        return known[one, other]
+
+    entries, found = list(first), []
+    with progress(f"compared {name}", len(second)) as advance:
+        for (key, chains), rows in zip(second.items(), _candidates(first, second), strict=True):
+            share, nearest = NEAR, ""
+            for entry in (entries[row] for row in rows):
+                least = 1.0
+                for one in chains:
+                    least = min(least, max(likeness(one, other) for other in first[entry]))
+                    if least <= share:
+                        break  # another complex is nearer
+                else:
+                    share, nearest = least, entry
+            found += [Near(nearest, key, share)] if nearest else []
+            advance(1)
+    return sorted(found, key=lambda one: -one.identity), len(known)
+
+
+def _candidates(first: _Chains, second: _Chains) -> list[list[int]]:
+    """For each complex of `second` the rows of the complexes of `first` with most words for each of its chains, best first."""
+    letters = list(dict.fromkeys(letters for chains in second.values() for letters in chains))
+    words, row_of = Words(letters), {one: row for row, one in enumerate(letters)}
+    starts = np.cumsum([0, *map(len, second.values())])[:-1]
+    columns = np.array([row_of[one] for chains in second.values() for one in chains])
+    shares: dict[str, np.ndarray] = {}
+    most_aligned = max(FEWEST_ALIGNED, PAIRS_ALIGNED // len(second))
+    best = np.zeros((len(second), 0))
+    rows = np.zeros((len(second), 0), np.int64)
+    for row, chains in enumerate(first.values()):
+        for one in chains:
+            if one not in shares:
+                own, shared = words.shared_with(one)
+                shares[one] = (shared / np.maximum(1, np.minimum(words.counts, own))).astype(np.float32)
+        most = np.max([shares[one] for one in chains], axis=0)[columns]
+        # The chain that shares least decides, of equals all chains together.
+        points = np.minimum.reduceat(most, starts) + 1e-3 * np.add.reduceat(most, starts)
+        best = np.concatenate([best, points[:, None]], 1)
+        rows = np.concatenate([rows, np.full((len(second), 1), row)], 1)
+        order = np.argsort(-best, axis=1, kind="stable")[:, :most_aligned]
+        best, rows = np.take_along_axis(best, order, 1), np.take_along_axis(rows, order, 1)
+    return [[int(row) for row, points in zip(*one, strict=True) if points > 0] for one in zip(rows, best, strict=True)]
+
+
+def _nearest_sequences(first: Mapping[str, str], second: Mapping[str, str], name: str) -> tuple[list[Near], int]:
     """For each chain of `second`, the nearest chain of `first` that was aligned with it; and the number of alignments."""
     if not first or not second:
         return [], 0
-    keys, candidates = list(first), _candidates(list(first.values()), list(second.values()))
+    keys, candidates = list(first), _candidates_of_chains(list(first.values()), list(second.values()))
     found, alignments = [], 0
     with progress(f"compared {name}", len(second)) as advance:
         for (key, sequence), rows in zip(second.items(), candidates, strict=True):
@@ -105,7 +204,7 @@ def nearest_sequences(first: Mapping[str, str], second: Mapping[str, str], name:
     return found, alignments
 
 
-def _candidates(first: list[str], second: list[str]) -> list[list[int]]:
+def _candidates_of_chains(first: list[str], second: list[str]) -> list[list[int]]:
     """For each sequence of `second`, the rows of the sequences of `first` that share most words with it, best first."""
     words = Words(second)
     best = np.zeros((len(second), ALIGNED_WITH))

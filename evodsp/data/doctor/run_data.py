@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +9,7 @@ from typing import Any, cast
 from evodsp.config import (
     FILTERS_OF_PREDICTIONS,
     PRESETS,
+    ArrangementName,
     FilterConfig,
     LossConfig,
     ModelConfig,
@@ -17,19 +17,15 @@ from evodsp.config import (
     check_exclusion,
     check_selection,
 )
-from evodsp.data.complexes.source import RULES, ComplexFiles
-from evodsp.data.complexes.store import ComplexStore, check_complex_store
-from evodsp.data.doctor.complexes import ComplexExaminer
+from evodsp.data.complexes.pairing import RULES
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.diagnosis import DataSet
-from evodsp.data.doctor.examination import ChainExaminer, Examiner
-from evodsp.data.index.chain_index import ChainIndex
-from evodsp.data.index.complex_index import ComplexIndex
+from evodsp.data.doctor.examination import Examiner
 from evodsp.data.samples.distillation import open_predictions
+from evodsp.data.samples.samples import KIND_OF
 from evodsp.data.samples.selection import CountedStructures, Selection, chain_list, exclusion
 from evodsp.data.similarity.exclusion import Exclusion
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.opening import Records, Unit, open_files, open_store
 from evodsp.errors import UserError
 from evodsp.run_config_file import read_run_config
 
@@ -55,18 +51,21 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     given = {name: value for name in _OVERRIDING if (value := getattr(settings, name)) is not None}
     block = {**block, **given, **({} if settings.chains is None else {"train_chains": settings.chains})}
     index = settings.index or block.get("index")
-    examiner = _EXAMINERS[_arrangement(settings.config)](settings, block, index)
+    records, unit = _records(settings, block, index)
+    examiner = Examiner(records, block.get("chain_data_cache"))
     share = float(block.get("exclude_identity", _IDENTITY))
     check_exclusion(block.get("exclude_like") is not None, share != _IDENTITY, "data.")
     excluded = exclusion(block.get("exclude_like"), share, examiner.comparison)
     of_set = _mapping(block, "distillation", "data")
     alignment_dir, structure_dir = of_set.get("alignment_dir"), of_set.get("structure_dir")
     min_plddt, fraction = float(of_set.get("min_plddt", _MIN_PLDDT)), float(of_set.get("fraction", _FRACTION))
-    predictions = open_predictions(alignment_dir, structure_dir, of_set.get("index"), of_set.get("store"), min_plddt)
+    predictions = open_predictions(
+        alignment_dir, structure_dir, of_set.get("index"), of_set.get("store"), min_plddt, unit
+    )
     samples = float(block.get("samples_per_epoch") or _EPOCH)
     distillation = None
     if predictions is not None:
-        predicted = ChainExaminer(predictions, of_set.get("chain_data_cache"))
+        predicted = Examiner(predictions, of_set.get("chain_data_cache"))
         others = None if excluded is None else replace(excluded, comparison=predicted.comparison)
         selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation", others)
         distillation = DataSet(
@@ -90,42 +89,19 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     return RunData(training, {kind: chains for kind, chains in scored.items() if chains}, distillation)
 
 
-def _of_chains(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ChainExaminer:
+def _records(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> tuple[Records, Unit]:
+    """The records that the run reads, and what they are of."""
+    pairing, assembly = block.get("pairing", "species"), block.get("assembly", "1")
+    if pairing not in RULES:
+        raise UserError(f"data.pairing is '{pairing}', but must be {' or '.join(RULES)}; correct the config")
+    unit = Unit(KIND_OF[_arrangement(settings.config)], None if assembly is None else str(assembly), pairing)
     given = any(getattr(settings, name) for name in _FOLDERS)
-    source: ChainFiles | FeatureStore
     if (store := block.get("store")) is not None and not given:
-        source = FeatureStore(store)
-    else:
-        folders = _folders(settings, block)
-        source = ChainFiles(**folders, index=None if index is None else ChainIndex(index))
-    return ChainExaminer(source, block.get("chain_data_cache"))
+        return open_store(store, unit, warn=_noted), unit
+    alignment_dir, structure_dir = _folders(settings, block)
+    return open_files(alignment_dir, structure_dir, index, unit, warn=_noted), unit
 
 
-def _of_complexes(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> ComplexExaminer:
-    rule = RULES.get(block.get("pairing", "species"))
-    if rule is None:
-        raise UserError(f"data.pairing is '{block['pairing']}', but must be {' or '.join(RULES)}; correct the config")
-    assembly = block.get("assembly", "1")
-    assembly = None if assembly is None else str(assembly)
-    given = any(getattr(settings, name) for name in _FOLDERS)
-    if (address := block.get("store")) is not None and not given:
-        store = ComplexStore(address, warn=_noted)
-        check_complex_store(store, assembly, block.get("pairing", "species"))
-        return ComplexExaminer(store)
-    files = ComplexFiles(
-        **_folders(settings, block),
-        assembly=assembly,
-        rule=rule,
-        index=None if index is None else ComplexIndex(index),
-        warn=_noted,
-    )
-    return ComplexExaminer(files)
-
-
-_EXAMINERS: dict[str, Callable[[DoctorConfig, dict[str, Any], str | None], Examiner]] = {
-    "monomer": _of_chains,
-    "multimer": _of_complexes,
-}
 _FOLDERS = ("alignment_dir", "structure_dir")
 
 
@@ -133,25 +109,23 @@ def _noted(place: str, names: str) -> None:
     """Nothing: the report has a remark on each chain without rows for pairing."""
 
 
-def _arrangement(config: Path | None) -> str:
+def _arrangement(config: Path | None) -> ArrangementName:
     """That of the run's model: `model.arrangement` of a config file, else that of its preset."""
     block = _mapping(read_run_config(config), "model", "config")
     preset = PRESETS.get(str(block.get("preset")), ModelConfig())
     arrangement = block.get("arrangement", preset.arrangement)
-    if arrangement not in _EXAMINERS:
-        raise UserError(
-            f"model.arrangement is '{arrangement}', but must be {' or '.join(_EXAMINERS)}; correct the config"
-        )
-    return str(arrangement)
+    if arrangement not in KIND_OF:
+        raise UserError(f"model.arrangement is '{arrangement}', but must be {' or '.join(KIND_OF)}; correct the config")
+    return cast(ArrangementName, arrangement)
 
 
-def _folders(settings: DoctorConfig, block: dict[str, Any]) -> dict[str, str]:
+def _folders(settings: DoctorConfig, block: dict[str, Any]) -> list[str]:
     """The folders of alignments and structures. Raises UserError if one is not named."""
     roots = {name: getattr(settings, name) or block.get(name) for name in _FOLDERS}
     for name, root in roots.items():
         if root is None:
             raise UserError(f"the data to examine has no {name}; give --{name}, or --config with data.{name}")
-    return {name: str(root) for name, root in roots.items()}
+    return [str(root) for root in roots.values()]
 
 
 def _block(config: Path | None) -> dict[str, Any]:

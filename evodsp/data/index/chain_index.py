@@ -70,10 +70,6 @@ class ChainIndex(Index):
     content: IndexContent
 
     def _take(self, header: Mapping[str, Any], columns: dict[str, Any]) -> None:
-        self.obsolete: Mapping[str, str | None] = dict(header["obsolete"])
-        """Withdrawn entry -> the entry that replaces it, or None; in lower case."""
-        if not all(isinstance(entry, str | None) for entry in self.obsolete.values()):
-            raise TypeError("an obsolete entry that is no text")
         self.content = IndexContent(self.table, **columns)
 
     def sequence(self, row: int) -> str:

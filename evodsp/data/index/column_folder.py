@@ -129,6 +129,10 @@ class Index(ABC):
             }
             self.keys = texts.pop("keys")
             self.table = ChainTable(self.keys, **{name: arrays[name] for name in TABLE_COLUMNS})
+            self.obsolete: Mapping[str, str | None] = dict(self._header.get("obsolete", {}))
+            """Withdrawn entry -> the entry that replaces it, or None; in lower case."""
+            if not all(isinstance(entry, str | None) for entry in self.obsolete.values()):
+                raise TypeError("an obsolete entry that is no text")
             self._take(self._header, {**texts, **{name: arrays[name] for name in self.FORMAT.arrays}})
         except (KeyError, ValueError, TypeError) as error:
             raise FileFormatError(self.path, f"its parts do not fit together ({quoted(error)}); {FIX}") from error

@@ -44,6 +44,7 @@ from evodsp.data.sources.chain_folder import (
     chain_folders,
     file_of_chain,
     files_of_chain,
+    first_record,
     is_alignment,
     is_empty_folder,
     order_in_msa,
@@ -124,8 +125,6 @@ def assemble(chains: Iterable[ScannedChain], duplicates: Iterable[list[str]]) ->
 
 _FORM = 2
 """The form in which a part describes a chain. Parts of another form, of an earlier version, are scanned again."""
-_FIRST_BYTES = 1 << 16
-"""Number of first bytes in which an A3M file's first record is looked for before the whole file is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,16 +248,6 @@ def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) ->
         data = first_record(Path(source))
     alignments = parse_alignments([(source, data)])
     return decode(alignments[0].residues[0]) if alignments else ""
-
-
-def first_record(path: Path) -> bytes:
-    """The first record of an A3M file if it is short and not packed, otherwise the whole file."""
-    with path.open("rb") as file:
-        data = file.read(_FIRST_BYTES)
-        second = data.find(b"\n>", data.find(b">") + 1)
-        if path.suffix == ".a3m" and data.lstrip().startswith((b">", b"#")) and second > 0:
-            return data[: second + 1]
-        return data + file.read()
 
 
 def _with_facts(

@@ -1,165 +1,69 @@
-"""Samples for training and validation: a chain's alignments and structure as tensors.
+"""Samples for training and validation: alignments and structures as tensors.
 
-A sample is a dictionary of tensors without a batch axis. It holds the data from which the device makes the MSA's features
-(`raw_features`). The other features (`feature_axes.FEATURE_AXES`) have a leading axis of 1 for the recycling iterations,
-labels (`geometry.frames.structure_labels`, in Å) have the residue axis first. `collate` adds the batch axis.
-
+A sample is a dictionary of tensors without a batch axis (`chain_record`, `complex_record`). `collate` adds the batch axis.
 Everything random about sample i is a function of (seed, i), whatever the worker, the rank, the epoch or a resume.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Int32
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from evodsp.config import FeatureConfig
-from evodsp.data.records import Chain, ProteinSequence
-from evodsp.data.samples.crop import Crop, centre_crop, training_crop
-from evodsp.data.samples.distillation import DistillationSet, sampled_rows
-from evodsp.data.samples.feature_axes import FEATURE_AXES, check_config
-from evodsp.data.samples.raw_features import RAGGED, raw_features
+from evodsp.data.complexes.templates import find_templates
+from evodsp.data.samples.chain_record import ChainRecord, Drawing, Recipe, Record, Sample, observed_atoms
+from evodsp.data.samples.complex_record import ComplexRecord
+from evodsp.data.samples.distillation import DistillationSet
+from evodsp.data.samples.feature_axes import check_config
+from evodsp.data.samples.raw_features import RAGGED
 from evodsp.data.samples.sampling import DISTILLED, ChainChoice, ChainDraws
-from evodsp.data.sources.msa import MsaFeatures
-from evodsp.data.sources.parsed_chain import ChainSource
-from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.sources.parsed import Parsed, Source
+from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode_sequence
-from evodsp.geometry.frames import structure_labels
 from evodsp.printing import logger
 from evodsp.rng import Draws
 
-Sample = dict[str, Tensor]
-
-SCALAR_LABELS = ("resolution", "use_clamped_fape")
-"""Labels without a residue axis."""
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """How a sample is made of a record: its random stream, its recycling iterations, and whether it is for training."""
-
-    config: FeatureConfig
-    draws: Draws
-    cycles: int
-    training: bool
-
-
-@runtime_checkable
-class Record(Protocol):
-    """Parsed data that is cached between samples."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the arrays in bytes."""
-
-    def sample(self, drawing: Drawing) -> Sample:
-        """A sample. Everything random about it depends on `drawing.draws` alone."""
-
-
-@dataclass(frozen=True)
-class ChainRecord:
-    """The parsed data of a chain: features before sampling, labels of the whole chain.
-
-    `max_rows`: at most this many rows of the MSA are used, a new random sample of them each time; None: all.
-    """
-
-    aatype: Int32[np.ndarray, " L"]
-    msa: MsaFeatures
-    labels: dict[str, Tensor]
-    templates: FoundTemplates | None = None
-    max_rows: int | None = None
-
-    @property
-    def nbytes(self) -> int:
-        templates = 0 if self.templates is None else self.templates.features.nbytes
-        return self.msa.nbytes + sum(label.nbytes for label in self.labels.values()) + templates
-
-    def sample(self, drawing: Drawing) -> Sample:
-        """A random crop of the chain with random templates in training; otherwise its middle, and the best templates."""
-        config, draws, msa = drawing.config, drawing.draws, self.msa
-        if self.max_rows is not None:
-            msa = sampled_rows(msa, self.max_rows, draws.at("distillation_rows"))
-        length, crop_size = len(self.aatype), config.crop_size
-        # Not clamped in validation: a clamped error hides how far a prediction is off.
-        clamped, crop = False, centre_crop(length, crop_size)
-        if drawing.training:
-            clamped = bool(draws.at("clamp").uniform(1)[0] < config.clamp_fape_fraction)
-            crop = training_crop(length, crop_size, clamped, draws)
-        templates = None if self.templates is None else self.templates.features
-        if templates is not None and drawing.training:
-            templates = draw_templates(templates, config.max_templates, draws)
-        features = raw_features(self.aatype, msa, config, draws, drawing.cycles, crop, templates)
-        sample = {name: torch.from_numpy(values) for name, values in features.items()}
-        sample |= cropped(self.labels, crop, crop_size or len(crop))
-        sample["use_clamped_fape"] = torch.tensor(float(clamped))
-        return sample
-
-
-def chain_labels(
-    chain: Chain, aatype: Int32[np.ndarray, " L"], assumed_resolution: float | None = None
-) -> dict[str, Tensor]:
-    """Labels of a whole chain under AF2's names, float32 (Å) and int32.
-
-    A chain without a resolution has the assumed one, or 0.
-    """
-    positions, mask = torch.from_numpy(chain.positions), torch.from_numpy(chain.mask)
-    labels = structure_labels(torch.from_numpy(aatype), positions, mask)
-    resolution = torch.tensor(chain.resolution or assumed_resolution or 0.0)
-    labels |= {"all_atom_positions": positions, "all_atom_mask": mask, "resolution": resolution}
-    # `atom14_atom_exists` is a feature too; the label would overwrite it.
-    return {name: _narrow(label) for name, label in labels.items() if name not in FEATURE_AXES}
-
-
-def _narrow(values: Tensor) -> Tensor:
-    return values.to(torch.float32 if values.is_floating_point() else torch.int32)
+RECIPES: dict[Kind, Recipe] = {CHAINS: ChainRecord.of, COMPLEXES: ComplexRecord.of}
+"""How records are made: as in AlphaFold2 of single chains, as in AlphaFold-Multimer of complexes."""
 
 
 def load_record(
-    source: ChainSource,
+    source: Source,
     key: str,
     templates: TemplateSource | None = None,
     assumed_resolution: float | None = None,
     max_rows: int | None = None,
-) -> ChainRecord:
-    """The chain `key`, and its templates if their source is given. No template is of its own entry or released after it.
+) -> Record:
+    """The record `key`, with the templates of its chains if their source is given. No template is of its own entry or released
+    after it. Other arguments: see `ChainRecord.of`.
 
-    `assumed_resolution`: the resolution in Å that a structure without one is given; None gives 0, which the losses of the
-    confidence heads do not count. `max_rows`: see `ChainRecord`.
     Raises UserError if its structure, its alignments and its template searches have different sequences.
     """
+    parsed, found = parsed_with_templates(source, key, templates)
+    for of_sequence in found.values():
+        logger(__name__).info("templates of %s", of_sequence.log_line)
+    return RECIPES[source.kind](parsed, found, assumed_resolution, max_rows)
+
+
+def parsed_with_templates(
+    source: Source, key: str, templates: TemplateSource | None
+) -> tuple[Parsed, dict[str, FoundTemplates]]:
+    """What is known about `key`, and the templates of each sequence if their source is given. Raises UserError as `load_record`
+    does."""
     parsed = source.parsed(key, with_hits=templates is not None and templates.reads_hits)
-    chain, found = parsed.chain, None
-    if templates is not None:
-        query = ProteinSequence(key, chain.sequence)
-        found = templates.find(list(parsed.hits), query, chain.release_date, chain.pdb_id)
-        logger(__name__).info("templates of %s", found.log_line)
-    aatype = encode_sequence(chain.sequence)
-    return ChainRecord(aatype, parsed.msa, chain_labels(chain, aatype, assumed_resolution), found, max_rows)
+    return parsed, {} if templates is None else find_templates(templates, parsed)
 
 
-def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> TemplateFeatures:
-    """The templates of a training sample: min(k, `most`) of the n, in random order, with k uniform in 0..n (supplement 1.2.3).
-
-    The model thus sees bad templates, or none, and cannot rely on copying the best one.
-    """
-    number = min(draws.at("template_number").integer(0, len(templates) + 1), most)
-    return templates.select(draws.at("template_order").permutation(len(templates))[:number])
-
-
-class RecordDataset(Dataset[Sample], ABC):
-    """Samples of records, addressed by GLOBAL sample index.
+class SampleDataset(Dataset[Sample]):
+    """Samples of the records of a source, addressed by GLOBAL sample index.
 
     Training: sample i is a random crop of record `key_of(i)`, which `choice` decides; by default each epoch of `len(self)`
     samples is a permutation of the keys. Indices continue into further epochs without limit. The number of recycling
@@ -171,23 +75,32 @@ class RecordDataset(Dataset[Sample], ABC):
     A sample holds its MSA as it is before sampling (`raw_features`); `evodsp.features` makes the features of a batch. Its other
     entries are padded with zeros to `crop_size` residues; without one they have the sizes of the data. Records are cached up to
     `cache_bytes`.
+
+    If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
+    the best. `templates` finds them; without it they are all masked. `assumed_resolution`: see `ChainRecord.of`.
     """
 
     def __init__(
         self,
+        source: Source,
         keys: Sequence[str],
         config: FeatureConfig,
         seed: int,
         training: bool,
         batch_group: int = 1,
         cache_bytes: int = 1 << 30,
+        templates: TemplateSource | None = None,
         choice: ChainChoice | None = None,
+        distillation: DistillationSet | None = None,
+        assumed_resolution: float | None = None,
     ) -> None:
         check_config(config)
         if not keys:
             raise UserError("no chains to make samples from; check the folders and the list of chains")
         if batch_group < 1:
             raise ValueError(f"batch_group must be at least 1, not {batch_group}")
+        self.source, self.templates = source, templates if config.max_templates else None
+        self.distillation, self.assumed_resolution = distillation, assumed_resolution
         self.keys, self.config = tuple(keys), config
         self.training, self.batch_group, self.cache_bytes = training, batch_group, cache_bytes
         self._draws = Draws.root(seed).at("data")
@@ -221,7 +134,7 @@ class RecordDataset(Dataset[Sample], ABC):
     def __getitem__(self, index: int) -> Sample:
         return self.make(index, self.key_of(index))
 
-    def without_keys(self) -> RecordDataset:
+    def without_keys(self) -> SampleDataset:
         """A copy for worker processes, which makes samples of given keys and does not carry a million names."""
         other = copy(self)
         other.keys, other._choice = (), ChainDraws(self._draws, ())
@@ -232,9 +145,13 @@ class RecordDataset(Dataset[Sample], ABC):
         draws = self._draws.at("sample", index)
         return self._record(key).sample(Drawing(self.config, draws, self.cycles_of(index), self.training))
 
-    @abstractmethod
     def _load(self, key: str) -> Record:
         """Read and parse the record."""
+        if self.distillation is None or not key.startswith(DISTILLED):
+            return load_record(self.source, key, self.templates, self.assumed_resolution)
+        others, key = self.distillation, key.removeprefix(DISTILLED)
+        templates = others.templates if self.config.max_templates else None
+        return load_record(others.source, key, templates, others.assumed_resolution, others.max_rows)
 
     def _record(self, key: str) -> Record:
         """The record, cached. The least recently used ones are dropped when the cache is full."""
@@ -247,55 +164,6 @@ class RecordDataset(Dataset[Sample], ABC):
         while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
         return record
-
-
-class ChainDataset(RecordDataset):
-    """Samples of protein chains.
-
-    If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
-    the best. `templates` finds them; without it they are all masked. `assumed_resolution`: see `load_record`.
-    """
-
-    def __init__(
-        self,
-        source: ChainSource,
-        keys: Sequence[str],
-        config: FeatureConfig,
-        seed: int,
-        training: bool,
-        batch_group: int = 1,
-        cache_bytes: int = 1 << 30,
-        templates: TemplateSource | None = None,
-        choice: ChainChoice | None = None,
-        distillation: DistillationSet | None = None,
-        assumed_resolution: float | None = None,
-    ) -> None:
-        super().__init__(keys, config, seed, training, batch_group, cache_bytes, choice)
-        self.source, self.templates = source, templates if config.max_templates else None
-        self.distillation, self.assumed_resolution = distillation, assumed_resolution
-
-    def _load(self, key: str) -> Record:
-        if self.distillation is None or not key.startswith(DISTILLED):
-            return load_record(self.source, key, self.templates, self.assumed_resolution)
-        others = self.distillation
-        templates = others.templates if self.config.max_templates else None
-        key = key.removeprefix(DISTILLED)
-        return load_record(others.source, key, templates, others.assumed_resolution, others.max_rows)
-
-
-def cropped(labels: dict[str, Tensor], crop: Crop, size: int) -> dict[str, Tensor]:
-    """The labels of the crop, padded with zeros to `size` residues. Copies: cached labels must not change with the sample."""
-    return {
-        name: label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
-        for name, label in labels.items()
-    }
-
-
-def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
-    """The residues of the crop, padded with zeros to `size`. A copy: the cached label must not change with the sample."""
-    cropped = label.new_zeros(size, *label.shape[1:])
-    cropped[: len(crop)] = label[crop.index]
-    return cropped
 
 
 def collate(samples: Sequence[Sample]) -> dict[str, Tensor]:
@@ -347,11 +215,6 @@ def listed_sizes(residues: int) -> dict[str, int]:
     """
     of_residue = {"observed_frames": 4.5, "observed_atoms": 9.75, "existing_atoms": 9.75, "ambiguous_residues": 0.5}
     return {name: math.ceil(number * residues) for name, number in of_residue.items()}
-
-
-def observed_atoms(labels: Mapping[str, Tensor]) -> Tensor:
-    """Above 0 for the atoms14 that are resolved under either naming."""
-    return labels["atom14_gt_exists"] + labels["atom14_alt_gt_exists"]
 
 
 def _marked(mask: Tensor, size: int) -> Tensor:

@@ -16,7 +16,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from evodsp.data.pool import Pool
-from evodsp.data.samples.dataset import RecordDataset, Sample
+from evodsp.data.samples.dataset import Sample, SampleDataset
 from evodsp.errors import MachineError, UserError
 
 Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -77,7 +77,7 @@ class SampleMaker(Protocol):
 class MadeHere:
     """Makes samples in the calling process, when they are asked for."""
 
-    def __init__(self, samples: RecordDataset) -> None:
+    def __init__(self, samples: SampleDataset) -> None:
         self._samples = samples
 
     def submit(self, index: int, key: str) -> Future[Sample]:
@@ -99,7 +99,7 @@ class SamplePool:
     pinned memory.
     """
 
-    def __init__(self, samples: RecordDataset, workers: int, time_limit: float | None = None) -> None:
+    def __init__(self, samples: SampleDataset, workers: int, time_limit: float | None = None) -> None:
         make = partial(_packed, samples.without_keys())
         self._pool: Pool[Sample] = Pool(make, workers, time_limit, "data.time_limit", _unpacked)
 
@@ -112,7 +112,7 @@ class SamplePool:
         self._pool.close()
 
 
-def _packed(samples: RecordDataset, index: int, key: str) -> tuple[Any, torch.Tensor]:
+def _packed(samples: SampleDataset, index: int, key: str) -> tuple[Any, torch.Tensor]:
     """A sample in one piece of shared memory: one open file instead of one for each of its sixty tensors."""
     torch.set_num_threads(1)
     sample = samples.make(index, key)

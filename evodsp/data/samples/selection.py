@@ -22,7 +22,7 @@ from evodsp.data.index.metadata import ChainFacts, cached_table, table_of
 from evodsp.data.index.opening import open_index
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.sampling import left_out_by_filters
-from evodsp.data.similarity.comparison import ComparedKeys
+from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
@@ -66,7 +66,7 @@ def chains_and_lines(path: str) -> list[tuple[str, int | None]]:
     return [(name, number) for number, line in lines if (name := line.partition("#")[0].strip())]
 
 
-def exclusion(source: str | list[str] | None, share: float, comparison: ComparedKeys) -> Exclusion | None:
+def exclusion(source: str | list[str] | None, share: float, comparison: Compared) -> Exclusion | None:
     """What `data.exclude_like` names: keys of the run's data, or a FASTA file. `share`: `data.exclude_identity`."""
     if source is None:
         return None

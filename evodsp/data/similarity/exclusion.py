@@ -19,8 +19,9 @@ import numpy as np
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.formats.fasta import read_fasta
 from evodsp.data.pool import WorkerEndedError
-from evodsp.data.similarity.comparison import ComparedKeys, Letters, known_sequences
+from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.pairs import MOST_CELLS, SHORTEST, Words, identity, plain
+from evodsp.data.similarity.sequences import Letters
 from evodsp.errors import FileFormatError, UserError
 from evodsp.progress import progress
 from evodsp.reading.text_files import read_bytes
@@ -39,18 +40,18 @@ class Exclusion:
 
     listed: Letters
     identity: float
-    comparison: ComparedKeys
+    comparison: Compared
 
     def resembling(self, keys: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         """The keys that resemble a listed one, each with that one; and those whose sequences cannot be read. Shows progress."""
         keys = list(keys)
-        letters = known_sequences(self.comparison, keys, {}, _workers(len(keys)))
+        letters = self.comparison.sequences(keys, {}, _workers(len(keys)))
         return resembling(self.listed, letters, self.identity), [key for key in keys if not letters[key]]
 
 
-def sequences_of_keys(keys: Sequence[str], comparison: ComparedKeys) -> Letters:
+def sequences_of_keys(keys: Sequence[str], comparison: Compared) -> Letters:
     """The sequences of listed keys. Raises UserError for one whose sequence cannot be read."""
-    found = known_sequences(comparison, keys, {}, 1)
+    found = comparison.sequences(keys, {}, 1)
     if unknown := [key for key in keys if not found[key]]:
         raise UserError(
             f"data.exclude_like: the sequence of '{unknown[0]}' cannot be read from the run's data; correct the name, or "

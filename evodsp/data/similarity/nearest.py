@@ -1,35 +1,41 @@
-"""The bar for a model: what copying the nearest training chain scores on a chain that was held out.
+"""The bar for a model: what copying the nearest training structure scores on one that was held out.
 
-The nearest training chain is the one with the highest alignment score (`pairs`); of equals the one of the best resolution, and
-of equal ones the first. Its CA atoms are put on the residues that the alignment pairs with its own. The lDDT-CA of this copy is
-compared with a prediction's; residues without a counterpart keep no distance. A model that has learnt more than its training
-structures is better than the copy.
+The nearest training structure has as many chains, in as many copies each, as the target. Each of its chains is aligned with one
+of the target's (`pairs`), so that the sum of the alignment scores is highest; among all training structures the highest sum
+counts, of equals the best resolution, and of equal ones the first. The copy has the target's sequences, and the places of the
+atoms that the alignments pair with its own. Its lDDT-CA is compared with a prediction's; residues without a counterpart keep no
+distance. A model that has learnt more than its training structures is better than the copy.
 
 A chain is aligned with the training sequences that share most words with it, until the products of the lengths sum to
-`MOST_CELLS`: with all of up to 7,000 domains of 120 residues, with the likeliest of a larger set. Shapes: R residues.
+`MOST_CELLS`: with all of up to 7,000 domains of 120 residues, with the likeliest of a larger set.
+
+Shapes: R residues of all chains, C chains, P permutations of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.pool import WorkerEndedError
-from evodsp.data.records import Chain
+from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity.pairs import MOST_CELLS, Words, paired, plain, same_residues, score
+from evodsp.data.similarity.sequences import Letters
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.progress import progress
 from evodsp.reading.quoting import one_line
 
 MOST_FILES = 64
-"""Training structures that are read for one chain, at most: those of the highest score, and the next if they cannot be read."""
+"""Training structures that are read for one target, at most: those of the highest score, and the next if none can be read."""
 _IN_THIS_PROCESS = 3 * 10**9
 """Products of lengths, in all, up to which more processes would not be worth their start: about 15 seconds."""
 _AT_ONCE, _LISTED = 500, 10_000
@@ -39,50 +45,69 @@ _MOST_WORDS = 65_535
 """More shared words of two sequences are not told apart."""
 _FAR, _APART = 1e6, 1e5
 """Å: the place of residues without a counterpart, and their distance from each other."""
+_MOST_EXCHANGES = 120
+"""Ways to exchange identical chains of a copy that are scored, at most."""
+_SAME_SCORE = 1e-9
+_MOST_PERMUTED = 6
+"""Chains, up to which all ways to assign them are tried; of more the best pair goes first."""
 
-
-@runtime_checkable
-class Structures(Protocol):
-    """A source of structures by chain key, such as a folder, or a feature store."""
-
-    def chain(self, key: str) -> Chain:
-        """The chain. Raises UserError or OSError if it cannot be read."""
+Read = Callable[[str], Assembly]
+"""Reads the structure of a key. Raises UserError or OSError if it cannot be read. Processes can be sent it."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A chain, and the score of a copy of its nearest training chain."""
+    """A chain or complex, and the scores of a copy of the nearest training structure."""
 
     chain: str
     nearest: str
-    """The training chain."""
+    """The training chain or complex."""
     identity: float
     """Identical residues, as a share of the paired ones, 0 to 1."""
     coverage: float
-    """Share of the chain's residues that have a counterpart, 0 to 1."""
+    """Share of the residues that have a counterpart, 0 to 1."""
     lddt_ca: float
     """lDDT-CA of the copy, 0 to 1."""
+    interface_lddt_ca: float | None = None
+    """lDDT of the CA atoms over the distances between chains alone, 0 to 1; None if none of them is below 15 Å."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What copying scores on a set of chains."""
+    """What copying scores on a set."""
 
     copies: list[Copy]
     without: dict[str, str] = field(default_factory=dict)
-    """Chains without a copy, each with the reason."""
+    """Chains or complexes without a copy, each with the reason."""
     trained_on: list[str] = field(default_factory=list)
-    """Chains of the set that are training chains, too. They are not copied from themselves."""
+    """Those of the set that are trained on, too. They are not copied from themselves."""
 
     @property
     def lddt_ca(self) -> float:
-        """The mean over the chains; NaN without any."""
+        """The mean over the set; NaN without any copy."""
         return _mean([copy.lddt_ca for copy in self.copies])
 
     @property
     def identity(self) -> float:
-        """The mean over the chains; NaN without any."""
+        """The mean over the set; NaN without any copy."""
         return _mean([copy.identity for copy in self.copies])
+
+    @property
+    def interface_lddt_ca(self) -> float | None:
+        """The mean over the complexes whose chains are in contact; None without any."""
+        known = [copy.interface_lddt_ca for copy in self.copies if copy.interface_lddt_ca is not None]
+        return _mean(known) if known else None
+
+
+@dataclass(frozen=True)
+class PlacedCopy:
+    """The copy of a training structure. `identity`, `coverage`: as of `Copy`. `assembly`: the target's chains with atoms of the
+    training structure, and the names that its chains have."""
+
+    nearest: str
+    identity: float
+    coverage: float
+    assembly: Assembly
 
 
 def nowhere(residues: int) -> Float64[np.ndarray, "R 3"]:
@@ -95,16 +120,11 @@ def _mean(values: list[float]) -> float:
 
 
 def bar(
-    name: str,
-    targets: Mapping[str, str],
-    training: Mapping[str, str],
-    truth: Structures,
-    structures: Structures,
-    workers: int | None = None,
+    name: str, targets: Letters, training: Letters, truth: Read, structures: Read, workers: int | None = None
 ) -> Bar:
-    """What copying scores on the targets, with a line of progress. `name`: what kind of chains they are; see `copies`."""
-    made = copies(targets, training, truth, structures, workers)
-    return counted_bar(f"{name} chain", made, targets, training)
+    """What copying scores on the targets, with a line of progress. `name`: what a target is, such as a validation chain; see
+    `copies`."""
+    return counted_bar(name, copies(targets, training, truth, structures, workers), targets, training)
 
 
 def counted_bar(
@@ -129,40 +149,227 @@ def gathered(found: Mapping[str, Copy | str], targets: Iterable[str], training: 
 
 
 def copies(
-    targets: Mapping[str, str],
-    training: Mapping[str, str],
-    truth: Structures,
-    structures: Structures,
-    workers: int | None = None,
+    targets: Letters, training: Letters, truth: Read, structures: Read, workers: int | None = None
 ) -> Iterator[tuple[str, Copy | str]]:
-    """For each target, as it is done, its copy, or the reason why there is none; nothing of one chain stops the others.
+    """For each target, as it is done, its copy, or the reason why there is none; nothing of one target stops the others.
 
-    `targets` and `training`: sequences by key, '' where it is unknown. `truth`, `structures`: the structures of the targets and
-    of the training chains, which processes can be sent. `workers`: processes; None takes one a core where they are worth it.
+    `targets` and `training`: the sequences of the chains of each, none where they are unknown. `truth`, `structures`: read the
+    structures of the targets and of the training set. `workers`: processes; None takes one a core where they are worth it.
     """
-    known = {key: plain(sequence) for key, sequence in targets.items() if sequence}
+    known = {key: tuple(map(plain, letters)) for key, letters in targets.items() if letters}
     yield from ((key, "its sequence is unknown") for key in targets if key not in known)
-    rows: dict[str, list[tuple[int, str]]] = {}
-    for row, (key, sequence) in enumerate(training.items()):
-        if sequence:
-            rows.setdefault(plain(sequence), []).append((row, key))
-    letters = list(rows)
-    names = list(known)
-    jobs, cells = [], 0
-    for key, candidates in zip(names, candidates_of(letters, list(known.values())), strict=True):
-        others = [(letters[row], [one for one in rows[letters[row]] if one[1] != key]) for row in candidates]
-        listed = [(sequence, owners) for sequence, owners in others if owners]
-        cells += len(known[key]) * sum(len(sequence) for sequence, _ in listed)
-        jobs.append((key, known[key], listed, truth, structures))
+    candidates = TrainingSet(training).candidates(known)
+    jobs = [(key, of_key, truth, structures) for key, of_key in candidates]
     if workers is None:
+        cells = sum(of_key.cells for _, of_key, *_ in jobs)
         workers = 1 if cells <= _IN_THIS_PROCESS else processes(None)
     for number, placed in LocalProcesses(workers).map(_place, jobs):
         if isinstance(placed, WorkerEndedError):
             placed = str(placed)
-        yield names[number], placed if isinstance(placed, str) else placed.scored()
+        yield jobs[number][0], placed if isinstance(placed, str) else placed.scored()
 
 
-def candidates_of(first: list[str], second: list[str]) -> Iterator[list[int]]:
+@dataclass(frozen=True)
+class _Candidates:
+    """The training structures that may be the nearest of a target.
+
+    `own`: the target's sequences. `likely`: for each of them the training sequences that it is aligned with. `others`: for each
+    set of chains the number and name of each structure that has it.
+    """
+
+    own: tuple[str, ...]
+    likely: Mapping[str, Sequence[str]]
+    others: Sequence[tuple[tuple[str, ...], Sequence[tuple[int, str]]]]
+
+    @property
+    def cells(self) -> int:
+        """Products of the lengths that are aligned."""
+        return sum(len(mine) * sum(map(len, others)) for mine, others in self.likely.items())
+
+    def ranked(self) -> tuple[list[tuple[int, int, str]], dict[str, Int64[np.ndarray, " C"]]]:
+        """Score, number and name of each structure; and the place, in it, of the counterpart of each of the target's chains."""
+        points = {mine: {other: score(other, mine) for other in others} for mine, others in self.likely.items()}
+        ranked: list[tuple[int, int, str]] = []
+        counterparts: dict[str, Int64[np.ndarray, " C"]] = {}
+        for letters, owners in self.others:
+            table = np.array([[points[mine].get(other, -np.inf) for other in letters] for mine in self.own], np.float64)
+            assigned = _best_assignment(table)
+            if np.isfinite(total := table[np.arange(len(self.own)), assigned].sum()):
+                ranked += [(int(total), number, name) for number, name in owners]
+                counterparts |= {name: assigned for _, name in owners}
+        return ranked, counterparts
+
+
+class TrainingSet:
+    """The sequences of training structures, from which copies are made. `sequences`: those of the chains of each, by name."""
+
+    def __init__(self, sequences: Letters) -> None:
+        self.sequences = {name: tuple(map(plain, letters)) for name, letters in sequences.items()}
+        self._owners: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+        for number, (name, letters) in enumerate(self.sequences.items()):
+            if letters:
+                self._owners.setdefault(letters, []).append((number, name))
+
+    @cached_property
+    def _with(self) -> dict[str, list[tuple[str, ...]]]:
+        """The sets of chains in which each sequence is."""
+        found: dict[str, list[tuple[str, ...]]] = {}
+        for letters in self._owners:
+            for one in dict.fromkeys(letters):
+                found.setdefault(one, []).append(letters)
+        return found
+
+    def candidates(self, targets: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, _Candidates]]:
+        """For each target the structures that it may be a copy of. Nothing is a copy of itself."""
+        letters, owns = list(self._with), list(dict.fromkeys(one for own in targets.values() for one in own))
+        rows = dict(zip(owns, _candidates_of(letters, owns), strict=True))
+        for key, own in targets.items():
+            likely = {one: [letters[row] for row in rows[one]] for one in own}
+            union, kinds = {one for some in likely.values() for one in some}, _kinds(own)
+            sets = dict.fromkeys(one for first in union for one in self._with[first] if union.issuperset(one))
+            others = [
+                (one, owners)
+                for one in sets
+                if _kinds(one) == kinds and (owners := [owner for owner in self._owners[one] if owner[1] != key])
+            ]
+            aligned = {one for chains, _ in others for one in chains}
+            likely = {mine: [one for one in some if one in aligned] for mine, some in likely.items()}
+            yield key, _Candidates(own, likely, others)
+
+    def copy_for(self, key: str, target: Assembly, structures: Read) -> PlacedCopy | str:
+        """A copy in place of a target, or the reason why there is none."""
+        own = tuple(plain(chain.sequence) for chain in target.chains)
+        ((_, candidates),) = self.candidates({key: own})
+        return _copy(target, candidates, structures)
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A copy whose atoms have their places, to be scored where torch is."""
+
+    key: str
+    copy: PlacedCopy
+    target: Assembly
+
+    def scored(self) -> Copy:
+        """The scores of the copy: identical chains of the target are exchanged so that lDDT-CA is highest."""
+        import torch  # here, so that the processes that align do not wait for it
+
+        from evodsp import metrics
+
+        chains, copy = self.target.chains, self.copy
+        true = torch.from_numpy(np.concatenate([chain.positions[:, CA] for chain in chains]).astype(np.float64))
+        resolved = torch.from_numpy(np.concatenate([chain.mask[:, CA] for chain in chains]).astype(np.float64))
+        numbers = torch.from_numpy(np.repeat(np.arange(len(chains)), [len(chain) for chain in chains]))
+        places = torch.from_numpy(nowhere(len(self.target)))
+        best, interface = -math.inf, math.nan
+        for order in _exchanged(self.target.entities):
+            sources = [copy.assembly.chains[place] for place in order]
+            atoms, seen = (
+                np.concatenate([getattr(chain, part)[:, CA] for chain in sources]) for part in ("positions", "mask")
+            )
+            copied = torch.where(torch.from_numpy(seen > 0.5)[:, None], torch.from_numpy(atoms).double(), places)
+            lddt = float(metrics.lddt_ca(copied, true, resolved))
+            if lddt > best + _SAME_SCORE:
+                best = lddt
+                if len(chains) > 1:
+                    interface = float(metrics.interface_lddt_ca(copied, true, resolved, numbers))
+        between = None if math.isnan(interface) else interface
+        return Copy(self.key, copy.nearest, copy.identity, copy.coverage, best, between)
+
+
+def _place(key: str, candidates: _Candidates, truth: Read, structures: Read) -> _Placed | str:
+    """The copy of a target, or the reason why there is none."""
+    if not candidates.others:
+        return _none_is_like(candidates.own)
+    try:
+        target = truth(key)
+    except (UserError, OSError) as error:
+        return one_line(str(error))
+    if not any(chain.mask[:, CA].any() for chain in target.chains):
+        return "no residue of it has a CA"
+    copy = _copy(target, candidates, structures)
+    return copy if isinstance(copy, str) else _Placed(key, copy, target)
+
+
+def _copy(target: Assembly, candidates: _Candidates, structures: Read) -> PlacedCopy | str:
+    ranked, counterparts = candidates.ranked()
+    if not ranked:
+        return _none_is_like(candidates.own)
+    assemblies: dict[str, Assembly] = {}
+
+    def read(name: str) -> tuple[Chain, ...]:
+        assemblies[name] = structures(name)
+        return assemblies[name].chains
+
+    found = _best_that_is_read(ranked, read)
+    if isinstance(found, str):
+        return f"its nearest training {_what(candidates.own)} cannot be read: {found}"
+    nearest, chains = found
+    names = assemblies[nearest].names
+    return _copied(target, nearest, [(names[n], chains[n]) for n in counterparts[nearest].tolist()])
+
+
+def _what(own: Sequence[str]) -> str:
+    return "chains" if len(own) == 1 else "complexes"
+
+
+def _none_is_like(own: Sequence[str]) -> str:
+    if len(own) == 1:
+        return "there is no training chain that it could be aligned with"
+    return "there is no training complex with as many chains of as many kinds that it could be aligned with"
+
+
+def _copied(target: Assembly, nearest: str, sources: Sequence[tuple[str, Chain]]) -> PlacedCopy:
+    """The copy. `sources`: for each chain of the target the chain that is copied, with its name."""
+    chains, same, pairs_of_all = [], 0, 0
+    for mine, (name, source) in zip(target.chains, sources, strict=True):
+        letters = plain(mine.sequence), plain(source.sequence)
+        pairs = paired(*letters)
+        pairs = pairs[source.mask[pairs[:, 1], CA] > 0.5]
+        same += same_residues(*letters, pairs)
+        pairs_of_all += len(pairs)
+        positions, mask = np.zeros_like(mine.positions), np.zeros_like(mine.mask)
+        positions[pairs[:, 0]], mask[pairs[:, 0]] = source.positions[pairs[:, 1]], source.mask[pairs[:, 1]]
+        chains.append(replace(mine, pdb_id=nearest, chain_id=name, positions=positions, mask=mask))
+    copy = Assembly(nearest, tuple(name for name, _ in sources), tuple(chains))
+    return PlacedCopy(nearest, same / max(1, pairs_of_all), pairs_of_all / len(target), copy)
+
+
+def _exchanged(entities: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The ways to exchange chains of one sequence, at most `_MOST_EXCHANGES`, the given order first."""
+    groups = [[place for place, entity in enumerate(entities) if entity == one] for one in dict.fromkeys(entities)]
+    ways = itertools.product(*(itertools.permutations(group) for group in groups))
+    for way in itertools.islice(ways, _MOST_EXCHANGES):
+        order = dict(zip(itertools.chain(*groups), itertools.chain(*way), strict=True))
+        yield tuple(order[place] for place in range(len(entities)))
+
+
+def _kinds(sequences: Sequence[str]) -> list[int]:
+    """How many chains each sequence has, ascending: 1, 2 of a homodimer with another chain."""
+    return sorted(Counter(sequences).values())
+
+
+def _best_assignment(points: Float64[np.ndarray, "C C"]) -> Int64[np.ndarray, " C"]:
+    """Linear assignment: for each row a column of its own, the permutation with the largest sum."""
+    chains = len(points)
+    if chains <= _MOST_PERMUTED:
+        orders = _permutations(chains)
+        return orders[points[np.arange(chains), orders].sum(1).argmax()]
+    left, assigned = points.copy(), np.zeros(chains, np.int64)
+    for _ in range(chains):
+        row, column = np.unravel_index(np.where(np.isnan(left), -np.inf, left).argmax(), left.shape)
+        assigned[row] = column
+        left[row], left[:, column] = np.nan, np.nan
+    return assigned
+
+
+@cache
+def _permutations(chains: int) -> Int64[np.ndarray, "P C"]:
+    return np.array(list(itertools.permutations(range(chains))), np.int64)
+
+
+def _candidates_of(first: list[str], second: list[str]) -> Iterator[list[int]]:
     """For each sequence of `second`, the rows of the sequences of `first` to align it with, the likeliest first."""
     lengths = np.array([len(sequence) for sequence in first], np.int64)
     for begin in range(0, len(second), _AT_ONCE):
@@ -181,82 +388,7 @@ def candidates_of(first: list[str], second: list[str]) -> Iterator[list[int]]:
             yield order[np.cumsum(lengths[order] * len(sequence)) <= MOST_CELLS].tolist()
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A copy whose atoms have their places, to be scored where torch is."""
-
-    chain: str
-    nearest: str
-    identity: float
-    coverage: float
-    copied: Float64[np.ndarray, "R 3"]
-    true: Float64[np.ndarray, "R 3"]
-    resolved: Float64[np.ndarray, " R"]
-
-    def scored(self) -> Copy:
-        import torch  # here, so that the processes that align do not wait for it
-
-        from evodsp import metrics
-
-        copied, true, resolved = (torch.from_numpy(values) for values in (self.copied, self.true, self.resolved))
-        lddt = float(metrics.lddt_ca(copied, true, resolved))
-        return Copy(self.chain, self.nearest, self.identity, self.coverage, lddt)
-
-
-def _place(
-    key: str,
-    sequence: str,
-    candidates: Sequence[tuple[str, Sequence[tuple[int, str]]]],
-    truth: Structures,
-    structures: Structures,
-) -> _Placed | str:
-    """The copy of the nearest training chain, or the reason why there is none. `candidates`: sequences, and the numbers and
-    names of the chains that have each."""
-    if not candidates:
-        return "there is no training chain that it could be aligned with"
-    try:
-        target = truth.chain(key)
-    except (UserError, OSError) as error:
-        return one_line(str(error))
-    if not target.mask[:, CA].any():
-        return "no residue of it has a CA"
-    found = _nearest(sequence, candidates, structures)
-    if isinstance(found, str):
-        return found
-    name, source = found
-    mine, others = plain(target.sequence), plain(source.sequence)
-    pairs = paired(mine, others)
-    pairs = pairs[source.mask[pairs[:, 1], CA] > 0.5]
-    place = nowhere(len(target))
-    place[pairs[:, 0]] = source.positions[pairs[:, 1], CA]
-    return _Placed(
-        key,
-        name,
-        same_residues(mine, others, pairs) / max(1, len(pairs)),
-        len(pairs) / len(target),
-        place,
-        target.positions[:, CA].astype(np.float64),
-        target.mask[:, CA].astype(np.float64),
-    )
-
-
-def _nearest(
-    sequence: str, candidates: Sequence[tuple[str, Sequence[tuple[int, str]]]], structures: Structures
-) -> tuple[str, Chain] | str:
-    """The nearest training chain that can be read, or the reason why none can."""
-    ranked = [
-        (points, number, name)
-        for points, owners in ((score(letters, sequence), owners) for letters, owners in candidates)
-        for number, name in owners
-    ]
-    found = best_that_is_read(ranked, lambda name: (structures.chain(name),))
-    if isinstance(found, str):
-        return f"its nearest training chains cannot be read: {found}"
-    name, (chain,) = found
-    return name, chain
-
-
-def best_that_is_read(
+def _best_that_is_read(
     ranked: Iterable[tuple[int, int, str]], read: Callable[[str], tuple[Chain, ...]]
 ) -> tuple[str, tuple[Chain, ...]] | str:
     """The structure of the highest score that can be read, of equals that of the best resolution, of equal ones the first; or

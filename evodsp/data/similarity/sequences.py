@@ -1,4 +1,4 @@
-"""The sequences of chains, from the quickest source that knows them: tables first, then one file of each chain."""
+"""The sequences of keys, from the quickest source that knows them: tables first, then one file of each chain."""
 
 from __future__ import annotations
 
@@ -6,82 +6,58 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from evodsp.data.executors import LocalProcesses
-from evodsp.data.formats.mmcif import read_header
 from evodsp.data.index.metadata import read_chain_cache
-from evodsp.data.index.scan import first_record
 from evodsp.data.pool import WorkerEndedError
-from evodsp.data.samples.distillation import PredictedStore, chains_of
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import alignment_files, parse_alignments
-from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.layout import split_key
+from evodsp.data.sources.store import Store
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode
 from evodsp.progress import progress
+
+Letters = Mapping[str, tuple[str, ...]]
+"""The sequences of the chains of each key; none where they are unknown."""
+Sequences = Store | StructureFolder
+"""What knows the sequences of keys."""
 
 
 def listed_sequences(
-    source: ChainFiles | PredictedStore | FeatureStore | StructureFolder,
-    keys: Iterable[str],
-    known: Mapping[str, str],
-    cache: str | None,
-) -> dict[str, str]:
-    """The sequence of each chain that `known`, the index or OpenFold's chain_data_cache.json (`cache`) lists, otherwise ''."""
-    store = _store(source)
-    found = {key: known.get(key, "") for key in keys}
-    if isinstance(store, ChainFiles) and store.index is not None:
-        index = store.index
-        for key in [key for key, sequence in found.items() if not sequence]:
-            row = index.keys.find(key)
-            found[key] = "" if row is None else index.sequence(row)
-    unknown = [key for key, sequence in found.items() if not sequence]
-    if cache is not None and unknown:
+    source: Sequences, keys: Iterable[str], known: Letters, cache: str | None
+) -> dict[str, tuple[str, ...]]:
+    """The sequences of each key that `known`, the index or OpenFold's chain_data_cache.json (`cache`) lists, otherwise none."""
+    found = {key: known.get(key, ()) for key in keys}
+    if not isinstance(source, StructureFolder) and (index := source.index) is not None:
+        rows = {key: index.keys.find(key) for key, letters in found.items() if not letters}
+        found |= {key: index.sequences_of(row) for key, row in rows.items() if row is not None}
+    if cache is not None and not all(found.values()):
         listed = read_chain_cache(Path(cache))
-        found |= {key: listed[key].sequence for key in unknown if key in listed}
+        unknown = [key for key, letters in found.items() if not letters]
+        found |= {key: (listed[key].sequence,) for key in unknown if key in listed and listed[key].sequence}
     return found
 
 
 def sequences(
-    source: ChainFiles | PredictedStore | FeatureStore | StructureFolder,
-    keys: Iterable[str],
-    known: Mapping[str, str],
-    cache: str | None,
-    workers: int,
+    source: Sequences, keys: Iterable[str], known: Mapping[str, str], cache: str | None, workers: int
 ) -> dict[str, str]:
-    """The sequence of each chain, '' if it is unknown.
+    """The sequence of each chain: from tables (`listed_sequences`), otherwise from one of its files; '' if it is unknown."""
+    given = {key: (sequence,) for key, sequence in known.items() if sequence}
+    found = with_unlisted(source, listed_sequences(source, keys, given, cache), workers)
+    return {key: "".join(letters) for key, letters in found.items()}
 
-    It is taken from tables (`listed_sequences`), otherwise from the first row of one of the chain's files.
-    """
-    found = listed_sequences(source, keys, known, cache)
-    unknown = [key for key, sequence in found.items() if not sequence]
-    if not unknown:
+
+def with_unlisted(source: Sequences, listed: Letters, workers: int) -> dict[str, tuple[str, ...]]:
+    """The sequences that are listed, and of the other keys those in their files. Shows progress."""
+    found = dict(listed)
+    if not (unknown := [key for key, letters in found.items() if not letters]):
         return found
     with progress("read sequences", len(unknown)) as advance:
-        for at, read in LocalProcesses(workers).map(read_sequence, [(source, key) for key in unknown]):
-            found[unknown[at]] = "" if isinstance(read, WorkerEndedError) else read
+        for at, read in LocalProcesses(workers).map(read_sequences, [(source, key) for key in unknown]):
+            found[unknown[at]] = () if isinstance(read, WorkerEndedError) else read
             advance(1)
     return found
 
 
-def read_sequence(source: ChainFiles | PredictedStore | FeatureStore | StructureFolder, key: str) -> str:
-    """The first row of the chain's first alignment, or SEQRES; '' if neither can be read. No more is read than that takes."""
-    store = _store(source)
+def read_sequences(source: Sequences, key: str) -> tuple[str, ...]:
+    """The sequences of a key's chains from its files; none if they cannot be read."""
     try:
-        if isinstance(store, StructureFolder):
-            known = read_header(store.file_of(key)).sequences
-            return known.get(split_key(key)[1]) or store.chain(key).sequence
-        if isinstance(store, FeatureStore):
-            return store.chain(key).sequence
-        for path in alignment_files(store.alignment_dir / store.name_of(key)):
-            for alignment in parse_alignments([(path, first_record(path))]):
-                return decode(alignment.residues[0])
-        return store.query(key).letters
+        return source.sequences_of(key)
     except (UserError, OSError):
-        return ""
-
-
-def _store(
-    source: ChainFiles | PredictedStore | FeatureStore | StructureFolder,
-) -> ChainFiles | FeatureStore | StructureFolder:
-    return source if isinstance(source, StructureFolder) else chains_of(source)
+        return ()

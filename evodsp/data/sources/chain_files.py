@@ -15,19 +15,19 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float32
-
+from evodsp.data.complexes.pairing import PairingRule
 from evodsp.data.formats.mmcif import read_chain, read_confidence
 from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.metadata import ChainFacts, facts_of_file
-from evodsp.data.records import Alignment, Chain, ProteinSequence, Structure
+from evodsp.data.records import Alignment, Assembly, Chain, ProteinSequence, Structure
 from evodsp.data.sources.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.sources.chain_folder import (
     ALIGNMENTS,
+    alignment_files,
     chain_folders,
     file_of_chain,
     files_of_chain,
+    first_record,
     has_files,
     is_alignment,
     is_for_pairing,
@@ -41,10 +41,10 @@ from evodsp.data.sources.chain_folder import (
     say_query_only,
 )
 from evodsp.data.sources.layout import StructureListing, chain_id_in, entry_of
-from evodsp.data.sources.parsed_chain import ParsedChain, parse_chain
+from evodsp.data.sources.parsed import Parsed, parse_chain
 from evodsp.data.sources.query_check import matched_alignments
-from evodsp.data.sources.store import Lacking, listed_chain
-from evodsp.data.sources.structures import StructureFolder
+from evodsp.data.sources.store import CHAINS, Lacking, listed_chain
+from evodsp.data.sources.structures import StructureFolder, sure_residues
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError, nearest
 from evodsp.geometry.alphabet import decode
@@ -55,10 +55,13 @@ class ChainFiles:
 
     `alignment_dir`: the folder of chain folders, or of the alignment database. `structure_dir`: the folder of structure
     files; None if there are none (prediction). `index`: the index of both folders; with it no folder is listed and no index
-    of a database is parsed, and a chain without alignments has those of an identical chain. Raises UserError if a directory
-    does not exist.
+    of a database is parsed, and a chain without alignments has those of an identical chain. `min_plddt`: the structures are
+    predictions, with the pLDDT (0 to 100) as B-factors, and atoms of residues below this are masked; None: experiments.
+    Raises UserError if a directory does not exist.
     """
 
+    kind = CHAINS
+    rule: PairingRule | None = None
     unknown: Lacking = "alignments"
 
     def __init__(
@@ -66,7 +69,9 @@ class ChainFiles:
         alignment_dir: str | Path,
         structure_dir: str | Path | None = None,
         index: ChainIndex | None = None,
+        min_plddt: float | None = None,
     ) -> None:
+        self.min_plddt = min_plddt
         self.alignment_dir = Path(alignment_dir)
         self.structure_dir = None if structure_dir is None else Path(structure_dir)
         if not self.alignment_dir.is_dir():
@@ -75,7 +80,7 @@ class ChainFiles:
         self._structures = None if self.structure_dir is None else StructureFolder(self.structure_dir)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.alignment_dir, self.structure_dir, self.index)
+        return type(self), (self.alignment_dir, self.structure_dir, self.index, self.min_plddt)
 
     def __repr__(self) -> str:
         return f"ChainFiles('{self.alignment_dir}', '{self.structure_dir}')"
@@ -122,19 +127,34 @@ class ChainFiles:
             f"{nearest(key, self.keys())}"
         )
 
+    def sequences_of(self, key: str) -> tuple[str, ...]:
+        """See `Store`: the first row of the chain's first alignment, otherwise its `query`. No more is read than that takes."""
+        for path in alignment_files(self.alignment_dir / self.name_of(key)):
+            for alignment in parse_alignments([(path, first_record(path))]):
+                return (decode(alignment.residues[0]),)
+        return (self.query(key).letters,)
+
     def facts(self, key: str) -> ChainFacts:
         """See `Store`. The header is read. Raises UserError as `chain` does."""
         return facts_of_file(self._structure_file(key), key)[0]
 
     def chain(self, key: str) -> Chain:
-        """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing."""
+        """The chain's structure. Raises UserError, with the nearest name, if the file or the chain is missing, or if it is a
+        prediction without a residue of `min_plddt`."""
+        chain = self._whole_chain(key)
+        if self.min_plddt is None:
+            return chain
+        path = self._structure_file(key)
+        return sure_residues(chain, read_confidence(path, chain_id_in(path, key)), self.min_plddt)
+
+    def assembly_of(self, key: str) -> Assembly:
+        """The chain alone. Raises UserError as `chain` does."""
+        return Assembly.of_chain(key, self.chain(key))
+
+    def _whole_chain(self, key: str) -> Chain:
+        """The chain with the residues of which a prediction is unsure."""
         path = self._structure_file(key)
         return read_chain(path, chain_id_in(path, key))
-
-    def confidence(self, key: str) -> Float32[np.ndarray, " L"]:
-        """pLDDT of each residue of a predicted chain; see `read_confidence`."""
-        path = self._structure_file(key)
-        return read_confidence(path, chain_id_in(path, key))
 
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
@@ -151,14 +171,14 @@ class ChainFiles:
             raise UserError(f"chain {key}: no structure directory was given; set it to the folder of .cif files")
         return self._structures
 
-    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
+    def parsed(self, key: str, with_hits: bool = False) -> Parsed:
         """The chain, read from its files (`parse_chain`)."""
-        return parse_chain(self, key, with_hits)
+        return parse_chain(self, key, self.chain(key), with_hits)
 
     def query(self, key: str) -> ProteinSequence:
         """The chain's sequence: from its structure (SEQRES) if there is one, else the first row of its first alignment."""
         if self.has_structure(key):
-            return self.chain(key).query(key)
+            return self._whole_chain(key).query(key)
         alignments = self._read_alignments(key, None)
         if not alignments:
             raise UserError(

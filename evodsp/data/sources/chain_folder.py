@@ -53,6 +53,8 @@ _NOT_FOR_THE_MSA = (_PAIRED, *_HMMSEARCH)  # for pairing chains of a complex; fo
 _MOST_ROWS = {"uniref90_hits": 10_000, "bfd_": None, "small_bfd_": None, "mgnify_hits": 501}
 """How the names of AlphaFold's alignments begin, in the order in which its code joins them, and the most rows that it takes of
 each, the query included. Other alignments follow."""
+_FIRST_BYTES = 1 << 16
+"""Number of first bytes in which an A3M file's first record is looked for before the whole file is parsed."""
 
 
 def is_alignment(name: str) -> bool:
@@ -160,6 +162,16 @@ def parse_search_result(path: str | Path, query: ProteinSequence, data: bytes | 
         return parse_hhr(path, data)
     is_empty = data == b"" if data is not None else Path(path).is_file() and Path(path).stat().st_size == 0
     return [] if is_empty else parse_hmmsearch(path, data, query=query.letters, listed=all_monomers(query))
+
+
+def first_record(path: Path) -> bytes:
+    """The first record of an A3M file if it is short and not packed, otherwise the whole file."""
+    with path.open("rb") as file:
+        data = file.read(_FIRST_BYTES)
+        second = data.find(b"\n>", data.find(b">") + 1)
+        if path.suffix == ".a3m" and data.lstrip().startswith((b">", b"#")) and second > 0:
+            return data[: second + 1]
+        return data + file.read()
 
 
 def parse_alignments(

@@ -1,8 +1,8 @@
-"""A feature store: chains or complexes that were parsed once (`evodsp data build`), read as training needs them.
+"""A feature store: records that were parsed once (`evodsp data build`), read as training needs them.
 
-    <store>/store.json     version, checksums of the indices, obsolete entries
-    <store>/chains/        a table (`evodsp.data.sources.shards`) of chains: structure, MSA, template hits
-    <store>/complexes/     in its place, one of complexes (`evodsp.data.complexes.store`)
+    <store>/store.json     version, what a record is of, checksums of the indices, obsolete entries
+    <store>/chains/        a table (`evodsp.data.sources.shards`) of records of single chains
+    <store>/complexes/     in its place, one of records of assemblies
     <store>/templates/     a table of structures, of the entries that the hits name; absent without templates
 
 `<store>` is a path, or any address that fsspec knows (`s3://…`, `gs://…`, `https://…`), if its package is installed.
@@ -14,28 +14,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import date
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
 
+from evodsp.data.complexes.pairing import RULES, PairingRule, say_query_paired
 from evodsp.data.index.metadata import ChainFacts, facts_of_chains
-from evodsp.data.records import Chain, Structure
-from evodsp.data.sources.parsed_chain import ParsedChain
-from evodsp.data.sources.record_codec import decode_chain, decode_parsed
+from evodsp.data.records import Assembly, Chain, Structure
+from evodsp.data.sources.parsed import Parsed
+from evodsp.data.sources.record_codec import decode_chain, decode_record
 from evodsp.data.sources.shards import Table
-from evodsp.data.sources.store import Lacking
+from evodsp.data.sources.store import CHAINS, COMPLEXES, KINDS, ONE_OF, Kind, Lacking
 from evodsp.data.templates.filters import HitLimits
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import FileFormatError, UserError, nearest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 DESCRIPTION = "store.json"
-Kind = Literal["chains", "complexes"]
-CHAINS: Kind = "chains"
-COMPLEXES: Kind = "complexes"
-KINDS = (CHAINS, COMPLEXES)
-"""What the records of a store are of: the name of their table."""
-ONE_OF: dict[Kind, str] = {CHAINS: "chain", COMPLEXES: "complex"}
 TEMPLATES = "templates"
 _BUILT_WITH: dict[Kind, str] = {CHAINS: "without --complexes", COMPLEXES: "with --complexes true"}
 _MOST_COMPARED = 10_000
@@ -44,18 +39,18 @@ _MOST_COMPARED = 10_000
 R = TypeVar("R")
 
 
-class StoredRecords:
-    """A feature store opened for reading, whatever its records are of. Pickling transfers only its address.
+class FeatureStore:
+    """A feature store opened for reading. Pickling transfers only its address.
 
-    Raises UserError if there is none, if a newer version of evodsp made it, if its records are of another kind, or if its
+    `kind`: what its records have to be of. `warn`: is told of chains without rows for pairing, and what such rows are.
+    Raises UserError if there is none, if another version of evodsp made it, if its records are of another kind, or if its
     indices are damaged.
     """
 
-    kind: Kind
     unknown: Lacking = "record"
 
-    def __init__(self, address: str) -> None:
-        self.address = address
+    def __init__(self, address: str, kind: Kind = CHAINS, warn: Callable[[str, str], None] = say_query_paired) -> None:
+        self.address, self.kind, self._warn = address, kind, warn
         try:
             system, folder = url_to_fs(address)
             description = json.loads(system.cat_file(f"{folder}/{DESCRIPTION}"))
@@ -72,10 +67,9 @@ class StoredRecords:
         except (ValueError, RecursionError) as error:
             message = "not the description of a feature store; check the address, or copy the store again"
             raise FileFormatError(f"{address}/{DESCRIPTION}", message) from error
-        if (version := entry_of(address, description, "format_version", int)) > FORMAT_VERSION:
-            raise UserError(
-                f"{address}: has format version {version}, this evodsp reads up to {FORMAT_VERSION}; use a newer evodsp"
-            )
+        if (version := entry_of(address, description, "format_version", int)) != FORMAT_VERSION:
+            fix = "use a newer evodsp" if version > FORMAT_VERSION else "build the store again with 'evodsp data build'"
+            raise UserError(f"{address}: has format version {version}, this evodsp reads {FORMAT_VERSION}; {fix}")
         tables = entry_of(address, description, "tables", dict)
         for other in KINDS:
             if other in tables and other != self.kind:
@@ -92,11 +86,18 @@ class StoredRecords:
         """The templates' structures; None if the store was built without them."""
         if TEMPLATES in tables:
             self.structures = StoredStructures(
-                address, Table(system, f"{folder}/{TEMPLATES}", entry_of(address, tables, TEMPLATES, str)), type(self)
+                address, Table(system, f"{folder}/{TEMPLATES}", entry_of(address, tables, TEMPLATES, str)), self.kind
             )
+        self.rule: PairingRule | None = None
+        """The rule by which rows of different chains are paired; None for single chains."""
+        if kind == COMPLEXES:
+            self.rule = RULES.get(named := entry_of(address, self.plan, "pairing", str))
+            if self.rule is None:
+                message = f"rows are paired by '{named}', not by {' or '.join(RULES)}; use a newer evodsp"
+                raise FileFormatError(f"{address}/{DESCRIPTION}", message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.address,)
+        return type(self), (self.address, self.kind, self._warn)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}('{self.address}')"
@@ -110,6 +111,41 @@ class StoredRecords:
     def keys(self) -> list[str]:
         """All keys, sorted."""
         return self._records.keys()
+
+    def parsed(self, key: str, with_hits: bool = False) -> Parsed:
+        """The record, with the hits of template searches if they are wanted. Raises UserError, with the nearest key, if the
+        store does not have it or if it is damaged. Warns of chains without rows for pairing, as files do."""
+        parsed = self._decoded(key, lambda data: decode_record(data, with_hits))
+        for own in parsed.chains:
+            if self.rule is not None and own.pairing is None:
+                self._warn(f"{self.address}: {key} chain {own.query.name}", self.rule.names)
+        return parsed
+
+    def assembly_of(self, key: str) -> Assembly:
+        """The chains of the record. Raises UserError as `parsed` does."""
+        return self._decoded(key, lambda data: decode_record(data, with_hits=False)).assembly
+
+    def chain(self, key: str) -> Chain:
+        """The first chain of the record. Raises UserError as `parsed` does."""
+        return self.assembly_of(key).chains[0]
+
+    def sequences_of(self, key: str) -> tuple[str, ...]:
+        """See `Store`. Raises UserError as `parsed` does."""
+        return tuple(chain.sequence for chain in self.assembly_of(key).chains)
+
+    def facts(self, key: str) -> ChainFacts:
+        """See `Store`. Raises UserError as `parsed` does."""
+        return facts_of_chains(self.assembly_of(key).chains)
+
+    @property
+    def min_plddt(self) -> float | None:
+        """The pLDDT below which atoms of predicted structures are masked; None for experiments."""
+        return self.plan.get("min_plddt")
+
+    @property
+    def assembly(self) -> str | None:
+        """The biological assembly of complexes; None: the asymmetric unit."""
+        return self.plan.get("assembly")
 
     def _record(self, key: str) -> bytes:
         """Raises UserError, with the nearest key, if the store does not have it."""
@@ -160,37 +196,14 @@ class StoredRecords:
         return TemplateSource(self.structures, HitLimits(max_date=max_date), self.obsolete)
 
 
-class FeatureStore(StoredRecords):
-    """A feature store of chains."""
-
-    kind = CHAINS
-
-    @property
-    def min_plddt(self) -> float | None:
-        """The pLDDT below which atoms of predicted structures are masked; None for experiments."""
-        return self.plan.get("min_plddt")
-
-    def parsed(self, key: str, with_hits: bool) -> ParsedChain:
-        """The chain. Raises UserError, with the nearest key, if the store does not have it or if its record is damaged."""
-        return self._decoded(key, lambda data: decode_parsed(data, with_hits))
-
-    def chain(self, key: str) -> Chain:
-        """The structure of the chain. Raises UserError as `parsed` does."""
-        return self.parsed(key, with_hits=False).chain
-
-    def facts(self, key: str) -> ChainFacts:
-        """See `Store`. Raises UserError as `parsed` does."""
-        return facts_of_chains([self.chain(key)])
-
-
 class StoredStructures:
     """Template structures of a feature store. Pickling transfers only its address."""
 
-    def __init__(self, address: str, table: Table, store: type[StoredRecords]) -> None:
-        self._address, self._table, self._store = address, table, store
+    def __init__(self, address: str, table: Table, kind: Kind) -> None:
+        self._address, self._table, self._kind = address, table, kind
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened_structures, (self._address, self._store)
+        return _reopened_structures, (self._address, self._kind)
 
     def has_structure(self, key: str) -> bool:
         """Whether the store has the chain's entry (whether the entry has the chain is not checked)."""
@@ -221,8 +234,8 @@ class StoredStructures:
         return next((self._table.released(key) for key in self._table.chains_of(pdb_id)), None)
 
 
-def _reopened_structures(address: str, store: type[StoredRecords]) -> StoredStructures:
-    structures = store(address).structures
+def _reopened_structures(address: str, kind: Kind) -> StoredStructures:
+    structures = FeatureStore(address, kind).structures
     assert structures is not None  # the store had them when this was pickled
     return structures
 

@@ -1,4 +1,7 @@
-"""A parsed chain as bytes and back: the records of a feature store.
+"""The chains of a record with their MSAs as bytes and back: what a feature store holds.
+
+A record has each chain of the assembly with its own coordinates, and the MSAs and hits of each sequence once. Which rows are
+paired depends on the pairing rule, so a store is of one rule, as it is of one assembly.
 
 A record is a safetensors file (arrays and a text header, no code) in a zstandard frame. Atoms that do not exist and positions
 without deletions are left out, so decoding restores every array bit by bit.
@@ -19,10 +22,13 @@ from jaxtyping import Int8, Int32, Integer
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from evodsp.data.records import Chain
+from evodsp.data.complexes.merging import ChainMsas
+from evodsp.data.complexes.pairing import PairingMsa
+from evodsp.data.records import Assembly, Chain, ProteinSequence
 from evodsp.data.sources.msa import MsaFeatures
-from evodsp.data.sources.parsed_chain import ParsedChain
+from evodsp.data.sources.parsed import Parsed
 from evodsp.data.templates.hits import TemplateHit
+from evodsp.errors import UserError
 
 LEVEL = 9
 """The level of zstandard. On real alignments level 3 is 6 % larger and 19 is 9 % smaller, at a fourth and 30 times the time."""
@@ -33,22 +39,52 @@ Arrays = dict[str, np.ndarray]
 _HEADER = "header"
 
 
-def encode_parsed(parsed: ParsedChain) -> bytes:
-    """The bytes of a chain; equal chains give equal bytes."""
-    arrays, header = chain_arrays(parsed.chain)
-    of_hits, header["hits"] = hit_arrays(parsed.hits)
-    rows = row_arrays(parsed.msa.msa, parsed.msa.deletions)
-    return packed({**arrays, **rows, "profile": parsed.msa.profile, **of_hits}, header)
+def encode_record(parsed: Parsed) -> bytes:
+    """The bytes of a record; equal records give equal bytes. Each sequence has the MSAs of the first of its chains."""
+    arrays: Arrays = {}
+    header: dict[str, Any] = {
+        "pdb_id": parsed.assembly.pdb_id,
+        "key": parsed.assembly.key,
+        "names": parsed.assembly.names,
+        "chains": [],
+        "msas": {},
+    }
+    for number, chain in enumerate(parsed.assembly.chains):
+        of_chain, fields = chain_arrays(chain)
+        header["chains"].append(fields)
+        arrays |= _named(f"chain{number}", of_chain)
+    for number, own in enumerate(_of_each_sequence(parsed)):
+        name = f"sequence{number}"
+        of_hits, hits = hit_arrays(parsed.hits.get(own.query.letters, ()))
+        arrays |= _named(name, {**row_arrays(own.msa.msa, own.msa.deletions), "profile": own.msa.profile, **of_hits})
+        if own.pairing is not None:
+            arrays |= _named(f"{name}.pairing", row_arrays(own.pairing.msa, own.pairing.deletions))
+        keys = None if own.pairing is None else own.pairing.keys
+        header["msas"][own.query.letters] = {"name": name, "keys": keys, "hits": hits}
+    return packed(arrays, header)
 
 
-def decode_parsed(data: bytes, with_hits: bool) -> ParsedChain:
-    """The chain of `encode_parsed`, without its hits if they are not wanted. Raises ValueError for other bytes."""
+def decode_record(data: bytes, with_hits: bool) -> Parsed:
+    """The record of `encode_record`, without its hits if they are not wanted. Raises ValueError for other bytes."""
     arrays, header = unpacked(data)
     try:
-        hits = hits_of(arrays, header["hits"]) if with_hits else ()
-        return ParsedChain(chain_of(arrays, header), MsaFeatures(*rows_of(arrays), arrays["profile"]), hits)
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"not the record of a chain ({error!r})") from error
+        assembly = _assembly(arrays, header)
+        msas, hits = {}, {}
+        for letters, fields in header["msas"].items():
+            own, keys = _part(arrays, fields["name"]), fields["keys"]
+            pairing = None
+            if keys is not None:
+                pairing = PairingMsa(*rows_of(_part(arrays, f"{fields['name']}.pairing")), tuple(map(str, keys)))
+            msas[letters] = MsaFeatures(*rows_of(own), own["profile"]), pairing
+            if with_hits:
+                hits[letters] = hits_of(own, fields["hits"])
+        chains = (
+            ChainMsas(ProteinSequence(name, chain.sequence), *msas[chain.sequence])
+            for name, chain in zip(assembly.names, assembly.chains, strict=True)
+        )
+        return Parsed(assembly, tuple(chains), hits)
+    except (KeyError, TypeError, IndexError, AttributeError, UserError) as error:
+        raise ValueError(f"not a record of chains with their MSAs ({error!r})") from error
 
 
 def encode_chain(chain: Chain) -> bytes:
@@ -183,3 +219,26 @@ def _joined(indices: Sequence[np.ndarray]) -> Int32[np.ndarray, " C"]:
 def _narrow(values: np.ndarray) -> np.ndarray:
     """Non-negative integers in the smallest unsigned type that holds them."""
     return values.astype(np.min_scalar_type(int(values.max(initial=0))))
+
+
+def _of_each_sequence(parsed: Parsed) -> list[ChainMsas]:
+    """The first chain of each sequence."""
+    first: dict[str, ChainMsas] = {}
+    for own in parsed.chains:
+        first.setdefault(own.query.letters, own)
+    return list(first.values())
+
+
+def _assembly(arrays: Arrays, header: dict[str, Any]) -> Assembly:
+    chains = (chain_of(_part(arrays, f"chain{number}"), fields) for number, fields in enumerate(header["chains"]))
+    return Assembly(header["pdb_id"], tuple(header["names"]), tuple(chains), header["key"])
+
+
+def _named(part: str, arrays: Arrays) -> Arrays:
+    """The arrays of a part of a record, under names of their own."""
+    return {f"{part}/{name}": values for name, values in arrays.items()}
+
+
+def _part(arrays: Arrays, part: str) -> Arrays:
+    """The arrays that `_named` gave names."""
+    return {name.removeprefix(f"{part}/"): values for name, values in arrays.items() if name.startswith(f"{part}/")}

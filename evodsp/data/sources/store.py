@@ -15,6 +15,13 @@ from evodsp.data.index.metadata import ChainFacts
 from evodsp.data.sources.layout import StructureListing
 from evodsp.errors import UserError
 
+Kind = Literal["chains", "complexes"]
+CHAINS: Kind = "chains"
+COMPLEXES: Kind = "complexes"
+KINDS = (CHAINS, COMPLEXES)
+"""What a key stands for: a single chain, or the chains of an entry's assembly. A feature store's table has this name."""
+ONE_OF: dict[Kind, str] = {CHAINS: "chain", COMPLEXES: "complex"}
+
 Lacking = Literal["alignments", "structure", "record"]
 """The part that a key lacks; in a feature store, its record."""
 
@@ -22,6 +29,10 @@ Lacking = Literal["alignments", "structure", "record"]
 @runtime_checkable
 class Store(Protocol):
     """Samples' data by key."""
+
+    @property
+    def kind(self) -> Kind:
+        """What a key stands for."""
 
     @property
     def index(self) -> Index | None:
@@ -46,6 +57,9 @@ class Store(Protocol):
 
     def absence(self, key: str, lacking: Lacking) -> str:
         """The end of a message: that the store has not this part of the key, where it should be, and the fix."""
+
+    def sequences_of(self, key: str) -> tuple[str, ...]:
+        """The sequences of the key's chains, from its files. Raises UserError or OSError if they cannot be read."""
 
     def facts(self, key: str) -> ChainFacts:
         """What the key's structure says: sequence, resolution and release date. Raises UserError if it cannot be read."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import date
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float32
 
 from evodsp.data.formats.mmcif import read_assembly, read_chain, read_header, read_release_date, read_structure
 from evodsp.data.records import Assembly, Chain, Structure
@@ -72,6 +76,10 @@ class StructureFolder:
         path = self.file_of(key)
         return read_chain(path, chain_id_in(path, key))
 
+    def assembly_of(self, key: str) -> Assembly:
+        """The chain alone. Raises UserError as `chain` does."""
+        return Assembly.of_chain(key, self.chain(key))
+
     def file_of(self, key: str) -> Path:
         """The chain's structure file. Raises UserError, with the nearest name, if there is none."""
         return structure_of_chain(self.directory, key) or self._existing(split_key(key)[0], key)
@@ -83,14 +91,18 @@ class StructureFolder:
         path = structure_file(self.directory, entry)
         return path is not None and set(read_header(path).sequences) == {chain_id}
 
+    def sequences_of(self, key: str) -> tuple[str, ...]:
+        """The chain's sequence. Its coordinates are not read if the header lists it. Raises UserError as `chain` does."""
+        known = read_header(self.file_of(key)).sequences
+        return (known.get(split_key(key)[1]) or self.chain(key).sequence,)
+
     def structure(self, pdb_id: str) -> Structure:
         """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
         return read_structure(self._existing(pdb_id, pdb_id))
 
-    def assembly(self, pdb_id: str, assembly: str | None) -> Assembly:
-        """The chains of a biological assembly, or of the asymmetric unit (None). Raises UserError, with the nearest name, if
-        the entry's file is missing."""
-        return read_assembly(self._existing(pdb_id, pdb_id), assembly)
+    def file_of_entry(self, pdb_id: str) -> Path:
+        """The structure file of an entry. Raises UserError, with the nearest name, if there is none."""
+        return self._existing(pdb_id, pdb_id)
 
     def release_date(self, pdb_id: str) -> date | None:
         """The release date of the entry: from the caches (`CACHE_NAMES`) if they list it, else from its file; None if neither
@@ -132,6 +144,37 @@ class KeptStructures(StructureFolder):
 
     def chain(self, key: str) -> Chain:
         return self._kept(key)
+
+
+class AssemblyFolder(StructureFolder):
+    """A folder of structures whose keys are entries: each stands for the chains of an assembly (None: the asymmetric unit)."""
+
+    def __init__(self, directory: str | Path, assembly: str | None) -> None:
+        super().__init__(directory)
+        self._assembly = assembly
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.directory, self._assembly)
+
+    def assembly_of(self, key: str) -> Assembly:
+        """The chains of the entry's assembly. Raises UserError, with the nearest name, if its file is missing."""
+        return read_assembly(self.file_of_entry(key), self._assembly)
+
+    def sequences_of(self, key: str) -> tuple[str, ...]:
+        """Their sequences. Raises UserError as `assembly_of` does."""
+        return tuple(chain.sequence for chain in self.assembly_of(key).chains)
+
+
+def sure_residues(chain: Chain, plddt: Float32[np.ndarray, " L"], least: float) -> Chain:
+    """A predicted chain whose atoms are masked in residues of a lower pLDDT. A prediction has no resolution and no date.
+
+    Raises UserError if no residue is left.
+    """
+    if not (sure := plddt >= least).any():
+        raise UserError(f"predicted chain {chain.key} has no residue of a pLDDT of at least {least:g}; leave it out")
+    kept = sure[:, None].astype(np.float32)
+    positions, mask = chain.positions * kept[..., None], chain.mask * kept
+    return replace(chain, positions=positions, mask=mask, resolution=None, release_date=None)
 
 
 def _read_dates(path: Path, by_chain: bool) -> dict[str, date]:

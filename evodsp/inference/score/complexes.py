@@ -11,12 +11,13 @@ from typing import Any
 
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Assembly
-from evodsp.data.similarity.nearest_complex import ComplexCopy, TrainingComplexes
+from evodsp.data.similarity.nearest import PlacedCopy
 from evodsp.data.sources.layout import names_of, structure_file
-from evodsp.data.sources.structures import StructureFolder
+from evodsp.data.sources.structures import AssemblyFolder
 from evodsp.errors import UserError
 from evodsp.inference.clashes import clash_line, clashes_of
 from evodsp.inference.results import RANKING, read_with_ranking
+from evodsp.inference.score.baseline import Training
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
 from evodsp.inference.score.splits import predicted
 from evodsp.model.confidence import complex_ranking
@@ -110,7 +111,7 @@ class ComplexRowBesideCopy(ComplexRow):
     """By how much the lDDT-CA of the interfaces is above that of the copy."""
 
     @classmethod
-    def of(cls, scores: ComplexRow, copy: ComplexCopy | None, of_copy: ComplexRow | None) -> ComplexRowBesideCopy:
+    def of(cls, scores: ComplexRow, copy: PlacedCopy | None, of_copy: ComplexRow | None) -> ComplexRowBesideCopy:
         if copy is None or of_copy is None:
             return cls(**vars(scores))
         ours, copied = scores.interface_lddt_ca, of_copy.interface_lddt_ca
@@ -283,7 +284,7 @@ def write_complex_report(
     splits: Mapping[str, Sequence[str]],
     output: Path,
     assembly: str | None = "1",
-    training: TrainingComplexes | None = None,
+    training: Training | None = None,
     report: Callable[[str], None] = show,
 ) -> list[ComplexRow]:
     """Score all complexes, report the table, and write `<output>/scores.csv` and `<output>/interfaces.csv`.
@@ -293,13 +294,13 @@ def write_complex_report(
     None: the asymmetric unit. `training`: also score a copy of the nearest of these complexes. Complexes without a prediction
     are named and left out. Raises UserError if none has one.
     """
-    folder = StructureFolder(structures)
+    folder = AssemblyFolder(structures, assembly)
     scores: list[ComplexRow] = []
     interfaces: list[InterfaceRow] = []
     splits, remarks = predicted(predictions, splits, partial(_exists, predictions), _looked_for, "complex")
     for split, names in splits.items():
         for name in names:
-            best, truth = read_predicted(predictions, name), folder.assembly(name, assembly)
+            best, truth = read_predicted(predictions, name), folder.assembly_of(name)
             one, of_it, said = score_complex(name, split, truth, best)
             if training is not None:
                 one, reasons = _beside_copy(one, truth, training)
@@ -321,14 +322,12 @@ def write_complex_report(
     return scores
 
 
-def _beside_copy(
-    scores: ComplexRow, truth: Assembly, training: TrainingComplexes
-) -> tuple[ComplexRowBesideCopy, list[str]]:
+def _beside_copy(scores: ComplexRow, truth: Assembly, training: Training) -> tuple[ComplexRowBesideCopy, list[str]]:
     """The scores beside those of the copy, and a line if there is none or the complex is a training complex."""
     name, said = scores.complex, []
     if name in training.sequences and scores.split != "train":
         said = [f"{name}: is a training complex, too; it is not copied from itself"]
-    copy = training.copy_for(name, truth)
+    copy = training.placed_for(name, truth)
     if isinstance(copy, str):
         return ComplexRowBesideCopy.of(scores, None, None), [*said, f"{name}: no copy: {copy}"]
     of_copy, *_ = score_complex(name, scores.split, truth, Predicted(copy.assembly))

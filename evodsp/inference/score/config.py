@@ -47,11 +47,6 @@ class ScoreConfig:
             raise UserError(
                 f"--assembly is {self.assembly}, but single chains are compared; give --complexes true, or leave it out"
             )
-        if self.complexes and self.config is not None:
-            raise UserError(
-                f"--config is {self.config}, but training complexes are not taken from it; give --train_chains with a file of "
-                "their names, and --structure_dir"
-            )
         if self.baseline is not None:
             if self.config is None and self.train_chains is None and self.train is None:
                 raise UserError(

@@ -24,7 +24,7 @@ from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
 from evodsp.inference.pages.figures import calibration_figure, distance_figure
 from evodsp.inference.results import RANKING, plddt_of, read_result
-from evodsp.inference.score.baseline import TrainingChains, training_chains, training_complexes
+from evodsp.inference.score.baseline import Training, training_set
 from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
@@ -101,12 +101,11 @@ def run(settings: ScoreConfig, words: list[str]) -> int:
     """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
     splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
     places = settings.predictions, settings.structures, splits, settings.output
+    training = None if settings.baseline is None else training_set(settings, splits["train"])
     if settings.complexes:
-        complexes = None if settings.baseline is None else training_complexes(settings, splits["train"])
-        write_complex_report(*places, assembly=settings.assembly, training=complexes)
-        return 0
-    training = None if settings.baseline is None else training_chains(settings, splits["train"])
-    write_report(*places, training=training)
+        write_complex_report(*places, assembly=settings.assembly, training=training)
+    else:
+        write_report(*places, training=training)
     return 0
 
 
@@ -140,7 +139,7 @@ def write_report(
     splits: Mapping[str, Sequence[str]],
     output: Path,
     report: Callable[[str], None] = show,
-    training: TrainingChains | None = None,
+    training: Training | None = None,
 ) -> Sequence[ChainScores]:
     """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write `<output>/scores.csv`,
     `<output>/calibration.svg` and `<output>/distances_<chain>.svg`. `training`: also score copies of these chains. Chains
@@ -157,7 +156,7 @@ def write_report(
         raise UserError("no chains to compare; name at least one as <pdbid>_<chain> (--held_out or --train)")
     lines: list[str] = []
     if training is not None:
-        bars = training.bars(structures, splits)
+        bars = training.bars(splits)
         copy_of = {(split, copy.chain): copy for split, one in bars.items() for copy in one.copies}
         beside = [ScoresBesideCopy.of(one, copy_of.get((one.split, one.chain))) for one in scores]
         scores, lines = beside, [line for split, one in bars.items() for line in _copy_lines(split, one, beside)]

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.complexes.keys import uniprot_species
 from evodsp.data.complexes.merging import merge
-from evodsp.data.complexes.source import ComplexFiles, ParsedComplex
+from evodsp.data.complexes.pairing import uniprot_species
+from evodsp.data.complexes.source import ComplexFiles, Parsed
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
@@ -38,7 +38,7 @@ HETERODIMERS = 6  # families
 class Bundled:
     """An entry of the bundled set. `distance`: between the CA atoms of its two chains."""
 
-    parsed: ParsedComplex
+    parsed: Parsed
     chains: tuple[Chain, Chain]
     distance: np.ndarray
 

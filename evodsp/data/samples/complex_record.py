@@ -1,4 +1,4 @@
-"""Samples of complexes: those of `evodsp.data.samples.dataset` with several chains in each.
+"""Samples as AlphaFold-Multimer makes them: the chains of an assembly side by side; a single chain is one of one chain.
 
 Where chains have copies, a sample also has the labels of all chains before the crop, `copies_<label>` [C, L, ...], because a
 loss has to find out which copies a prediction means (`evodsp.losses.permutation`), and `copies_entity` [C], the number of each
@@ -9,7 +9,7 @@ Shapes: C chains in the order of the columns of the MSA, N residues of all of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,32 +17,26 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa, merge
-from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.complexes.store import ComplexStore
-from evodsp.data.complexes.templates import find_templates, side_by_side
-from evodsp.data.records import Assembly
-from evodsp.data.samples.complex_crop import complex_crop, contiguous_crop
-from evodsp.data.samples.complex_features import complex_features
-from evodsp.data.samples.crop import piece
-from evodsp.data.samples.dataset import (
+from evodsp.data.complexes.templates import side_by_side
+from evodsp.data.samples.chain_record import (
     SCALAR_LABELS,
     Drawing,
-    Record,
-    RecordDataset,
     Sample,
     chain_labels,
     cropped,
     draw_templates,
     observed_atoms,
+    sampled_rows,
 )
-from evodsp.data.samples.sampling import ChainChoice
+from evodsp.data.samples.complex_crop import complex_crop, contiguous_crop
+from evodsp.data.samples.complex_features import complex_features
+from evodsp.data.samples.crop import piece
+from evodsp.data.sources.parsed import Parsed
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.data.templates.source import FoundTemplates, TemplateSource
+from evodsp.data.templates.source import FoundTemplates
 from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.residues import CA
-from evodsp.printing import logger
 
 COPIES = "copies_"
 """The beginning of the names of these entries, by which `evodsp.losses.permutation` knows them; it cannot be imported here."""
@@ -60,16 +54,20 @@ class ComplexRecord:
     templates: Mapping[str, FoundTemplates] = field(default_factory=dict)
     """The templates of each sequence; empty without a source of templates."""
 
+    max_rows: int | None = None
+    """At most this many rows of the merged MSA are used, a new random sample of them each time; None: all."""
+
     @classmethod
     def of(
         cls,
-        assembly: Assembly,
-        merged: MergedMsa,
+        parsed: Parsed,
+        templates: Mapping[str, FoundTemplates],
         assumed_resolution: float | None = None,
-        templates: Mapping[str, FoundTemplates] | None = None,
+        max_rows: int | None = None,
     ) -> ComplexRecord:
-        """`merged`: of the chains of the assembly. `assumed_resolution`: see `load_record`. `templates`: of each sequence."""
-        chains = [assembly.chains[place] for place in merged.order()]
+        """The record of one or several chains. Other arguments: see `ChainRecord.of`."""
+        merged = merge(parsed.chains)
+        chains = [parsed.assembly.chains[place] for place in merged.order()]
         labels = [chain_labels(chain, encode_sequence(chain.sequence), assumed_resolution) for chain in chains]
         by_chain = {name: [own[name] for own in labels] for name in labels[0] if name not in SCALAR_LABELS}
         joined = {name: torch.cat(own) for name, own in by_chain.items()}
@@ -86,7 +84,7 @@ class ComplexRecord:
             entity, copies = entity[:0], {name: label[:0, :0] for name, label in copies.items()}
         named = {f"{COPIES}{name}": label for name, label in copies.items()} | {f"{COPIES}entity": entity}
         scalars = {"resolution": labels[0]["resolution"]}
-        return cls(merged, tuple(map(len, chains)), joined | scalars, named, templates or {})
+        return cls(merged, tuple(map(len, chains)), joined | scalars, named, templates, max_rows)
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +105,10 @@ class ComplexRecord:
             crop = contiguous_crop(self.lengths, size, draws)
         if drawing.training:
             clamped = bool(draws.at("clamp").uniform(1)[0] < config.clamp_fape_fraction)
-        features = complex_features(self.merged, config, draws, drawing.cycles, crop, self._templates(drawing))
+        merged = self.merged
+        if (rows := sampled_rows(len(merged.msa), self.max_rows, draws)) is not None:
+            merged = merged.of_rows(rows)
+        features = complex_features(merged, config, draws, drawing.cycles, crop, self._templates(drawing))
         sample = {name: torch.from_numpy(values) for name, values in features.items()}
         sample |= cropped(self.labels, crop, size or total)
         sample |= {name: values.clone() for name, values in self.copies.items()}  # the record is cached
@@ -129,46 +130,3 @@ def in_any_copy(exists: Float[Tensor, "C L k"], entity: Int32[Tensor, " C"]) -> 
     """1 where any chain of the same sequence has the part, else 0."""
     same = (entity[:, None] == entity).to(exists.dtype)
     return ((same @ exists.flatten(1)) > 0).view(exists.shape).to(exists.dtype)
-
-
-def load_complex(
-    source: ComplexFiles | ComplexStore,
-    key: str,
-    templates: TemplateSource | None = None,
-    assumed_resolution: float | None = None,
-) -> ComplexRecord:
-    """The complex `key`, an entry, and the templates of its chains if their source is given. `assumed_resolution`: see
-    `load_record`. Raises UserError as `ComplexFiles.parsed` and `find_templates` do."""
-    parsed = source.parsed(key, with_hits=templates is not None and templates.reads_hits)
-    found = {} if templates is None else find_templates(templates, parsed)
-    for of_chain in found.values():
-        logger(__name__).info("templates of %s", of_chain.log_line)
-    return ComplexRecord.of(parsed.assembly, merge(parsed.chains), assumed_resolution, found)
-
-
-class ComplexDataset(RecordDataset):
-    """Samples of complexes. A key is an entry, whose assembly the source reads. `assumed_resolution`: see `load_record`.
-
-    If `max_templates` is above 0 samples have as many templates, of each chain a random number of random ones in training,
-    otherwise the best. `templates` finds them; without it all of them are absent.
-    """
-
-    def __init__(
-        self,
-        source: ComplexFiles | ComplexStore,
-        keys: Sequence[str],
-        config: FeatureConfig,
-        seed: int,
-        training: bool,
-        batch_group: int = 1,
-        cache_bytes: int = 1 << 30,
-        templates: TemplateSource | None = None,
-        choice: ChainChoice | None = None,
-        assumed_resolution: float | None = None,
-    ) -> None:
-        super().__init__(keys, config, seed, training, batch_group, cache_bytes, choice)
-        self.source, self.assumed_resolution = source, assumed_resolution
-        self.templates = templates if config.max_templates else None
-
-    def _load(self, key: str) -> Record:
-        return load_complex(self.source, key, self.templates, self.assumed_resolution)

@@ -1,0 +1,62 @@
+"""Opening records: files in two folders, or a feature store, of single chains or of complexes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from evodsp.data.complexes.pairing import RULES, RuleName, say_query_paired
+from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.complex_index import ComplexIndex
+from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
+from evodsp.errors import UserError
+
+Records = ChainFiles | ComplexFiles | FeatureStore
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What a key stands for; for complexes also the assembly that is read and the rule by which rows are paired."""
+
+    kind: Kind = CHAINS
+    assembly: str | None = "1"
+    pairing: RuleName = "species"
+
+
+def open_files(
+    alignment_dir: str | Path,
+    structure_dir: str | Path,
+    index: str | Path | None = None,
+    unit: Unit = Unit(),
+    min_plddt: float | None = None,
+    warn: Callable[[str, str], None] = say_query_paired,
+) -> ChainFiles | ComplexFiles:
+    """The records in two folders. `index`: of both. Other arguments: see `ChainFiles` and `ComplexFiles`.
+
+    Raises UserError if a folder or the index is missing, or if the index is of another unit.
+    """
+    if unit.kind == CHAINS:
+        of_chains = None if index is None else ChainIndex(index)
+        return ChainFiles(alignment_dir, structure_dir, of_chains, min_plddt)
+    of_complexes = None if index is None else ComplexIndex(index)
+    rule = RULES[unit.pairing]
+    return ComplexFiles(alignment_dir, structure_dir, unit.assembly, rule, of_complexes, warn, min_plddt)
+
+
+def open_store(address: str, unit: Unit = Unit(), warn: Callable[[str, str], None] = say_query_paired) -> FeatureStore:
+    """The feature store at an address. Raises UserError if there is none, or if it was built of another unit than the run's."""
+    store = FeatureStore(address, unit.kind, warn)
+    if unit.kind == COMPLEXES:
+        names = (("assembly", store.assembly, unit.assembly), ("pairing", store.plan["pairing"], unit.pairing))
+        for name, built, wanted in names:
+            if built != wanted:
+                shown, asked = ("null" if value is None else value for value in (built, wanted))
+                raise UserError(
+                    f"data.store is {address}, built with --{name} {shown}, but data.{name} is {asked}; set it to {shown}, "
+                    f"or build a store with --{name} {asked}"
+                )
+    return store

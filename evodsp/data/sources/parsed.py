@@ -1,0 +1,133 @@
+"""The joined content of the files of a record: the chains of an assembly, their MSAs, and the hits of their template searches.
+
+A single chain is an assembly of one. Samples are made of such records (`evodsp.data.samples`), wherever they come from: files
+that are parsed now (`joined_parts`), or a feature store in which they were kept (`evodsp.data.sources.feature_store`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+from evodsp.data.complexes.merging import ChainMsas
+from evodsp.data.complexes.pairing import PairingRule, rows_for_pairing, say_query_paired
+from evodsp.data.records import Alignment, Assembly, Chain, ProteinSequence
+from evodsp.data.sources.missing_residues import with_missing_residues
+from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.sources.query_check import QueryMismatch, matched_alignments, matched_hits
+from evodsp.data.sources.store import Kind
+from evodsp.data.templates.hits import TemplateHit
+from evodsp.geometry.alphabet import encode
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """An assembly and the MSAs of its chains, in the same order.
+
+    `hits`: by sequence, the hits of its template searches, in the order of the files; empty if they were not asked for.
+    """
+
+    assembly: Assembly
+    chains: tuple[ChainMsas, ...]
+    hits: Mapping[str, tuple[TemplateHit, ...]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A source of records for samples: files, or a feature store."""
+
+    @property
+    def kind(self) -> Kind:
+        """What a key stands for."""
+
+    def parsed(self, key: str, with_hits: bool = False) -> Parsed:
+        """The record, with the hits of template searches if they are wanted. Raises UserError if a part cannot be read, or if
+        its parts have different sequences."""
+
+
+@runtime_checkable
+class Searches(Protocol):
+    """Alignments and template hits by chain key; `evodsp.data.sources.chain_files.ChainFiles` reads them from files."""
+
+    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
+        """The alignments of the chain, in the order in which they are merged. `query`: the chain's sequence."""
+
+    def alignments_for_pairing(self, key: str, query: ProteinSequence, reads: Callable[[str], bool]) -> list[Alignment]:
+        """The alignments whose rows are paired with those of other chains; `reads` tells them by the names of their files."""
+
+    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
+        """The hits of the chain's template searches."""
+
+
+@dataclass(frozen=True)
+class Searched:
+    """A chain of an assembly, and the key under which its searches are found."""
+
+    query: ProteinSequence
+    owner: str
+
+
+def joined_parts(
+    searches: Searches,
+    assembly: Assembly,
+    searched: Sequence[Searched],
+    with_hits: bool,
+    rule: PairingRule | None = None,
+    warn: Callable[[str, str], None] = say_query_paired,
+) -> Parsed:
+    """The record of an assembly. `searched`: for each of its sequences one of its chains. `rule`: the one by which rows are
+    paired; None: no rows are. `warn`: is told of chains without rows for pairing, and what such rows are.
+
+    Without alignments the MSA is the query alone. Of chains of which the file lists no sequence, the residues that are missing
+    are those of the alignments' first row. Raises UserError if a part is missing or broken, or if a structure and its
+    alignments have different sequences.
+    """
+    chains = list(assembly.chains)
+    msas: dict[str, ChainMsas] = {}
+    hits: dict[str, tuple[TemplateHit, ...]] = {}
+    for one in searched:
+        places = [place for place, chain in enumerate(assembly.chains) if chain.sequence == one.query.letters]
+        own, found = _completed([chains[place] for place in places], searches, one)
+        for place, chain in zip(places, own, strict=True):
+            chains[place] = chain
+        query = replace(one.query, letters=own[0].sequence, alternatives=own[0].alternatives)
+        pairing = None
+        if rule is not None:
+            rows = matched_alignments(searches.alignments_for_pairing(one.owner, query, rule.reads), query)
+            pairing = rows_for_pairing(rows, rule, one.owner, warn)
+        msas.setdefault(query.letters, ChainMsas(query, msa_of(found, query), pairing))
+        if with_hits:
+            hits.setdefault(query.letters, matched_hits(searches.template_hits(one.owner, query), query))
+    named = zip(assembly.names, chains, strict=True)
+    of_chains = (replace(msas[chain.sequence], query=ProteinSequence(name, chain.sequence)) for name, chain in named)
+    return Parsed(replace(assembly, chains=tuple(chains)), tuple(of_chains), hits)
+
+
+def parse_chain(searches: Searches, key: str, chain: Chain, with_hits: bool) -> Parsed:
+    """The record of a single chain, whose name in it is its key. Raises UserError as `joined_parts` does."""
+    return joined_parts(searches, Assembly.of_chain(key, chain), [Searched(chain.query(key), key)], with_hits)
+
+
+def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatures:
+    """The MSA of a chain; without alignments the query alone."""
+    return merge_alignments(alignments) if alignments else query_only(encode(query.letters))
+
+
+def _completed(chains: list[Chain], searches: Searches, one: Searched) -> tuple[list[Chain], list[Alignment]]:
+    """Chains of one sequence, with the residues that only their alignments know, and these alignments."""
+
+    def alignments(query: ProteinSequence) -> list[Alignment]:
+        return matched_alignments(searches.alignments(one.owner, query), query)
+
+    try:
+        return chains, alignments(one.query)
+    except QueryMismatch as mismatch:
+        if mismatch.found is None or any(chain.breaks is None for chain in chains):
+            raise
+        whole = [filled for chain in chains if (filled := with_missing_residues(chain, mismatch.found)) is not None]
+        if len(whole) < len(chains):
+            found = "the structure file lists no sequence, and its chain is not this row with some residues missing"
+            raise QueryMismatch(f"{mismatch} ({found})") from mismatch
+    query = replace(one.query, letters=whole[0].sequence, alternatives=whole[0].alternatives)
+    return whole, alignments(query)
