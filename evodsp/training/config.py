@@ -96,7 +96,8 @@ class TrainingConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """A self-distillation set (supplement 1.3): predicted structures that are trained on too; null folders for none."""
+    """A self-distillation set (supplement 1.3): predicted structures that are trained on too; null folders for none. For a
+    multimer its keys are entries, as those of the other samples: a predicted chain is an entry of one chain."""
 
     RESUME: ClassVar[str] = "applied"
 
@@ -165,8 +166,8 @@ class DataConfig:
     test_chains: str | list[str] | None = field(default=None, metadata={"resume": "free"})
     """Chains that `evodsp test` scores, in the same form; null takes the validation chains."""
     chain_data_cache: str | None = None
-    """OpenFold's chain_data_cache.json, from which filters and sampling weights know the training chains. null: they know them
-    from the index, and filters without an index from the chains' files."""
+    """OpenFold's chain_data_cache.json, from which filters and sampling weights know the training chains, or the chains of
+    complexes. null: they know them from the index, and filters without an index from the chains' files."""
     filters: FilterConfig = field(default_factory=FilterConfig)
     """Which training chains are left out. They apply if one of them is not the default, if chain_data_cache is given, or if
     sampling is alphafold2."""
@@ -264,7 +265,6 @@ def check_templates(model: ModelConfig, data: DataConfig) -> None:
             raise UserError(f"{where} {features.max_templates}; set it to 0, or model.templates.enabled to true")
 
 
-_OF_CHAINS = ("data.chain_data_cache", "data.distillation")
 _OF_COMPLEXES = (
     "data.assembly",
     "data.pairing",
@@ -274,11 +274,12 @@ _OF_COMPLEXES = (
 
 
 def check_samples(model: ModelConfig, data: DataConfig) -> None:
-    """Raise UserError if a setting is given that samples of the model's arrangement do not have: it would be ignored."""
-    ignored = {"monomer": _OF_COMPLEXES, "multimer": _OF_CHAINS}[model.arrangement]
+    """Raise UserError if a setting of complexes is given for a model of single chains: it would be ignored."""
+    if model.arrangement == "multimer":
+        return
     defaults = dict(leaves(DataConfig(), "data"))
     for name, value in leaves(data, "data"):
-        if name.startswith(ignored) and value != defaults[name]:
+        if name in _OF_COMPLEXES and value != defaults[name]:
             raise UserError(
                 f"{name} is {value}, but model.arrangement is {model.arrangement}, whose samples do not have it; leave {name} "
                 "out, or choose another arrangement"

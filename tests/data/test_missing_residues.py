@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evodsp.data.complexes.merging import merge
+from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.query_check import QueryMismatch
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
+from tests.builders.backbone import chain, pdb_text
 from tests.builders.missing_residues import NAMES, SEEN, WHOLE, write
 
 
@@ -31,6 +34,24 @@ def test_missing_residues_are_those_of_the_alignment(tmp_path: Path) -> None:
     np.testing.assert_array_equal(parsed.assembly.chains[0].positions[list(SEEN)], alone.positions)
     assert parsed.assembly.chains[0].residue_number[list(SEEN)].tolist() == alone.residue_number.tolist()
     assert parsed.chains[0].msa.msa.shape[1] == len(WHOLE)
+
+
+def test_missing_residues_of_a_complex(tmp_path: Path) -> None:
+    """Catches a complex of the lab's refinement whose chains lack the residues that their alignments have, and copies of
+    a chain that lack different ones."""
+    copies = {"A": SEEN, "B": (1, 2, 3, 4, 7, 8)}
+    residues = [
+        chain(NAMES, chain=name, row=row)[place] for row, (name, seen) in enumerate(copies.items()) for place in seen
+    ]
+    (tmp_path / "y.pdb").write_text(pdb_text(residues))
+    for name in copies:
+        (own := tmp_path / "a" / f"y_{name}").mkdir(parents=True)
+        (own / "hits.a3m").write_text(f">101\n{WHOLE}\n>hit\n{WHOLE[:-1]}-\n")
+    parsed = ComplexFiles(tmp_path / "a", tmp_path).parsed("y")
+    assert [chain.sequence for chain in parsed.assembly.chains] == [WHOLE, WHOLE]
+    for own, seen in zip(parsed.assembly.chains, copies.values(), strict=True):
+        assert np.flatnonzero(~own.is_missing).tolist() == list(seen)
+    assert merge(parsed.chains).msa.shape == (2, 2 * len(WHOLE))
 
 
 def test_a_listed_sequence_stays(tmp_path: Path) -> None:

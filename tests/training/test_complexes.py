@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+import gemmi
 import pytest
 import torch
 
@@ -13,16 +15,19 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.data.complexes.pairing import BY_ENTRY
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.samples.dataset import SampleDataset
+from evodsp.data.samples.sampling import DISTILLED
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, DistillationConfig, check_samples
+from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.scores import known_scores, mean_scores, score, score_table
 from evodsp.weights.checkpoint import read_checkpoint
-from tests.builders.complex_files import write_complex, write_shortened
+from tests.builders.complex_files import STRUCTURES, write_complex, write_shortened
 from tests.builders.random_outputs import leaves_of, output_of
 
 CONFIG = """
@@ -162,24 +167,101 @@ def test_scores_of_interfaces() -> None:
     assert " - " in f"{score_table(rows).splitlines()[2]} "
 
 
-CHAINS, COMPLEXES = ModelConfig(), ModelConfig(arrangement="multimer")
-
-
 @pytest.mark.parametrize(
-    ("model", "setting", "given"),
+    ("setting", "given"),
     [
-        (COMPLEXES, "chain_data_cache", {"chain_data_cache": "x"}),
-        (COMPLEXES, "distillation.store", {"distillation": DistillationConfig(store="x")}),
-        (CHAINS, "pairing", {"pairing": "entry"}),
-        (CHAINS, "assembly", {"assembly": None}),
-        (CHAINS, "train.spatial_crop_fraction", {"train": FeatureConfig(spatial_crop_fraction=0.3)}),
+        ("pairing", {"pairing": "entry"}),
+        ("assembly", {"assembly": None}),
+        ("train.spatial_crop_fraction", {"train": FeatureConfig(spatial_crop_fraction=0.3)}),
     ],
 )
-def test_settings_that_samples_do_not_have(model: ModelConfig, setting: str, given: dict[str, Any]) -> None:
-    """Catches a setting that a run on complexes, or on single chains, ignores without a word."""
-    check_samples(model, DataConfig())
-    with pytest.raises(UserError, match=rf"data\.{setting} is .*{model.arrangement}"):
-        check_samples(model, DataConfig(**given))
+def test_settings_that_samples_do_not_have(setting: str, given: dict[str, Any]) -> None:
+    """Catches a setting of complexes that a run on single chains ignores without a word."""
+    check_samples(ModelConfig(), DataConfig())
+    check_samples(ModelConfig(arrangement="multimer"), DataConfig(**given))
+    with pytest.raises(UserError, match=rf"data\.{setting} is .*monomer"):
+        check_samples(ModelConfig(), DataConfig(**given))
+
+
+UNSURE = 10
+
+
+def predictions(folder: Path) -> DistillationConfig:
+    """Predicted structures of 1abc, with the first residues of its chain A below a pLDDT of 50, and of s001, a single chain."""
+    folder.mkdir()
+    alignments, structures = write_complex(folder)
+    (structures / "s001.cif").write_bytes((STRUCTURES / "s001.cif").read_bytes())
+    (own := alignments / "s001_A").mkdir()
+    letters = read_structure(structures / "s001.cif").chains["A"].sequence
+    (own / "family.a3m").write_text("".join(f">row{n}\n{'W' * n}{letters[n:]}\n" for n in range(8)))
+    for entry in ("1abc", "s001"):
+        model = gemmi.read_structure(str(structures / f"{entry}.cif"))
+        for chain in model[0]:
+            for number, residue in enumerate(chain):
+                for atom in residue:
+                    atom.b_iso = 49.0 if entry == "1abc" and chain.name == "A" and number < UNSURE else 90.0
+        model.make_mmcif_document().write_file(str(structures / f"{entry}.cif"))
+    return DistillationConfig(str(alignments), str(structures), fraction=0.5, max_msa_rows=4)
+
+
+def test_a_multimer_trains_on_predictions_too(
+    data: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches predicted complexes, or single chains among them, that a multimer does not take; residues of a low pLDDT that are
+    learnt from; rows above the limit; and a store of them that gives other samples."""
+    of_files = predictions(tmp_path / "predicted")
+    roots = [f"--{name}={getattr(of_files, name)}" for name in ("alignment_dir", "structure_dir")]
+    store = tmp_path / "store"
+    built = ["--complexes=true", "--min_plddt=50", "--workers=1", f"--output={store}"]
+    assert main(["data", "build", *roots, *built]) == 0
+    features = FeatureConfig(crop_size=None, msa_clusters=4, extra_msa=4, recycles=0)
+    names, both = [f"{DISTILLED}1abc", f"{DISTILLED}s001"], []
+    for given in (of_files, DistillationConfig(store=str(store), fraction=0.5, max_msa_rows=4)):
+        found = find_chains(dataclasses.replace(data, train=features, distillation=given), arrangement="multimer")
+        assert found.distilled == names
+        samples = ChainDataModule(dataclasses.replace(data, train=features), found)._samples(["1abc"], features, True)
+        both.append([samples.make(3, name) for name in names])
+    for one, other in zip(*both, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    of_complex, of_chain = both[0]
+    ca = of_complex["all_atom_mask"][:, CA]
+    assert not ca[:UNSURE].any()
+    assert ca[UNSURE : 2 * UNSURE].all()
+    assert of_chain["asym_id"].unique().tolist() == [1]
+    assert [int(sample["msa_sizes"][0]) for sample in both[0]] == [4, 4]
+    folders = (f"--data.distillation.{name}={getattr(of_files, name)}" for name in ("alignment_dir", "structure_dir"))
+    assert main(words(tmp_path, "run", *folders, "--data.distillation.fraction=1.0", "--trainer.max_steps=1")) == 0
+    capsys.readouterr()
+    unmasked = tmp_path / "unmasked"
+    assert main(["data", "build", *roots, "--complexes=true", "--workers=1", f"--output={unmasked}"]) == 0
+    given = DistillationConfig(store=str(unmasked))
+    with pytest.raises(UserError, match=r"was built without --min_plddt"):
+        find_chains(dataclasses.replace(data, distillation=given), arrangement="multimer")
+
+
+def test_filters_and_weights_of_complexes_from_a_cache(data: DataConfig, tmp_path: Path) -> None:
+    """Catches a cache of chains whose facts do not reach their entries, and entries that are drawn as often as chains."""
+    facts = {"release_date": "2001-01-01", "resolution": 2.0, "seq": "ACDE"}
+    cache = {
+        "1abc_A": {**facts, "cluster_size": 2},
+        "1abc_B": {**facts, "cluster_size": 2},
+        "1abc_C": {**facts, "cluster_size": 4},
+        "2abc_A": {**facts, "resolution": 9.5, "cluster_size": 1},
+        "3abc_A": {**facts, "cluster_size": -1},
+    }
+    (tmp_path / "cache.json").write_text(json.dumps(cache))
+    for entry in ("2abc", "3abc"):
+        (Path(data.structure_dir) / f"{entry}.cif").write_bytes((Path(data.structure_dir) / "1abc.cif").read_bytes())
+        (own := Path(data.alignment_dir) / f"{entry}_A").mkdir()
+        (own / "family.a3m").write_text(">a\nACDE\n")
+    settings = dataclasses.replace(data, chain_data_cache=str(tmp_path / "cache.json"), sampling="alphafold2")
+    settings = dataclasses.replace(settings, train_chains=["1abc", "2abc", "3abc"], max_quarantined=2)
+    found = find_chains(settings, quarantined={"3abc"}, arrangement="multimer")
+    assert found.train == ["1abc", "3abc"]
+    assert found.weights is not None
+    # 1/2 + 1/2 + 1/4, and 1/5: five chains have the sequence of the one without a cluster.
+    assert found.weights.tolist() == pytest.approx([1.25, 0.2])
 
 
 def test_settings_that_reach_samples_of_complexes(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ chains.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from evodsp.data.index.chain_table import ChainTable, PackedTexts
 from evodsp.data.index.column_folder import Format, Index, Source, fitting_parts, within, write_columns
+from evodsp.data.index.metadata import frequencies_of_entries
 from evodsp.errors import UserError
 
 FORMAT = Format(
@@ -107,17 +107,9 @@ class ComplexIndex(Index):
         return FORMAT.options + unit
 
     def frequencies(self) -> Float64[np.ndarray, " n"]:
-        """AlphaFold-Multimer draws chains, each as often as 1 / the size of its cluster, and takes the whole entry: the
-        frequency of an entry is the sum over its chains.
-
-        Where no cluster is known, the chains of one sequence are a cluster.
-        """
-        content, sizes = self.content, self.content.chain_clusters.astype(np.float64)
-        letters = content.chain_sequences[:]
-        alike = Counter(letters)
-        sizes = np.where(sizes > 0, sizes, [alike[one] for one in letters])
-        sums = np.concatenate([[0.0], np.cumsum(1 / sizes)])
-        return np.diff(sums[content.first_chains])
+        """See `Index` and `frequencies_of_entries`."""
+        content = self.content
+        return frequencies_of_entries(content.chain_sequences[:], content.chain_clusters, content.first_chains)
 
     def complex(self, row: int) -> ListedComplex:
         """The chains of an entry; none if its structure could not be read."""

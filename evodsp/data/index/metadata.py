@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Float64, Int64
 
 from evodsp.data.formats.mmcif import Header, read_header
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, day_of
@@ -96,6 +96,52 @@ def cached_table(path: str | Path) -> ChainTable:
         raise FileFormatError(path, f"no chain in this chain_data_cache; {_FIX}")
     keys = sorted(facts)
     return table_of(keys, [facts[key] for key in keys])
+
+
+def cached_entries(path: str | Path) -> tuple[ChainTable, Float64[np.ndarray, " n"]]:
+    """The entries of `chain_data_cache.json`, each with all of its chains, and how often they are drawn
+    (`frequencies_of_entries`).
+
+    An entry has the length and the residues of all chains, the smallest cluster, and the other facts of its first chain.
+    Raises FileFormatError for an entry of another format, or if there is none.
+    """
+    cached_table(path)
+    chains = read_chain_cache(Path(path))
+    of_entry: dict[str, list[ChainFacts]] = {}
+    for key in sorted(chains):
+        of_entry.setdefault(split_key(key)[0], []).append(chains[key])
+    keys = sorted(of_entry)
+    facts = [
+        replace(
+            of_entry[key][0],
+            sequence="".join(one.sequence for one in of_entry[key]),
+            cluster_size=smallest_cluster(one.cluster_size for one in of_entry[key]),
+        )
+        for key in keys
+    ]
+    all_chains = [one for key in keys for one in of_entry[key]]
+    first = np.cumsum([0, *(len(of_entry[key]) for key in keys)])
+    sizes = np.array([one.cluster_size for one in all_chains], np.int64)
+    return table_of(keys, facts), frequencies_of_entries([one.sequence for one in all_chains], sizes, first)
+
+
+def smallest_cluster(sizes: Iterable[int]) -> int:
+    """The smallest of some clusters; UNKNOWN_CLUSTER if none is known."""
+    return min((size for size in sizes if size != UNKNOWN_CLUSTER), default=UNKNOWN_CLUSTER)
+
+
+def frequencies_of_entries(
+    letters: Sequence[str], sizes: Int64[np.ndarray, " m"], first: Int64[np.ndarray, " n_plus_1"]
+) -> Float64[np.ndarray, " n"]:
+    """How often entries are drawn, in any unit, given the sequence and the cluster of each of their chains. `first`: the chains
+    of entry i are those from first[i] to first[i + 1].
+
+    AlphaFold-Multimer draws chains, each as often as 1 / the size of its cluster, and takes the whole entry: the frequency of
+    an entry is the sum over its chains. Where no cluster is known, the chains of one sequence are a cluster.
+    """
+    alike = Counter(letters)
+    known = np.where(sizes > 0, sizes, [alike[one] for one in letters]).astype(np.float64)
+    return np.diff(np.concatenate([[0.0], np.cumsum(1 / known)])[first])
 
 
 def table_of(keys: Sequence[str], facts: Sequence[ChainFacts]) -> ChainTable:

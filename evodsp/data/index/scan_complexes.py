@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from evodsp.data.formats.mmcif import read_assembly, read_header
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, PackedTexts, day_of
+from evodsp.data.index.chain_table import PackedTexts, day_of
 from evodsp.data.index.complex_index import ComplexColumns, write_complexes
 from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.metadata import (
@@ -25,6 +25,7 @@ from evodsp.data.index.metadata import (
     EntityClusters,
     are_entities,
     read_sets,
+    smallest_cluster,
     table_of,
 )
 from evodsp.data.index.parts import Parts, sources_of
@@ -74,7 +75,7 @@ def make_complex_index(config: IndexConfig) -> int:
     keys = PackedTexts.of(entries)
     sizes = _cluster_sizes(found, clusters, by_entity)
     facts = [
-        ChainFacts("".join(one["sequences"]), one["resolution"], one["release_day"], _smallest(of_chains))
+        ChainFacts("".join(one["sequences"]), one["resolution"], one["release_day"], smallest_cluster(of_chains))
         for one, of_chains in zip(found, sizes, strict=True)
     ]
     content = _columns(tasks, found, aligned, lenders, sizes)
@@ -146,11 +147,6 @@ def _cluster_sizes(found: list[dict[str, Any]], clusters: list[list[str]], by_en
         return [[next(sizes) for _ in one["keys"]] for one in found]
     of_chain = ClusterSizes(clusters)
     return [[of_chain.of(key) for key in one["keys"]] for one in found]
-
-
-def _smallest(sizes: list[int]) -> int:
-    """The smallest cluster; UNKNOWN_CLUSTER if none is known."""
-    return min((size for size in sizes if size != UNKNOWN_CLUSTER), default=UNKNOWN_CLUSTER)
 
 
 def _columns(

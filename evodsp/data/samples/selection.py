@@ -18,14 +18,14 @@ from jaxtyping import Float, Float64
 from evodsp.config import FilterConfig, LossConfig, Sampling
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import ChainTable
-from evodsp.data.index.metadata import ChainFacts, cached_table, table_of
+from evodsp.data.index.metadata import ChainFacts, cached_entries, cached_table, table_of
 from evodsp.data.index.opening import open_index
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
 from evodsp.data.sources.layout import StructureListing
-from evodsp.data.sources.store import Lacking, Store
+from evodsp.data.sources.store import COMPLEXES, Lacking, Store
 from evodsp.errors import FileFormatError, UserError
 from evodsp.given_settings import Given
 from evodsp.printing import counted
@@ -154,6 +154,9 @@ class Selection:
         An index alone filters nothing: it may be there only to make a run start quickly.
         """
         if self.chain_data_cache is not None:
+            if store.kind == COMPLEXES:
+                table, frequencies = cached_entries(self.chain_data_cache)
+                return KnownChains(table, self.chain_data_cache, lambda: frequencies)
             table = cached_table(self.chain_data_cache)
             return KnownChains(table, self.chain_data_cache, table.frequencies)
         if not self.is_applied:
