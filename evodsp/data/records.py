@@ -11,13 +11,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import accumulate, islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float32, Int8, Int32, Integer
 
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import GAP
+
+Kind = Literal["chains", "complexes"]
+CHAINS: Kind = "chains"
+COMPLEXES: Kind = "complexes"
+KINDS = (CHAINS, COMPLEXES)
+"""What a key stands for: a single chain, or the chains of an entry's assembly. A feature store's table has this name."""
+ONE_OF: dict[Kind, str] = {CHAINS: "chain", COMPLEXES: "complex"}
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jaxtyping import Float64
 
 from evodsp.config import ArrangementName
 from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.index.column_folder import Index
-from evodsp.data.index.complex_index import ComplexIndex
+from evodsp.data.index.data_index import DataIndex
+from evodsp.data.records import COMPLEXES
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
 from evodsp.data.samples.samples import KIND_OF, Samples
 from evodsp.data.samples.sampling import DISTILLED
@@ -38,7 +38,7 @@ from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.opening import Records, Unit, open_files, open_store
-from evodsp.data.sources.store import COMPLEXES, Lacking, Store
+from evodsp.data.sources.store import Lacking, Store
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
@@ -154,7 +154,7 @@ def open_samples(config: DataConfig, arrangement: ArrangementName = "monomer") -
     else:
         store, templates = _built_store(config, config.store, unit)
         if config.index is not None and unit.kind == COMPLEXES:
-            ComplexIndex(config.index).check_assembly(unit.assembly)
+            DataIndex(config.index, COMPLEXES).check_assembly(unit.assembly)
     return Samples(store, templates, open_distillation(config, templates, unit))
 
 
@@ -316,7 +316,7 @@ def _check_folders(config: DataConfig) -> None:
 
 
 def _template_source(
-    config: DataConfig, files: ChainFiles | StructureFolder, index: Index | None = None
+    config: DataConfig, files: ChainFiles | StructureFolder, index: DataIndex | None = None
 ) -> TemplateSource | None:
     """The source of templates; None if the settings name none. `files`: knows the sequences of chains. Raises UserError that
     names the setting."""

@@ -17,7 +17,7 @@ import torch
 
 from evodsp.data.formats.mmcif import read_chain, read_confidence, read_header, read_structure
 from evodsp.data.formats.obsolete import parse_obsolete
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import cached_table, read_entry_cache, read_sets
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.selection import chain_list
@@ -106,7 +106,7 @@ def subjects(work: Path) -> list[Subject]:
         Subject("chain cache", [seeds.first_entries("chain_data_cache.json")], (each(cached_table), _release_date)),
         Subject("entry cache", [seeds.first_entries("mmcif_cache.json")], (each(read_entry_cache), _release_date)),
         Subject("alignment database", [{"x.index": json.dumps(database).encode(), "a.db": a3m + sto}], (_database,)),
-        Subject("index", [_files(index)], (lambda f: _index(f, work), lambda f: ChainIndex(f).check())),
+        Subject("index", [_files(index)], (lambda f: _index(f, work), lambda f: DataIndex(f).check())),
         Subject("store", [_files(store)], (_store,)),
         Subject("record", _records(store), (each(_record),)),
         Subject("quarantine", [{"q.jsonl": quarantine}], (each(read_quarantine),)),
@@ -226,7 +226,7 @@ def _database(folder: Path) -> None:
 
 
 def _index(folder: Path, work: Path) -> None:
-    index = ChainIndex(folder)
+    index = DataIndex(folder)
     _ = index.sources, index.obsolete, index.command, index.has_alignments(), index.stale_sources()
     store = ChainFiles(work / "alignments", DATA / "mmcif_files", index)
     for key in store.keys()[:3]:

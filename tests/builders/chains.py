@@ -6,9 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.records import CHAINS, Alignment, Chain, ProteinSequence
 from evodsp.data.sources.parsed import Parsed, parse_chain
-from evodsp.data.sources.store import CHAINS
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry import residues
 from evodsp.geometry.alphabet import encode_sequence

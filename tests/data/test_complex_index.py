@@ -14,8 +14,8 @@ from evodsp.config import FilterConfig
 from evodsp.data.building.command import build
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.index.chain_index import ChainIndex
-from evodsp.data.index.complex_index import ComplexIndex
+from evodsp.data.index.data_index import DataIndex
+from evodsp.data.records import COMPLEXES
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
@@ -30,11 +30,11 @@ def folders(tmp_path: Path) -> Folders:
     return write_complex(tmp_path)
 
 
-def index_of(folders: Folders, *options: str) -> ComplexIndex:
+def index_of(folders: Folders, *options: str) -> DataIndex:
     output = folders[0].parent / "index"
     where = [f"--alignment_dir={folders[0]}", f"--structure_dir={folders[1]}", f"--output={output}"]
     assert main(["data", "index", "--complexes=true", "--workers=0", "--overwrite=true", *where, *options]) == 0
-    return ComplexIndex(output)
+    return DataIndex(output, COMPLEXES)
 
 
 def another(folders: Folders, entry: str, *chains: str) -> Path:
@@ -55,12 +55,12 @@ def test_what_it_says_of_each_entry(folders: Folders, capsys: pytest.CaptureFixt
     clusters = folders[0].parent / "clusters.txt"
     clusters.write_text("1abc_A 8abc_A 9abc_A\n1abc_C 9abc_C\n")
     index = index_of(folders, f"--cluster_file={clusters}")
-    first = index.complex(index.row("1abc"))
-    assert (first.names, first.alignments) == (("A", "B", "C"), ("1abc_A", "1abc_A", "1abc_C"))
+    first = index.chains(index.row("1abc"))
+    assert (first.names, first.owners) == (("A", "B", "C"), ("1abc_A", "1abc_A", "1abc_C"))
     assert list(first.entities.values()) == [2, 1]
     assert index.table.lengths[0] == sum(map(len, first.sequences)) > 100
     assert index.table.cluster_sizes.tolist() == [2, -1, -1, -1], "the smallest of its chains"
-    problems = dict(zip(index.keys, index.problems, strict=True))
+    problems = dict(zip(index.keys, index.content.problems, strict=True))
     assert (problems["1abc"], problems["2abc"]) == ("", "no alignments of 2abc_C")
     assert all(f"{entry}.cif:" in problems[entry] for entry in ("3abc", "4abc"))
     assert ComplexFiles(*folders, index=index).keys() == ["1abc", "3abc", "4abc"]
@@ -91,7 +91,7 @@ def test_identical_chains_lend_their_alignments(folders: Folders) -> None:
     same = folders[0].parent / "duplicates.txt"
     same.write_text("1abc_A 2abc_B\n1abc_C 2abc_C\n")
     index = index_of(folders, f"--duplicates={same}")
-    assert index.complex(index.row("2abc")).alignments == ("1abc_A", "1abc_A", "1abc_C")
+    assert index.chains(index.row("2abc")).owners == ("1abc_A", "1abc_A", "1abc_C")
     lent = ComplexFiles(*folders, index=index).parsed("2abc")
     assert [len(chain.msa.msa) for chain in lent.chains] == [3, 3, 3]
 
@@ -102,8 +102,8 @@ def test_a_complex_with_alignments_borrows_none(folders: Folders) -> None:
     same = folders[0].parent / "duplicates.txt"
     same.write_text("1abc_A 2abc_A\n1abc_A 2abc_B\n1abc_C 2abc_C\n")
     index = index_of(folders, f"--duplicates={same}")
-    assert index.complex(index.row("1abc")).alignments == ("1abc_A", "1abc_A", "1abc_C")
-    assert index.complex(index.row("2abc")).alignments == ("2abc_A", "2abc_A", "1abc_C")
+    assert index.chains(index.row("1abc")).owners == ("1abc_A", "1abc_A", "1abc_C")
+    assert index.chains(index.row("2abc")).owners == ("2abc_A", "2abc_A", "1abc_C")
 
 
 def test_files_that_the_index_contradicts(folders: Folders) -> None:
@@ -132,20 +132,19 @@ def test_an_index_of_something_else(folders: Folders) -> None:
     config = DataConfig(store=str(store), index=str(index.path), train_chains=["1abc"])
     with pytest.raises(UserError, match=r"an index of the asymmetric unit \(null\), but data.assembly is assembly 1"):
         find_chains(config, arrangement="multimer")
-    with pytest.raises(UserError, match="an index of chains, but of complexes; make it again"):
-        ChainIndex(index.path)
+    with pytest.raises(UserError, match="not an index of chains, but of complexes; make it again"):
+        DataIndex(index.path)
     chains = folders[0].parent / "chains"
     where = [f"--alignment_dir={folders[0]}", f"--structure_dir={folders[1]}", f"--output={chains}"]
     assert main(["data", "index", "--workers=0", *where]) == 0
     with pytest.raises(
-        UserError, match="of complexes, but of chains; make it again with 'evodsp data index --complexes"
+        UserError, match="not an index of complexes, but of chains; make it again with 'evodsp data index --complexes"
     ):
-        ComplexIndex(chains)
+        DataIndex(chains, COMPLEXES)
     assert main(["data", "index", "--assembly=2", *where, "--overwrite=true"]) == 2
-    assert (
-        main(["data", "index", "--complexes=true", f"--obsolete={folders[1] / '1abc.cif'}", *where, "--overwrite=true"])
-        == 2
-    )
+    cache = folders[0].parent / "cache.json"
+    cache.write_text("{}")
+    assert main(["data", "index", "--complexes=true", f"--mmcif_cache={cache}", *where, "--overwrite=true"]) == 2
 
 
 def test_chains_of_one_sequence_are_a_cluster_where_none_is_known(folders: Folders) -> None:
@@ -165,7 +164,6 @@ def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
     clusters = tmp_path / "clusters.txt"
     clusters.write_text("c001_A 9abc_A 8abc_A 7abc_A\nc002_A 9abc_B\nc003_A\n")
     index = index_of(folders, f"--cluster_file={clusters}")
-    assert index.content.methods[0] == "theoretical model"
     data = DataConfig(
         alignment_dir=str(folders[0]),
         structure_dir=str(folders[1]),
@@ -178,7 +176,7 @@ def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
     assert found.weights is not None
     # Chains of 4 and an unknown cluster, of 2 and an unknown one; both chains of an entry are of one sequence, or of their own.
     unknown = 1 / sum(
-        letters == index.complex(0).sequences[1] for row in range(3) for letters in index.complex(row).sequences
+        letters == index.chains(0).sequences[1] for row in range(3) for letters in index.chains(row).sequences
     )
     assert found.weights.tolist() == [1 / 4 + unknown, 1 / 2 + unknown]
     assert found.notes(Path("x")) == []

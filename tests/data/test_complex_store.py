@@ -17,10 +17,11 @@ from evodsp.data.building.command import build
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.complexes.pairing import BY_ENTRY
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.records import COMPLEXES
 from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.record_codec import decode_record, encode_record, packed, unpacked
-from evodsp.data.sources.store import COMPLEXES, Store
+from evodsp.data.sources.store import Store
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import FileFormatError, UserError
 from evodsp.training.chains import find_chains

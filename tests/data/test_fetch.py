@@ -17,7 +17,7 @@ import pytest
 from evodsp import download
 from evodsp.cli import main
 from evodsp.data import fetch
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.sources.chain_files import ChainFiles
 from tests.builders.builds import letters_of, write_chain
 from tests.builders.pages import ROOT
@@ -216,7 +216,7 @@ def test_from_nothing_to_fit(mirror: Path, tmp_path: Path, monkeypatch: pytest.M
     for words in fetches:
         assert main([*words[1:], "--base", str(mirror)]) == 0
     assert main(index[1:]) == 0
-    opened = ChainIndex("downloaded/index")
+    opened = DataIndex("downloaded/index")
     assert opened.table.cluster_sizes[opened.row(KEY)] == 1
     assert opened.obsolete == {"116l": "216l"}
     (tmp_path / "configs").symlink_to(ROOT / "configs")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.samples.selection import Presence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import chain_folders
@@ -42,9 +42,9 @@ def roots(folder: Path) -> list[str]:
     return ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
 
 
-def index_of(folder: Path) -> ChainIndex:
+def index_of(folder: Path) -> DataIndex:
     assert main(["data", "index", *roots(folder), "--output", str(folder / "index"), "--workers=0"]) == 0
-    return ChainIndex(folder / "index")
+    return DataIndex(folder / "index")
 
 
 def rows(store: ChainFiles | FeatureStore, key: str) -> list[list[int]]:
@@ -60,7 +60,7 @@ def test_training_takes_a_flat_folder(folder: Path) -> None:
     assert (found.train, found.missing) == (sorted(SEQUENCES), {})
     indexed = ChainFiles(folder / "alignments", folder / "mmcif_files", index_of(folder))
     assert indexed.index is not None
-    assert [indexed.index.sequence(row) for row in range(2)] == list(SEQUENCES.values())
+    assert ["".join(indexed.index.sequences_of(row)) for row in range(2)] == list(SEQUENCES.values())
     assert [file.name for file in indexed.index.alignment_files(0)[2]] == [".a3m"]
     assert not indexed.differs_from_index(KEY)
     assert main(["data", "doctor", *roots(folder), "--output", str(folder / "doctor"), "--workers=0"]) == 0

@@ -26,8 +26,8 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data.index import parts, scan
-from evodsp.data.index.chain_index import ChainIndex
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
@@ -55,12 +55,12 @@ def words(folder: Path, *options: str, output: str = "index") -> list[str]:
     return ["data", "index", *roots, "--output", str(folder / output), "--workers", "0", *options]
 
 
-def index_of(folder: Path, *options: str) -> ChainIndex:
+def index_of(folder: Path, *options: str) -> DataIndex:
     assert main(words(folder, *options)) == 0
-    return ChainIndex(folder / "index")
+    return DataIndex(folder / "index")
 
 
-def store_of(folder: Path, index: ChainIndex | None = None) -> ChainFiles:
+def store_of(folder: Path, index: DataIndex | None = None) -> ChainFiles:
     return ChainFiles(folder / "alignments", folder / "mmcif_files", index)
 
 
@@ -78,7 +78,7 @@ def test_headers_alignments_and_files(folder: Path, capsys: pytest.CaptureFixtur
     table = index.table
     assert index.keys[:] == [KEY, OTHER, "3abc_C"]
     assert table.lengths.tolist() == [13, 13, 4]
-    assert [index.sequence(row) for row in range(3)] == [*SEQUENCES.values(), "AAAX"]
+    assert ["".join(index.sequences_of(row)) for row in range(3)] == [*SEQUENCES.values(), "AAAX"]
     assert table.resolutions.tolist()[:2] == [2.0, 2.0]
     assert math.isnan(table.resolutions[2])
     assert set(table.release_days.tolist()) == {UNKNOWN_DAY}
@@ -127,7 +127,7 @@ def test_caches_go_before_headers(folder: Path) -> None:
     options = {"chain_data_cache": "chains.json", "mmcif_cache": "entries.json", "cluster_file": "clusters"}
     index = index_of(folder, *(f"--{option}={folder / name}" for option, name in options.items()))
     assert index.keys[:] == [KEY, OTHER, "8abc_A"]  # mmcif_cache lists entries that are no part of the data set
-    assert [index.sequence(row) for row in range(3)] == ["ACX", "GG", "AC"]
+    assert ["".join(index.sequences_of(row)) for row in range(3)] == ["ACX", "GG", "AC"]
     assert index.table.release_days.tolist() == [10, 2, UNKNOWN_DAY]
     assert index.table.resolutions.tolist()[:2] == [9.5, 0.0]
     assert index.table.cluster_sizes.tolist() == [4, 2, UNKNOWN_CLUSTER]
@@ -147,7 +147,7 @@ def test_clusters_of_entities_find_their_chains(folder: Path) -> None:
     index = index_of(folder, f"--cluster_file={folder / 'clusters'}", f"--chain_data_cache={folder / 'cache.json'}")
     sizes = dict(zip(index.keys, index.table.cluster_sizes.tolist(), strict=True))
     assert [sizes[key] for key in chains] == [2, 2, 1]
-    assert index.sequence(index.row(OTHER)) == "ACX"
+    assert "".join(index.sequences_of(index.row(OTHER))) == "ACX"
 
 
 def test_identical_chains_lend_their_alignments(folder: Path) -> None:
@@ -189,7 +189,7 @@ def test_an_indexed_store_reads_what_a_folder_reads(tmp_path: Path) -> None:
     for kind in ("nested", "databases"):
         options = ("--alignment_dir", str(tmp_path / kind), "--structure_dir", str(tmp_path / "mmcif_files"))
         assert main(["data", "index", *options, "--output", str(tmp_path / f"{kind}.index"), "--workers=0"]) == 0
-        index = ChainIndex(tmp_path / f"{kind}.index")
+        index = DataIndex(tmp_path / f"{kind}.index")
         plain = ChainFiles(tmp_path / kind, tmp_path / "mmcif_files")
         indexed = ChainFiles(tmp_path / kind, tmp_path / "mmcif_files", index)
         assert indexed.keys() == plain.keys()
@@ -197,7 +197,7 @@ def test_an_indexed_store_reads_what_a_folder_reads(tmp_path: Path) -> None:
         assert [alignment.source for alignment in found] == [alignment.source for alignment in expected]
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one.residues, other.residues)
-        assert [index.sequence(row) for row in range(len(index))] == ["ACDE", "WW"][: len(index)]
+        assert ["".join(index.sequences_of(row)) for row in range(len(index))] == ["ACDE", "WW"][: len(index)]
         with pytest.raises(UserError, match=r"no chain '1abd_A' in the index.*Did you mean '1abc_A'"):
             indexed.alignments("1abd_A")
 
@@ -319,12 +319,17 @@ def test_a_changed_source_is_stale(folder: Path) -> None:
     [
         ("lengths.npy", lambda data: data[:-1], "missing, truncated"),
         ("lengths.npy", None, "missing, truncated"),
-        ("index.json", lambda data: data.replace(b'"version": 1', b'"version": 9'), "version 9 of the format"),
+        ("index.json", lambda data: data.replace(b'"version": 3', b'"version": 9'), "version 9 of the format"),
         ("index.json", lambda data: b"{}", "not the header of an index"),
         ("index.json", lambda data: data[:40], "not JSON"),
         ("index.json", lambda data: b"[" * 100_000, "nested too deeply"),
         ("index.json", lambda data: data.replace(b'"lengths"', b'"length"'), "damaged: its checksum"),
-        ("index.json", None, "not an index of chains"),
+        ("index.json", None, "not an index of a data set"),
+        (
+            "index.json",
+            lambda data: data.replace(b'"version": 3', b'"version": 1'),
+            "version 1 of the format, but this evodsp reads",
+        ),
     ],
 )
 def test_a_damaged_index_is_one_line(folder: Path, name: str, damage: Any, message: str) -> None:
@@ -332,7 +337,7 @@ def test_a_damaged_index_is_one_line(folder: Path, name: str, damage: Any, messa
     path = index_of(folder).path / name
     path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
     with pytest.raises(UserError, match=message) as caught:
-        ChainIndex(folder / "index")
+        DataIndex(folder / "index")
     assert "\n" not in str(caught.value)
     assert "evodsp data index" in str(caught.value)
 
@@ -347,12 +352,12 @@ def test_a_flipped_bit_anywhere_is_noticed_when_it_is_opened(folder: Path) -> No
         for at in {len(data) - 1, *generator.integers(0, len(data), 4 if path.name.endswith(".npy") else 100).tolist()}:
             path.write_bytes(data[:at] + bytes([data[at] ^ 1 << int(generator.integers(8))]) + data[at + 1 :])
             try:
-                assert rows_of(ChainIndex(index.path)) == expected, (path.name, at)
+                assert rows_of(DataIndex(index.path)) == expected, (path.name, at)
             except UserError:
                 noticed += 1
         path.write_bytes(data)
     assert noticed > 150
-    assert rows_of(ChainIndex(index.path)) == expected
+    assert rows_of(DataIndex(index.path)) == expected
 
 
 def obsolete_of(folder: Path) -> Path:
@@ -361,12 +366,13 @@ def obsolete_of(folder: Path) -> Path:
     return path
 
 
-def rows_of(index: ChainIndex) -> list[Any]:
+def rows_of(index: DataIndex) -> list[Any]:
     """All that an index says."""
     table, rows = index.table, range(len(index))
     columns = [getattr(table, item.name).tobytes() for item in fields(table)[1:]]
     per_chain = [
-        [index.sequence(n), index.structure(n), index.alignment_files(n), index.has_empty_folder(n)] for n in rows
+        ["".join(index.sequences_of(n)), index.structure(n), index.alignment_files(n), index.has_empty_folder(n)]
+        for n in rows
     ]
     return [index.keys[:], columns, per_chain, index.content.problems[:], index.sources, index.obsolete]
 
@@ -375,11 +381,18 @@ def test_workers_do_not_compare_checksums_again(folder: Path, monkeypatch: pytes
     """Catches hundreds of workers that each read the whole index when they start."""
     index = index_of(folder)
 
-    def fail(self: ChainIndex) -> None:
+    def fail(self: DataIndex) -> None:
         raise AssertionError("checked again")
 
-    monkeypatch.setattr(ChainIndex, "check", fail)
+    monkeypatch.setattr(DataIndex, "check", fail)
     assert rows_of(pickle.loads(pickle.dumps(index))) == rows_of(index)
+
+
+def sign(path: Path, header: dict[str, Any]) -> None:
+    """Write a header with the checksum that belongs to it."""
+    others = {name: value for name, value in header.items() if name != "crc32"}
+    own = zlib.crc32(json.dumps(others, sort_keys=True).encode())
+    path.write_text(json.dumps({**others, "crc32": own}))
 
 
 @pytest.mark.parametrize(
@@ -402,6 +415,10 @@ def test_workers_do_not_compare_checksums_again(folder: Path, monkeypatch: pytes
         ("sequences.starts", np.array([0, 30, 26])),
         ("keys.starts", np.array([0, 99, 12])),
         ("problems.starts", np.array([0, 0])),
+        ("first_chains", np.array([0, 2, 1])),
+        ("first_chains", np.array([0, 2])),
+        ("chain_clusters", np.array([-1])),
+        ("owners.starts", np.array([0, 0])),
     ],
 )
 def test_columns_that_do_not_fit_to_each_other(folder: Path, name: str, array: np.ndarray) -> None:
@@ -411,9 +428,9 @@ def test_columns_that_do_not_fit_to_each_other(folder: Path, name: str, array: n
     header = json.loads((path / "index.json").read_text())
     data = (path / f"{name}.npy").read_bytes()
     header["arrays"][name] = {"bytes": len(data), "crc32": zlib.crc32(data)}
-    (path / "index.json").write_text(json.dumps({key: value for key, value in header.items() if key != "crc32"}))
+    sign(path / "index.json", header)
     with pytest.raises(UserError, match=r"make it again with 'evodsp data index'"):
-        ChainIndex(path)
+        DataIndex(path)
 
 
 @pytest.mark.parametrize(
@@ -424,18 +441,21 @@ def test_columns_that_do_not_fit_to_each_other(folder: Path, name: str, array: n
         {"sources": 1},
         {"obsolete": {"1abc": 3}},
         {"obsolete": [1]},
+        {"of": "ligands"},
+        {"of": ["chains"]},
+        {"assembly": 3},
         {"arrays": {}},
     ],
 )
 def test_a_header_of_other_types(folder: Path, change: dict[str, Any]) -> None:
-    """Catches the KeyError and the TypeError of an edited header. One without a checksum is of an earlier evodsp."""
+    """Catches the KeyError and the TypeError of a header that another program wrote, whose checksum is right."""
     path = index_of(folder).path / "index.json"
-    header = {key: value for key, value in json.loads(path.read_text()).items() if key != "crc32"}
-    path.write_text(json.dumps(header))
-    assert len(ChainIndex(path.parent)) == 2
-    path.write_text(json.dumps({**header, **change}))
+    header = json.loads(path.read_text())
+    sign(path, header)
+    assert len(DataIndex(path.parent)) == 2
+    sign(path, {**header, **change})
     with pytest.raises(UserError, match=r"make it again with 'evodsp data index'"):
-        ChainIndex(path.parent)
+        DataIndex(path.parent)
 
 
 @pytest.mark.parametrize(
@@ -488,7 +508,7 @@ def test_the_bundled_caches_say_what_the_structures_say(tmp_path: Path) -> None:
     cache = ["--mmcif_cache", str(BUNDLED / "mmcif_cache.json")]
     for name, options in (("headers", []), ("caches", cache)):
         assert main(["data", "index", *roots, *options, "--output", str(tmp_path / name), "--workers=0"]) == 0
-    headers, caches = ChainIndex(tmp_path / "headers"), ChainIndex(tmp_path / "caches")
+    headers, caches = DataIndex(tmp_path / "headers"), DataIndex(tmp_path / "caches")
     assert headers.content.sequences[:] == caches.content.sequences[:]
     for column in ("lengths", "resolutions", "release_days", "largest_fractions"):
         np.testing.assert_array_equal(getattr(headers.table, column), getattr(caches.table, column))
@@ -553,7 +573,7 @@ def test_a_cluster_works_in_another_folder(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(folder)
     options = ["--alignment_dir", "alignments", "--structure_dir", "mmcif_files", "--output", "there"]
     assert main(["data", "index", *options, "--scheduler", "tcp://node:1"]) == 0
-    assert ChainIndex(folder / "there").alignment_files(0)[2]
+    assert DataIndex(folder / "there").alignment_files(0)[2]
     assert list(elsewhere.iterdir()) == []
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data.formats import parse_preparsed
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.chain_folder import parse_alignment_file, read_alignment_dir
 from evodsp.data.sources.feature_store import FeatureStore
@@ -112,7 +112,7 @@ def test_index_doctor_and_build_read_them(tmp_path: Path, place: str) -> None:
     report = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
     assert report["summary"]["training chains that can be used"] == "2 of 2"
     assert main(["data", "build", *roots[:-1], "--workers=1", "--output", str(tmp_path / "store")]) == 0
-    index = ChainIndex(tmp_path / "index")
+    index = DataIndex(tmp_path / "index")
     folders = (tmp_path / "npz", tmp_path / "mmcif_files")
     stores = (ChainFiles(*folders), ChainFiles(*folders, index), FeatureStore(str(tmp_path / "store")))
     for store in stores:

@@ -15,9 +15,9 @@ import pytest
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
 from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.samples.selection import Presence, chain_list
-from evodsp.data.similarity.comparison import Compared
+from evodsp.data.similarity import sequences
 from evodsp.data.similarity.exclusion import resembling
 from evodsp.data.similarity.pairs import identity
 from evodsp.data.sources.chain_files import ChainFiles
@@ -64,9 +64,9 @@ def test_structures_in_the_folders_of_their_chains(folder: Path, indexed: bool, 
         (folder / "mmcif_files" / f"{key.split('_')[0]}.cif").rename(place / "prediction.cif")
     roots = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(structures)]
     assert main(["data", "index", *roots, "--output", str(folder / "index"), "--workers=0", "--overwrite"]) == 0
-    index = ChainIndex(folder / "index")
+    index = DataIndex(folder / "index")
     assert index.structure(index.row(OTHER)) == f"{OTHER}/pdb/prediction.cif"
-    assert index.sequence(index.row(OTHER)) == SEQUENCES[OTHER]
+    assert "".join(index.sequences_of(index.row(OTHER))) == SEQUENCES[OTHER]
     found = find_chains(replace(config(folder, indexed), structure_dir=str(structures)))
     assert (found.train, found.missing) == ([KEY, OTHER], {"3abc_C": "structure"})
     assert isinstance(found.store, ChainFiles)
@@ -215,7 +215,7 @@ def test_no_file_of_a_chain_is_touched_before_it_is_read(folder: Path, monkeypat
     monkeypatch.setattr(Path, "is_file", lambda path: asked.append(path) or original(path))
     assert len(find_chains(config(folder, False)).train) == 102
     assert len([path for path in asked if path.suffix == ".cif"]) <= chains_module.CHAINS_FOR_RESOLUTION
-    index = ChainIndex(folder / "index")
+    index = DataIndex(folder / "index")
     assert len(index) == 3
 
 
@@ -310,8 +310,7 @@ def test_what_resembles_a_list_is_not_trained_on(tmp_path: Path, capsys: pytest.
         assert find_chains(data).train == left, source
         said = f"left out: {5 - len(left)} alike those of data.exclude_like (more than {share:.0%} identical)"
         assert said in capsys.readouterr().err
-    unread = {"side_effect": lambda self, key: () if key == "3abc_A" else (RELATIVES[key],), "autospec": True}
-    with mock.patch.object(Compared, "read", **unread):
+    with mock.patch.object(sequences, "read_sequences", lambda _, key: () if key == "3abc_A" else (RELATIVES[key],)):
         assert find_chains(relatives(tmp_path, exclude_like=["1abc_A"])).train == ["4abc_A", "5abc_A"]
         assert "1 of a sequence that cannot be compared with them" in capsys.readouterr().err
         with pytest.raises(UserError, match=r"exclude_like: the sequence of '3abc_A' cannot be read"):

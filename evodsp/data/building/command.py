@@ -18,10 +18,10 @@ from evodsp.data.building.config import BuildConfig
 from evodsp.data.building.parts import BUILDING, Account, BuildInputs, Part, build_part, obsolete_entries, opened
 from evodsp.data.executors import Executor, LocalProcesses, executor
 from evodsp.data.pool import WorkerEndedError
+from evodsp.data.records import ONE_OF, Kind
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.feature_store import DESCRIPTION, FORMAT_VERSION, TEMPLATES
 from evodsp.data.sources.shards import INDEX, digest_of, write_index
-from evodsp.data.sources.store import ONE_OF, Kind
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import write_text

@@ -17,12 +17,12 @@ from evodsp.data.complexes.pairing import RuleName
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.index.chain_table import day_of
+from evodsp.data.records import CHAINS, COMPLEXES, Kind
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import TEMPLATES
 from evodsp.data.sources.opening import Unit, open_files
 from evodsp.data.sources.record_codec import encode_chain, encode_record
 from evodsp.data.sources.shards import LONGEST_KEY, ShardEntry, shard_name, write_shard
-from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError

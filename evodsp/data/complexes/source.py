@@ -13,13 +13,13 @@ from pathlib import Path
 
 from evodsp.data.complexes.pairing import BY_SPECIES, PairingRule, say_query_paired
 from evodsp.data.formats.mmcif import read_assembly, read_confidence
-from evodsp.data.index.complex_index import ComplexIndex, in_words
+from evodsp.data.index.data_index import DataIndex, in_words
 from evodsp.data.index.metadata import ChainFacts, facts_of_chains
-from evodsp.data.records import Assembly, ProteinSequence
+from evodsp.data.records import COMPLEXES, Assembly, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.sources.parsed import Parsed, Searched, joined_parts
-from evodsp.data.sources.store import COMPLEXES, Lacking
+from evodsp.data.sources.store import Lacking
 from evodsp.data.sources.structures import StructureFolder, sure_residues
 from evodsp.errors import UserError, nearest
 from evodsp.reading.quoting import quoted
@@ -44,7 +44,7 @@ class ComplexFiles:
         structure_dir: str | Path,
         assembly: str | None = "1",
         rule: PairingRule = BY_SPECIES,
-        index: ComplexIndex | None = None,
+        index: DataIndex | None = None,
         warn: Callable[[str, str], None] = say_query_paired,
         min_plddt: float | None = None,
     ) -> None:
@@ -124,9 +124,9 @@ class ComplexFiles:
         return replace(assembly, chains=tuple(chains))
 
     @staticmethod
-    def _check_listed(path: Path, assembly: Assembly, index: ComplexIndex, row: int) -> None:
+    def _check_listed(path: Path, assembly: Assembly, index: DataIndex, row: int) -> None:
         """Raise UserError if a file has other chains than the index says."""
-        listed = index.complex(row)
+        listed = index.chains(row)
         read = dict(zip(assembly.names, (chain.sequence for chain in assembly.chains), strict=True))
         said = dict(zip(listed.names, listed.sequences, strict=True))
         if said and read != said:
@@ -142,7 +142,7 @@ class ComplexFiles:
         FileFormatError for a broken file.
         """
         assembly = self.assembly_of(entry)
-        lent = {} if self.index is None else self.index.complex(self.index.row(entry)).lenders
+        lent = {} if self.index is None else self.index.chains(self.index.row(entry)).lenders
         of_sequence: dict[str, list[ProteinSequence]] = {}
         for chain in assembly.chains:
             of_sequence.setdefault(chain.sequence, []).append(chain.query(chain.key))

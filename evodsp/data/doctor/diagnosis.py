@@ -312,7 +312,7 @@ def _unreadable_headers(store: Store, listed: list[str]) -> list[str]:
     if index is None:
         return []
     rows = np.array([row for key in listed if (row := index.keys.find(key)) is not None], np.int64)
-    return [index.problems[int(row)] for row in rows[index.problems.lengths()[rows] > 0]]
+    return [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
 
 
 def _unaligned(store: Store, presence: Presence) -> list[str]:

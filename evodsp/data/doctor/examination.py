@@ -14,7 +14,7 @@ import numpy as np
 
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.doctor.leaks import DEFINITION, DEFINITION_OF_COMPLEXES
-from evodsp.data.records import Assembly, Chain
+from evodsp.data.records import CHAINS, COMPLEXES, Assembly, Chain, Kind
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
@@ -22,7 +22,6 @@ from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.sources.opening import Records
 from evodsp.data.sources.parsed import Parsed
 from evodsp.data.sources.query_check import QueryMismatch
-from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.reading.quoting import one_line

@@ -9,7 +9,7 @@ from evodsp.errors import UserError
 from evodsp.ranges import COUNT, check_numbers
 
 FOLDERS = ("alignment_dir", "structure_dir")
-_OF_CHAINS = ("chain_data_cache", "mmcif_cache", "obsolete")
+_OF_CHAINS = ("chain_data_cache", "mmcif_cache")
 FILES = ("chain_data_cache", "mmcif_cache", "cluster_file", "duplicates", "obsolete")
 
 
@@ -25,7 +25,7 @@ class IndexConfig:
     """Folder of the index to write. A scan that was interrupted continues where it was."""
     complexes: bool = False
     """Make an index of complexes, for runs of model.arrangement multimer: a row for each entry, with the chains of its
-    assembly. Every structure is read completely. chain_data_cache, mmcif_cache and obsolete are for indices of chains."""
+    assembly. Every structure is read completely. chain_data_cache and mmcif_cache are for indices of chains."""
     assembly: str | None = "1"
     """For complexes: the biological assembly that is read, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
     chain_data_cache: Path | None = None
@@ -70,7 +70,7 @@ class IndexConfig:
 
 def check_index_config(config: IndexConfig) -> None:
     """Raise UserError if an input is missing or the output is not free."""
-    from evodsp.data.index.column_folder import is_index
+    from evodsp.data.index.data_index import is_index
 
     for name in FOLDERS:
         path = getattr(config, name)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from evodsp.data.executors import executor
-from evodsp.data.index.column_folder import Source
 from evodsp.data.index.config import FILES, FOLDERS, IndexConfig
+from evodsp.data.index.data_index import Source
 from evodsp.data.pool import WorkerEndedError
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, write_text

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.templates import find_templates
+from evodsp.data.records import CHAINS, COMPLEXES, Kind
 from evodsp.data.samples.chain_record import ChainRecord, Drawing, Recipe, Record, Sample, observed_atoms
 from evodsp.data.samples.complex_record import ComplexRecord
 from evodsp.data.samples.distillation import DistillationSet
@@ -25,7 +26,6 @@ from evodsp.data.samples.feature_axes import check_config
 from evodsp.data.samples.raw_features import RAGGED
 from evodsp.data.samples.sampling import DISTILLED, ChainChoice, ChainDraws
 from evodsp.data.sources.parsed import Parsed, Source
-from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
 from evodsp.printing import logger

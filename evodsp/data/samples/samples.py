@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evodsp.config import ArrangementName, FeatureConfig
+from evodsp.data.records import CHAINS, COMPLEXES, Kind
 from evodsp.data.samples.dataset import SampleDataset, parsed_with_templates
 from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.sampling import ChainChoice
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.sources.opening import Records
-from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.data.templates.source import TemplateSource
 
 KIND_OF: dict[ArrangementName, Kind] = {"monomer": CHAINS, "multimer": COMPLEXES}

@@ -18,14 +18,15 @@ from jaxtyping import Float, Float64
 from evodsp.config import FilterConfig, LossConfig, Sampling
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import ChainTable
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import ChainFacts, cached_entries, cached_table, table_of
-from evodsp.data.index.opening import open_index
 from evodsp.data.pool import WorkerEndedError
+from evodsp.data.records import COMPLEXES
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
 from evodsp.data.sources.layout import StructureListing
-from evodsp.data.sources.store import COMPLEXES, Lacking, Store
+from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import FileFormatError, UserError
 from evodsp.given_settings import Given
 from evodsp.printing import counted
@@ -162,7 +163,7 @@ class Selection:
         if not self.is_applied:
             return None
         if self.index is not None:
-            index = open_index(self.index)
+            index = DataIndex(self.index, kind=None)
             return KnownChains(index.table, self.index, index.frequencies)
         if self.sampling == "alphafold2":
             raise UserError(

@@ -17,9 +17,9 @@ from typing import Any
 
 from evodsp.data.complexes.pairing import PairingRule
 from evodsp.data.formats.mmcif import read_chain, read_confidence
-from evodsp.data.index.chain_index import ChainIndex
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import ChainFacts, facts_of_file
-from evodsp.data.records import Alignment, Assembly, Chain, ProteinSequence, Structure
+from evodsp.data.records import CHAINS, Alignment, Assembly, Chain, ProteinSequence, Structure
 from evodsp.data.sources.alignment_database import AlignmentDatabase, read_databases, read_parts
 from evodsp.data.sources.chain_folder import (
     ALIGNMENTS,
@@ -43,7 +43,7 @@ from evodsp.data.sources.chain_folder import (
 from evodsp.data.sources.layout import StructureListing, chain_id_in, entry_of
 from evodsp.data.sources.parsed import Parsed, parse_chain
 from evodsp.data.sources.query_check import matched_alignments
-from evodsp.data.sources.store import CHAINS, Lacking, listed_chain
+from evodsp.data.sources.store import Lacking, listed_chain
 from evodsp.data.sources.structures import StructureFolder, sure_residues
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError, nearest
@@ -68,7 +68,7 @@ class ChainFiles:
         self,
         alignment_dir: str | Path,
         structure_dir: str | Path | None = None,
-        index: ChainIndex | None = None,
+        index: DataIndex | None = None,
         min_plddt: float | None = None,
     ) -> None:
         self.min_plddt = min_plddt

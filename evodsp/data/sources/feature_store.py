@@ -20,11 +20,11 @@ from fsspec.core import url_to_fs
 
 from evodsp.data.complexes.pairing import RULES, PairingRule, say_query_paired
 from evodsp.data.index.metadata import ChainFacts, facts_of_chains
-from evodsp.data.records import Assembly, Chain, Structure
+from evodsp.data.records import CHAINS, COMPLEXES, KINDS, ONE_OF, Assembly, Chain, Kind, Structure
 from evodsp.data.sources.parsed import Parsed
 from evodsp.data.sources.record_codec import decode_chain, decode_record
 from evodsp.data.sources.shards import Table
-from evodsp.data.sources.store import CHAINS, COMPLEXES, KINDS, ONE_OF, Kind, Lacking
+from evodsp.data.sources.store import Lacking
 from evodsp.data.templates.filters import HitLimits
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import FileFormatError, UserError, nearest

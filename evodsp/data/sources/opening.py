@@ -8,11 +8,10 @@ from pathlib import Path
 
 from evodsp.data.complexes.pairing import RULES, RuleName, say_query_paired
 from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.index.chain_index import ChainIndex
-from evodsp.data.index.complex_index import ComplexIndex
+from evodsp.data.index.data_index import DataIndex
+from evodsp.data.records import CHAINS, COMPLEXES, Kind
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.store import CHAINS, COMPLEXES, Kind
 from evodsp.errors import UserError
 
 Records = ChainFiles | ComplexFiles | FeatureStore
@@ -39,12 +38,11 @@ def open_files(
 
     Raises UserError if a folder or the index is missing, or if the index is of another unit.
     """
+    opened = None if index is None else DataIndex(index, unit.kind)
     if unit.kind == CHAINS:
-        of_chains = None if index is None else ChainIndex(index)
-        return ChainFiles(alignment_dir, structure_dir, of_chains, min_plddt)
-    of_complexes = None if index is None else ComplexIndex(index)
+        return ChainFiles(alignment_dir, structure_dir, opened, min_plddt)
     rule = RULES[unit.pairing]
-    return ComplexFiles(alignment_dir, structure_dir, unit.assembly, rule, of_complexes, warn, min_plddt)
+    return ComplexFiles(alignment_dir, structure_dir, unit.assembly, rule, opened, warn, min_plddt)
 
 
 def open_store(address: str, unit: Unit = Unit(), warn: Callable[[str, str], None] = say_query_paired) -> FeatureStore:

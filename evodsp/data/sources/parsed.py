@@ -12,11 +12,10 @@ from typing import Protocol, runtime_checkable
 
 from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingRule, rows_for_pairing, say_query_paired
-from evodsp.data.records import Alignment, Assembly, Chain, ProteinSequence
+from evodsp.data.records import Alignment, Assembly, Chain, Kind, ProteinSequence
 from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
 from evodsp.data.sources.query_check import QueryMismatch, matched_alignments, matched_hits
-from evodsp.data.sources.store import Kind
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry.alphabet import encode
 

@@ -10,17 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-from evodsp.data.index.column_folder import Index
+from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import ChainFacts
+from evodsp.data.records import Kind
 from evodsp.data.sources.layout import StructureListing
 from evodsp.errors import UserError
-
-Kind = Literal["chains", "complexes"]
-CHAINS: Kind = "chains"
-COMPLEXES: Kind = "complexes"
-KINDS = (CHAINS, COMPLEXES)
-"""What a key stands for: a single chain, or the chains of an entry's assembly. A feature store's table has this name."""
-ONE_OF: dict[Kind, str] = {CHAINS: "chain", COMPLEXES: "complex"}
 
 Lacking = Literal["alignments", "structure", "record"]
 """The part that a key lacks; in a feature store, its record."""
@@ -35,7 +29,7 @@ class Store(Protocol):
         """What a key stands for."""
 
     @property
-    def index(self) -> Index | None:
+    def index(self) -> DataIndex | None:
         """The index of its files; None if it has none."""
 
     @property
