@@ -58,14 +58,14 @@ def warn_of_overlap(chains: Chains, scored: Sequence[str], cache: str | None) ->
     """Warn of chains that are scored and were trained on. What is not known within the limits of the bar is not said."""
     both = _by_name(chains, scored)
     with suppress(UserError):
-        both |= _by_sequence(_letters(chains, scored, chains.samples.comparison(cache), _end()), chains, scored)
+        both |= _by_sequence(_letters(chains, scored, Compared(chains.store, cache), _end()), chains, scored)
     if both:
         tell(f"evodsp: warning: {overlap_line(both, len(scored))}")
 
 
 def _content(chains: Chains, cache: str | None) -> dict[str, Any]:
     """What the file holds. Raises UserError if it is not known within the limits."""
-    end, comparison, both = _end(), chains.samples.comparison(cache), _by_name(chains, chains.validation)
+    end, comparison, both = _end(), Compared(chains.store, cache), _by_name(chains, chains.validation)
     try:
         letters = _letters(chains, chains.validation, comparison, end)
         both |= _by_sequence(letters, chains, chains.validation)

@@ -20,8 +20,8 @@ from evodsp.config import ArrangementName
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import COMPLEXES
+from evodsp.data.samples.dataset import first_look
 from evodsp.data.samples.distillation import DistillationSet, open_predictions
-from evodsp.data.samples.samples import KIND_OF, Samples
 from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.samples.selection import (
     KnownChains,
@@ -37,7 +37,7 @@ from evodsp.data.similarity.exclusion import Exclusion
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.opening import Records, Unit, open_files, open_store
+from evodsp.data.sources.opening import KIND_OF, Records, Unit, open_files, open_store
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.dates import parse_latest_date
@@ -63,10 +63,14 @@ CHAINS_FOR_RESOLUTION = 16
 class Chains:
     """The open store and the chains of each stage."""
 
-    samples: Samples
+    store: Records
     train: list[str]
     validation: list[str]
     test: list[str]
+    templates: TemplateSource | None = None
+    """The source of templates; None if samples have none."""
+    distillation: DistillationSet | None = None
+    """The self-distillation set; None if there is none."""
     weights: Float64[np.ndarray, " n"] | None = None
     """Relative frequencies with which training chains are drawn; None: all are equal."""
     distilled: list[str] = field(default_factory=list)
@@ -78,21 +82,6 @@ class Chains:
     resolutions: Float64[np.ndarray, " k"] = field(default_factory=lambda: np.zeros(0))
     """Resolutions of the training chains, or of those whose resolution is known before the first step: in Å, 0 if the structure
     has none."""
-
-    @property
-    def store(self) -> Store:
-        """The store of the chains."""
-        return self.samples.store
-
-    @property
-    def templates(self) -> TemplateSource | None:
-        """The source of templates; None if samples have none."""
-        return self.samples.templates
-
-    @property
-    def distillation(self) -> DistillationSet | None:
-        """The self-distillation set; None if there is none."""
-        return self.samples.distillation
 
     def notes(self, listed_in: Path) -> list[str]:
         """Warnings before training starts, one a line. `listed_in`: the file that lists `missing`."""
@@ -141,12 +130,16 @@ def find_chains(
     samples of a multimer are complexes.
     Raises UserError for the first file or name that is missing otherwise.
     """
-    samples = on_every(lambda: open_samples(config, arrangement), group)
-    return Chains(samples, **vars(long_from_first(lambda: _look_up(config, quarantined, samples), group)))
+    opened = on_every(lambda: open_samples(config, arrangement), group)
+    found = long_from_first(lambda: _look_up(config, quarantined, *opened), group)
+    return Chains(**vars(found), store=opened[0], templates=opened[1], distillation=opened[2])
 
 
-def open_samples(config: DataConfig, arrangement: ArrangementName = "monomer") -> Samples:
-    """What the samples of a model of this arrangement are made of. Raises UserError that names the setting."""
+def open_samples(
+    config: DataConfig, arrangement: ArrangementName = "monomer"
+) -> tuple[Records, TemplateSource | None, DistillationSet | None]:
+    """What the samples of a model of this arrangement are made of: a store, the source of templates, and the self-distillation
+    set, None if samples have none. Raises UserError that names the setting."""
     unit = Unit(KIND_OF[arrangement], config.assembly, config.pairing)
     store: Records
     if config.store is None:
@@ -155,11 +148,16 @@ def open_samples(config: DataConfig, arrangement: ArrangementName = "monomer") -
         store, templates = _built_store(config, config.store, unit)
         if config.index is not None and unit.kind == COMPLEXES:
             DataIndex(config.index, COMPLEXES).check_assembly(unit.assembly)
-    return Samples(store, templates, open_distillation(config, templates, unit))
+    return store, templates, open_distillation(config, templates, unit)
 
 
-def _look_up(config: DataConfig, quarantined: Container[str], samples: Samples) -> _Found:
-    store, predicted = samples.store, samples.distillation
+def _look_up(
+    config: DataConfig,
+    quarantined: Container[str],
+    store: Records,
+    templates: TemplateSource | None,
+    predicted: DistillationSet | None,
+) -> _Found:
     presence = Presence(store)
     validation = chain_list(config.validation_chains) if config.validation_chains is not None else []
     test = chain_list(config.test_chains) if config.test_chains is not None else validation
@@ -181,14 +179,14 @@ def _look_up(config: DataConfig, quarantined: Container[str], samples: Samples) 
     for name, keys in (("train", [] if present else listed), ("validation", validation), ("test", test)):
         for key in keys:
             _check_chain(key, presence, store, f"data.{name}_chains")
-    excluded = exclusion(config.exclude_like, config.exclude_identity, samples.comparison(config.chain_data_cache))
+    excluded = exclusion(config.exclude_like, config.exclude_identity, Compared(store, config.chain_data_cache))
     rules = _rules(config, "data", excluded)
     train = _selected(present, rules, store, "training")
     distinct = dict.fromkeys([*train.keys, *validation, *test])
     read: dict[str, float] = {}
     if len(distinct) <= MOST_CHAINS_READ:
         for key in (key for key in distinct if key not in quarantined):
-            read[key], found = samples.first_look(key)
+            read[key], found = first_look(store, key, templates)
             for line in found:
                 tell_first(f"templates of {line}")
     distilled = Selected([], None, {})

@@ -14,7 +14,6 @@ from evodsp.config import FeatureConfig
 from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.samples.raw_features import HOST
 from evodsp.data.samples.sample_pool import MadeHere, SampleMaker, SamplePool
-from evodsp.data.samples.samples import DatasetSettings
 from evodsp.data.samples.sampling import ChainChoice, ChainDraws, MixedDraws
 from evodsp.features.batch import with_features
 from evodsp.losses.permutation import ENTITIES
@@ -124,8 +123,19 @@ class ChainDataModule(LightningDataModule):
         # The processes that keep parsed chains: those that read for training, and one for validation.
         processes = max(1, self.config.num_workers) + 1
         memory = memory_size("data.cache", self.config.cache) // processes
-        how = config, self.seed, training, group, memory, choice, self.config.assumed_resolution
-        return chains.samples.dataset(keys, DatasetSettings(*how))
+        return SampleDataset(
+            chains.store,
+            keys,
+            config,
+            self.seed,
+            training,
+            batch_group=group,
+            cache_bytes=memory,
+            templates=chains.templates,
+            choice=choice,
+            distillation=chains.distillation,
+            assumed_resolution=self.config.assumed_resolution,
+        )
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:
         """One chain per batch, split among the data ranks; no batches if there are no chains.

@@ -55,8 +55,8 @@ class Plant(Record):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         data: ChainDataModule = trainer.datamodule  # type: ignore[attr-defined]
         store = data.chains.store
-        planted = dataclasses.replace(data.chains.samples, store=PlantedStore(store.alignment_dir, store.structure_dir))
-        data.chains = dataclasses.replace(data.chains, samples=planted)
+        planted = PlantedStore(store.alignment_dir, store.structure_dir)
+        data.chains = dataclasses.replace(data.chains, store=planted)
 
 
 def samples(output: Path, rank: int = 0) -> dict[int, int]:

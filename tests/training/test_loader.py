@@ -10,7 +10,6 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.samples.sample_pool import MadeHere
-from evodsp.data.samples.samples import Samples
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import FileFormatError, UserError
 from evodsp.parallel.config import ParallelConfig
@@ -292,7 +291,7 @@ def test_ranks_leave_out_their_own_validation_chains(pool: RankPool) -> None:
 
 def test_a_resume_within_a_step_repeats_the_step() -> None:
     """Samples of an interrupted step whose gradients are lost must be taken again; those of finished steps must not."""
-    chains = Chains(Samples(Mock(spec=ChainFiles)), ["a"], [], [])
+    chains = Chains(Mock(spec=ChainFiles), ["a"], [], [])
     config = DataConfig(batch_size=2, samples_per_epoch=8)
     for taken, expected in ((0, 0), (3, 0), (4, 4), (6, 4), (7, 4), (8, 8)):
         module = ChainDataModule(config, chains)
@@ -304,7 +303,7 @@ def test_a_resume_within_a_step_repeats_the_step() -> None:
 @pytest.mark.parametrize(("workers", "share"), [(0, 2), (1, 2), (5, 6)])
 def test_processes_share_the_memory_for_parsed_chains(workers: int, share: int) -> None:
     """A limit that every worker has to itself, or one that is lost on the way to a worker."""
-    chains = Chains(Samples(Mock(spec=ChainFiles)), ["a"], ["a"], [])
+    chains = Chains(Mock(spec=ChainFiles), ["a"], ["a"], [])
     config = DataConfig(cache="3GiB", num_workers=workers)
     reads = Mock(spec=World, data_ranks=1, data_rank=0, reads=False)
     module = ChainDataModule(config, chains, 0, reads)

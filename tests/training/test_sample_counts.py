@@ -9,7 +9,6 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.samples import Samples
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.report.curve import read_curve
@@ -42,7 +41,7 @@ def sample_numbers(config: DataConfig, data_ranks: int, accumulate: int, steps: 
     """By step, the number and the recycling iterations of each sample of all data ranks."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(steps)]
     for rank in range(data_ranks):
-        chains = Chains(Samples(Mock(spec=ChainFiles)), ["a"], [], [])
+        chains = Chains(Mock(spec=ChainFiles), ["a"], [], [])
         module = ChainDataModule(config, chains, 7, Mock(spec=World, data_ranks=data_ranks, data_rank=rank, reads=True))
         module.trainer = Mock(accumulate_grad_batches=accumulate)
         loader = module.train_dataloader()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from evodsp.data.doctor.examination import Examiner, Unit
+from evodsp.data.doctor.examination import Examiner
 from evodsp.data.similarity.nearest import Bar, counted_bar
 from evodsp.data.similarity.sequences import Letters
 from evodsp.printing import counted
@@ -40,7 +40,7 @@ class Copied:
     """Chains of the set that can be read."""
     bar: Bar
     """Of these chains, or of `MOST_COPIED` of them."""
-    unit: Unit = "chain"
+    unit: str = "chain"
     """What is copied."""
 
     @property

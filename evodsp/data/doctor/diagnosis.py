@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 
 from evodsp.data.doctor.copying import Copied, copied
-from evodsp.data.doctor.examination import UNITS, Examined, Examiner
+from evodsp.data.doctor.examination import Examined, Examiner
 from evodsp.data.doctor.leaks import Overlap, overlap
 from evodsp.data.executors import LocalProcesses, processes
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, day_of
@@ -55,7 +55,7 @@ class DataSet:
     @property
     def units(self) -> str:
         """What its keys are, in the plural."""
-        return UNITS[self.examiner.unit]
+        return self.examiner.store.kind
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _stale(examiner: Examiner, read: list[str]) -> list[str]:
     if examiner.store.index is None:
         return []
     changed = [key for key in read if examiner.differs_from_index(key)]
-    what = UNITS[examiner.unit]
+    what = examiner.store.kind
     files = (
         f"the files of {len(changed):,} of {len(read):,} {what} that were read, such as {changed[0]}" if changed else ""
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.doctor.leaks import DEFINITION, DEFINITION_OF_COMPLEXES
-from evodsp.data.records import CHAINS, COMPLEXES, Assembly, Chain, Kind
+from evodsp.data.records import CHAINS, ONE_OF, Assembly, Chain
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
@@ -27,11 +27,6 @@ from evodsp.geometry.residues import CA
 from evodsp.reading.quoting import one_line
 
 State = Literal["good", "mismatching", "unreadable"]
-Unit = Literal["chain", "complex"]
-"""What a key stands for."""
-UNIT_OF: dict[Kind, Unit] = {CHAINS: "chain", COMPLEXES: "complex"}
-UNITS: dict[Unit, str] = {"chain": "chains", "complex": "complexes"}
-"""The plural of each."""
 SAME_PLACE = 0.5
 """Two CA atoms lie in the same place below this distance, in Å."""
 _MOST_NOTED = 3
@@ -71,9 +66,9 @@ class Examiner:
     cache: str | None = None
 
     @property
-    def unit(self) -> Unit:
-        """What a key stands for."""
-        return UNIT_OF[self.store.kind]
+    def unit(self) -> str:
+        """What a key stands for, in the singular."""
+        return ONE_OF[self.store.kind]
 
     @property
     def comparison(self) -> Compared:
@@ -83,7 +78,7 @@ class Examiner:
     @property
     def definition(self) -> str:
         """What comparing takes for alike, for reports."""
-        return DEFINITION if self.unit == "chain" else DEFINITION_OF_COMPLEXES
+        return DEFINITION if self.store.kind == CHAINS else DEFINITION_OF_COMPLEXES
 
     @property
     def place(self) -> str:

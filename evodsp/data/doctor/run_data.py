@@ -22,10 +22,9 @@ from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.diagnosis import DataSet
 from evodsp.data.doctor.examination import Examiner
 from evodsp.data.samples.distillation import open_predictions
-from evodsp.data.samples.samples import KIND_OF
 from evodsp.data.samples.selection import CountedStructures, Selection, chain_list, exclusion
 from evodsp.data.similarity.exclusion import Exclusion
-from evodsp.data.sources.opening import Records, Unit, open_files, open_store
+from evodsp.data.sources.opening import KIND_OF, Records, Unit, open_files, open_store
 from evodsp.errors import UserError
 from evodsp.run_config_file import read_run_config
 

@@ -62,6 +62,13 @@ def parsed_with_templates(
     return parsed, {} if templates is None else find_templates(templates, parsed)
 
 
+def first_look(source: Source, key: str, templates: TemplateSource | None) -> tuple[float, list[str]]:
+    """Read all files of a key: its resolution in Å, 0 without one, and lines about its templates. Raises UserError as
+    `load_record` does."""
+    parsed, found = parsed_with_templates(source, key, templates)
+    return parsed.assembly.chains[0].resolution or 0.0, [of_sequence.log_line for of_sequence in found.values()]
+
+
 class SampleDataset(Dataset[Sample]):
     """Samples of the records of a source, addressed by GLOBAL sample index.
 

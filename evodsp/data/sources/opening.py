@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from evodsp.config import ArrangementName
 from evodsp.data.complexes.pairing import RULES, RuleName, say_query_paired
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.data_index import DataIndex
@@ -14,6 +15,8 @@ from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 
+KIND_OF: dict[ArrangementName, Kind] = {"monomer": CHAINS, "multimer": COMPLEXES}
+"""What a key stands for in the data of each arrangement of the model."""
 Records = ChainFiles | ComplexFiles | FeatureStore
 
 
