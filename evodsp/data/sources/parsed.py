@@ -87,10 +87,9 @@ def joined_parts(
     hits: dict[str, tuple[TemplateHit, ...]] = {}
     for one in searched:
         places = [place for place, chain in enumerate(assembly.chains) if chain.sequence == one.query.letters]
-        own, found = _completed([chains[place] for place in places], searches, one)
+        own, query, found = _completed([chains[place] for place in places], searches, one)
         for place, chain in zip(places, own, strict=True):
             chains[place] = chain
-        query = replace(one.query, letters=own[0].sequence, alternatives=own[0].alternatives)
         pairing = None
         if rule is not None:
             rows = matched_alignments(searches.alignments_for_pairing(one.owner, query, rule.reads), query)
@@ -113,14 +112,16 @@ def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatur
     return merge_alignments(alignments) if alignments else query_only(encode(query.letters))
 
 
-def _completed(chains: list[Chain], searches: Searches, one: Searched) -> tuple[list[Chain], list[Alignment]]:
-    """Chains of one sequence, with the residues that only their alignments know, and these alignments."""
+def _completed(
+    chains: list[Chain], searches: Searches, one: Searched
+) -> tuple[list[Chain], ProteinSequence, list[Alignment]]:
+    """Chains of one sequence, with the residues that only their alignments know; their sequence, and these alignments."""
 
     def alignments(query: ProteinSequence) -> list[Alignment]:
         return matched_alignments(searches.alignments(one.owner, query), query)
 
     try:
-        return chains, alignments(one.query)
+        return chains, one.query, alignments(one.query)
     except QueryMismatch as mismatch:
         if mismatch.found is None or any(chain.breaks is None for chain in chains):
             raise
@@ -128,5 +129,5 @@ def _completed(chains: list[Chain], searches: Searches, one: Searched) -> tuple[
         if len(whole) < len(chains):
             found = "the structure file lists no sequence, and its chain is not this row with some residues missing"
             raise QueryMismatch(f"{mismatch} ({found})") from mismatch
-    query = replace(one.query, letters=whole[0].sequence, alternatives=whole[0].alternatives)
-    return whole, alignments(query)
+    query = ProteinSequence(one.query.name, whole[0].sequence)  # without SEQRES no residue has several monomers
+    return whole, query, alignments(query)
