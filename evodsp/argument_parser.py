@@ -3,20 +3,22 @@
 Typed dataclasses become options (`--model.evoformer.blocks 8`) and their attribute docstrings the help. This module does
 not import torch, so that help is quick. `OneLineErrors` can be mixed into Lightning's parser class.
 
-Option names are checked before jsonargparse sees them (`given_settings.py`). Its later errors keep its own words, behind
-the place of the setting that they quote; for settings of a plain type the message is evodsp's.
+A name that is no option, on the command line or in its YAML files, is refused before a parser sees it, with the file's line and
+the nearest name (`given_settings`). So a mistyped option of `evodsp fit` is reported before Lightning is imported, and no
+parser's message has to be understood. jsonargparse's later errors keep its own words, behind the place of the setting that they
+quote; for settings of a plain type the message is evodsp's.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
@@ -25,23 +27,76 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from evodsp.errors import SettingError, UserError, nearest
-from evodsp.given_settings import Given, Names, config_files, given_settings, values_of, with_options, with_underscores
+from evodsp.reading.yaml_files import compose_yaml
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A setting, or a group of them, that the command line or a config file gives."""
+
+    key: str
+    place: str
+    """Prefix of the key in messages: '--', or 'file:line: '."""
+    value: str | yaml.Node | None
+
+
+@dataclass(frozen=True)
+class Names:
+    """The names that a command line and its config files may use."""
+
+    prog: str = ""
+    known: frozenset[str] = frozenset()
+    """Names of options, without dashes, and of positional arguments. jsonargparse checks the names below one of them."""
+    from_files: bool = True
+    """Whether --config names files of these options, and not a file of another command."""
+    several: frozenset[str] = frozenset()
+    """Names of options that may be repeated, once for each value."""
+    former: Mapping[str, str] = field(default_factory=dict)
+    """For each setting of an earlier version, the message for those who still use it."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of options, each with its option."""
+
+    def group(self, key: str) -> str:
+        """'a group of options (a, b, …)', with the options of the group `key`; empty if there are none."""
+        names = {name.removeprefix(f"{key}.").split(".")[0].removesuffix("+") for name in self.below(key)}
+        return f"a group of options ({', '.join(sorted(names))})" if names else ""
+
+    def below(self, key: str) -> list[str]:
+        """The options of the group `key`. The help of an option's classes (`--logger.help`) makes it no group."""
+        return [name for name in self.known if name.startswith(f"{key}.") and name != f"{key}.help"]
+
+    def has(self, key: str) -> bool:
+        """Whether `key` is an option or a group, or a part of an option's value (`logger.init_args.name`)."""
+        parts = key.removesuffix("+").split(".")
+        upper = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+        if upper[-1] in self.known or self.below(upper[-1]):
+            return True
+        return any(x in self.known and not self.below(x) for x in upper)
+
+    def check(self, key: str, place: str, kind: str, value: str | None) -> None:
+        """Raise UserError if `key` is unknown, or if it is a group whose value is not the name of an existing file."""
+        if key in self.former:
+            raise UserError(f"{place.removeprefix('--')}{key} {self.former[key]}")
+        if not self.has(key):
+            dashes = "--" if place == "--" else ""
+            groups = {name.rpartition(".")[0] for name in self.known} - {""}
+            close = nearest(key, self.known | groups).replace("'", f"'{dashes}", 1)
+            where = place.removeprefix("--")
+            raise UserError(f"{where}unknown {kind} '{dashes}{key}'.{close} See '{self.prog} --help'")
+        if value is not None and "${" not in value and (group := self.group(key)) and not Path(value).is_file():
+            raise UserError(f"{place}{key}: expected {group}, found '{value}'; see '{self.prog} --help'")
 
 
 class OneLineErrors(ArgumentParser):
     """Raises UserError with one line where jsonargparse would print its usage and exit."""
 
-    given: tuple[Given, ...] = ()
+    rules: Names = Names()
+    """What `names` has beside the options of this parser."""
     alone: Mapping[str, str] = MappingProxyType({})
     """Values of options that are given without a value, by their names without dashes."""
-    aliases: Mapping[str, str] = MappingProxyType({})
-    """Other names of options, with the option that each stands for: other commands' names of the same thing."""
-    several: frozenset[str] = frozenset()
-    """See `Names`."""
-    former: Mapping[str, str] = MappingProxyType({})
-    """See `Names`."""
+    given: Sequence[Given] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, "formatter_class": HelpFormatter, **kwargs})
@@ -51,7 +106,12 @@ class OneLineErrors(ArgumentParser):
         options = {option for action in self._actions for option in (action.option_strings or [f"--{action.dest}"])}
         known = frozenset(option[2:] for option in options if option.startswith("--"))
         from_files = any(isinstance(action, ActionConfigFile) for action in self._actions)
-        return Names(self.prog, known, from_files, self.several, former=self.former, aliases=self.aliases)
+        return replace(self.rules, prog=self.prog, known=known, from_files=from_files)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """For each setting that is given, the place where it counts, as `Given` has it."""
+        return {one.key: one.place for one in self.given}
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         for action in self._actions:
@@ -59,28 +119,20 @@ class OneLineErrors(ArgumentParser):
                 action.nargs, action.const = "?", True
             elif action.dest in self.alone:
                 action.nargs, action.const = "?", self.alone[action.dest]
-        self._add_aliases()
-        words = with_options(with_underscores(list(args or [])), self.aliases)
-        self.given = tuple(given_settings(words, self.names))
+            # Other names are shown in the help, and taken from files. On the command line, `plain_words` has replaced them.
+            others = {f"--{name}" for name, option in self.rules.aliases.items() if option == action.dest}
+            action.option_strings = [*action.option_strings, *sorted(others - {*action.option_strings})]
+        words = plain_words(list(args or []), self.rules)
+        self.given = given_settings(words, self.names)
         self._check_lists()
         self._check_environment()
-        for option in self.several:
-            words = _as_list(f"--{option}", words)
         try:
             return super().parse_args(words, *rest, **kwargs)
         except _omegaconf_errors() as error:
-            file = (config_files(words) or [self.prog])[-1]
+            file = next((one.value for one in reversed(self.given) if one.key == "config"), self.prog)
             raise UserError(
                 f"{file}: {(str(error).splitlines() or [''])[0]}; check what is between ${{ and }}"
             ) from error
-
-    def _add_aliases(self) -> None:
-        """Show the other names in the help, and let jsonargparse take them from files. On the command line they are replaced
-        before it sees them (`with_options`)."""
-        for name, option in self.aliases.items():
-            (action,) = (action for action in self._actions if action.dest == option)
-            if f"--{name}" not in action.option_strings:
-                action.option_strings = [*action.option_strings, f"--{name}"]
 
     def instantiate_settings(self, config: Any) -> Any:
         """The typed settings of a parsed `config`. Raises UserError with the config file's line for a value out of range,
@@ -130,7 +182,7 @@ class OneLineErrors(ArgumentParser):
         """
         variable = self._variable(key)
         value = os.environ.get(variable) if self.default_env else None
-        places = {one.key: one.place for one in self.given}
+        places = self.places
         if value and (key not in places or value in detail.split()):
             return f"{variable}: "
         while key and key not in places:
@@ -241,15 +293,116 @@ def _omegaconf_errors() -> tuple[type[Exception], ...]:
     return () if omegaconf is None else (omegaconf.errors.OmegaConfBaseException,)
 
 
-def _as_list(option: str, words: list[str]) -> list[str]:
-    """`words` in which repetitions of `option` are replaced by one list of all its values."""
-    values = values_of(option, words)
-    if len(values) < 2:
-        return words
-    rest: list[str] = []
-    skipped = False
+def plain_words(words: list[str], names: Names) -> list[str]:
+    """The words with the names of options as the parser has them: with underscores (`--extra-msa` is `--extra_msa`), with
+    options in the place of their other names, and of an option that may be repeated `--name+`, which adds to what is there."""
+    found: list[str] = []
+    before: set[str] = set()
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == "-c":
+            name = "--config"
+        elif name.startswith("--"):
+            key = name[2:].replace("-", "_")
+            key = names.aliases.get(key, key)
+            name = f"--{key}+" if key in names.several & before else f"--{key}"
+            before.add(key)
+        found.append(f"{name}{equals}{value}")
+    return found
+
+
+def given_settings(words: list[str], names: Names) -> list[Given]:
+    """The settings of the config files, then those of the command line `words` (`plain_words`). Raises UserError for an unknown
+    name, for a setting that is given twice (one value would be lost silently) or empty (an unset shell variable, for instance),
+    and for a config file that is no mapping of options."""
+    options: list[Given] = []
+    _refuse_bare_names(words, names)
+    for word, after in itertools.pairwise([*words, "--"]):
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not key:
+            continue
+        text = value if equals else None if after.startswith("--") else after
+        names.check(key, "--", "argument", text)
+        if text == "":
+            raise UserError(f"--{key} is empty; give a value, or leave it out")
+        if key != "config" and not key.endswith("+") and key in {one.key for one in options}:
+            raise UserError(f"--{key} is given more than once; give it once")
+        options.append(Given(key, "--", text))
+    files = [one.value for one in options if one.key == "config" and isinstance(one.value, str)]
+    return [*(one for file in files for one in _settings_of_file(file, names)), *options]
+
+
+def _refuse_bare_names(words: list[str], names: Names) -> None:
+    """Raise UserError for an option without its dashes, key=value, as programs that use Hydra take it."""
     for before, word in itertools.pairwise(["", *words]):
-        skipped = before == option and not skipped
-        if not skipped and word != option and not word.startswith(f"{option}="):
-            rest.append(word)
-    return [*rest, f"{option}={json.dumps(values)}"]
+        key, equals, value = word.lstrip("+~").partition("=")
+        is_value = before.startswith("--") and "=" not in before
+        if equals and not is_value and names.has(key) and not Path(word).exists():
+            raise UserError(f"{word}: an option begins with two dashes; write --{key} {value}")
+
+
+def _settings_of_file(file: str, names: Names) -> Iterator[Given]:
+    is_file = Path(file).is_file()
+    if not names.from_files and not is_file:
+        return  # the command reports the files that it cannot read
+    if not is_file:
+        raise UserError(f"{file}: {'not a file' if Path(file).exists() else 'no such file'}; check --config")
+    top = compose_yaml(Path(file))
+    if names.from_files and not isinstance(top, yaml.MappingNode):
+        found = "it is empty" if top is None else Path(file).read_text("utf-8-sig").strip()
+        raise UserError(f"{file}: not a YAML mapping of options: {found}")
+    _refuse_repeated_keys(file, top, names.aliases)
+    yield from _settings_below(file, top, "", names if names.from_files else None)
+
+
+def _settings_below(file: str, node: yaml.Node | None, above: str, names: Names | None) -> Iterator[Given]:
+    """The settings in a YAML `node`; their names begin with `above`. `names`: the allowed names; None for the file of
+    another command.
+    """
+    for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        place = f"{file}:{name.start_mark.line + 1}: "
+        if name.tag == "tag:yaml.org,2002:merge":
+            for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                yield from _settings_below(file, part, above, names)
+            continue
+        key = f"{above}{name.value}"
+        if names is not None:
+            _check_name(key, name, value, place, names)
+            key = names.aliases.get(key, key)
+        yield Given(key, place, value)
+        if names is None or names.below(key):
+            yield from _settings_below(file, value, f"{key}.", names)
+
+
+def _check_name(key: str, name: yaml.Node, value: yaml.Node, place: str, names: Names) -> None:
+    """Raise UserError if a file's `name`, in full `key`, is not that of an option, or is that of a group without options."""
+    if name.tag != "tag:yaml.org,2002:str":
+        raise UserError(f"{place}the name of an option is a text; write it in quotes, or remove the line")
+    empty = value.tag == "tag:yaml.org,2002:null"
+    if empty and names.below(key):
+        raise UserError(f"{place}'{key}' is empty; give some of its options, or remove the line")
+    text = value.value if isinstance(value, yaml.ScalarNode) and not empty else None
+    while not names.has(key) and isinstance(value, yaml.MappingNode) and value.value:
+        key, value = f"{key}.{value.value[0][0].value}", value.value[0][1]
+    names.check(key, place, "config key", text)
+
+
+def _refuse_repeated_keys(file: str, node: Any, aliases: Mapping[str, str]) -> None:
+    """Raise UserError for the first mapping in a YAML `node` with two equal keys, or with two names (`aliases`) of one option:
+    one value would be lost silently."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated_keys(file, item, {})
+    if isinstance(node, yaml.MappingNode):
+        earlier: dict[str, yaml.ScalarNode] = {}
+        for name, value in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                first = earlier.setdefault(aliases.get(name.value, name.value), name)
+                line, other = name.start_mark.line + 1, first.start_mark.line + 1
+                if first.value != name.value:
+                    same = f"is another name of '{first.value}' on line {other}; write one of them"
+                    raise UserError(f"{file}:{line}: '{name.value}' {same}")
+                if first is not name:
+                    same = f"is here and on line {other}; write it once, with all that belongs to it"
+                    raise UserError(f"{file}:{line}: '{name.value}' {same}")
+            _refuse_repeated_keys(file, value, {})

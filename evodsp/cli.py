@@ -69,7 +69,7 @@ class SettingsCommand(Command):
     def __call__(self, words: list[str]) -> int:
         from jsonargparse import ActionConfigFile
 
-        from evodsp.argument_parser import OneLineErrors
+        from evodsp.argument_parser import Names, OneLineErrors
         from evodsp.output import check_output, output_errors
 
         parser = OneLineErrors(
@@ -78,8 +78,8 @@ class SettingsCommand(Command):
             description=self.description,
         )
         settings_class = _imported(self.settings)
-        parser.alone, parser.several = self.alone, self.several
-        parser.aliases = getattr(settings_class, "OTHER_NAMES", {})
+        parser.alone = self.alone
+        parser.rules = Names(several=self.several, aliases=getattr(settings_class, "OTHER_NAMES", {}))
         if self.from_files:
             text = "YAML file of options. Several files may be given; of several values the last one counts."
             parser.add_argument("--config", action=ActionConfigFile, help=text)

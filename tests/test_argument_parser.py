@@ -14,10 +14,9 @@ from typing import Literal
 import pytest
 from jsonargparse import ActionConfigFile, Namespace
 
-from evodsp.argument_parser import OneLineErrors
+from evodsp.argument_parser import Names, OneLineErrors, plain_words
 from evodsp.cli import COMMANDS, SettingsCommand, main
 from evodsp.errors import SettingError, UserError
-from evodsp.given_settings import with_underscores
 from evodsp.inference.config import PredictConfig
 
 
@@ -179,8 +178,9 @@ def test_help_names_types_plainly() -> None:
 
 
 def test_dashes_and_underscores_are_the_same() -> None:
-    words = ["--extra-msa", "3", "--msa-clusters=a-b", "x-y", "-c", "--", "--data.batch-size"]
-    assert with_underscores(words) == ["--extra_msa", "3", "--msa_clusters=a-b", "x-y", "-c", "--", "--data.batch_size"]
+    words = ["--extra-msa", "3", "--msa-clusters=a-b", "x-y", "-x", "--", "--data.batch-size"]
+    found = ["--extra_msa", "3", "--msa_clusters=a-b", "x-y", "-x", "--", "--data.batch_size"]
+    assert plain_words(words, Names()) == found
 
 
 class Recorder:
@@ -210,7 +210,7 @@ def test_another_name_of_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a name that another command has for the same thing refused, dropped, given twice unseen, or not in the help."""
     for words in (["--place", "x"], ["--place=x"]):
         made = parser()
-        made.aliases = {"place": "output"}
+        made.rules = Names(aliases={"place": "output"})
         assert made.instantiate_settings(made.parse_args(words)).output == Path("x")
     with pytest.raises(UserError, match=r"^--output is given more than once"):
         made.parse_args(["--output", "x", "--place", "y"])
@@ -226,7 +226,7 @@ def test_another_name_in_a_file(tmp_path: Path) -> None:
     made = OneLineErrors(prog="evodsp predict")
     made.add_argument("--config", action=ActionConfigFile)
     made.add_class_arguments(PredictConfig)
-    made.aliases = PredictConfig.OTHER_NAMES
+    made.rules = Names(aliases=PredictConfig.OTHER_NAMES)
     file, other = tmp_path / "a.yaml", tmp_path / "b.yaml"
 
     def read(text: str, *words: str) -> Namespace:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +44,6 @@ from evodsp.data.templates.dates import parse_latest_date
 from evodsp.data.templates.source import TemplateSource
 from evodsp.data.templates.template_chains import TemplateChains, listed_chains
 from evodsp.errors import UserError
-from evodsp.given_settings import Given
 from evodsp.launch.consensus import long_from_first, on_every
 from evodsp.parallel.group import Group
 from evodsp.printing import counted
@@ -243,10 +242,11 @@ def _rules(config: DataConfig | DistillationConfig, where: str, excluded: Exclus
     )
 
 
-def unapplied_filters(config: DataConfig, given: Sequence[Given]) -> list[str]:
-    """A line for each set of chains whose filters are given, but not applied. `given`: the settings that the user wrote."""
+def unapplied_filters(config: DataConfig, places: Mapping[str, str]) -> list[str]:
+    """A line for each set of chains whose filters are given, but not applied. `places`: the settings that the user wrote, and
+    where (`OneLineErrors.places`)."""
     parts = ((config, "data"), (config.distillation, "data.distillation"))
-    lines = (_rules(part, where, None).unapplied(given) for part, where in parts)
+    lines = (_rules(part, where, None).unapplied(places) for part, where in parts)
     return [line for line in lines if line is not None]
 
 

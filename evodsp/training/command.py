@@ -263,7 +263,7 @@ def run(command: Command, words: list[str]) -> int:
         stop()
         tell_first("evodsp: the time limit is over; nothing was trained")
         return STOPPED
-    for line in unapplied_filters(checked.settings.data, cli.parser.given) if command == "fit" else ():
+    for line in unapplied_filters(checked.settings.data, cli.parser.places) if command == "fit" else ():
         tell_first(f"evodsp: warning: {line}")
     stopped = False
     try:

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile
 
-from evodsp.argument_parser import OneLineErrors
+from evodsp.argument_parser import Names, OneLineErrors, given_settings, plain_words
 from evodsp.config import LISTED_PRESETS, PRESETS, KernelsConfig, ModelConfig, leaves
 from evodsp.errors import UserError, nearest
-from evodsp.given_settings import Names, given_settings, with_underscores
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
@@ -116,7 +115,7 @@ FORMER = {
 class PresetParser(OneLineErrors):
     """A parser of the options below, in which `model.preset` sets the defaults of the model's sizes."""
 
-    former = FORMER
+    rules = Names(former=FORMER)
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:
         """Parse, which finds the preset that any file or option may name, and again with its sizes as the defaults."""
@@ -168,7 +167,7 @@ def check_names(command: Command, words: list[str]) -> None:
     trainer = {key for key, _ in leaves(TrainerOptions(), "trainer")}
     trainer |= {f"trainer.{name}" for name in ("help", *OTHER_TRAINER_OPTIONS)}
     names = Names(f"evodsp {command}", frozenset(own_names() | trainer | {*_OF_THE_PARSER}), former=FORMER)
-    given_settings(with_underscores(words), names)
+    given_settings(plain_words(words, names), names)
 
 
 def print_help(command: Command) -> None:

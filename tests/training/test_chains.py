@@ -22,7 +22,6 @@ from evodsp.data.similarity.exclusion import resembling
 from evodsp.data.similarity.pairs import identity
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
-from evodsp.given_settings import Given
 from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module
 from evodsp.training.chains import find_chains, unapplied_filters
@@ -246,16 +245,20 @@ def test_a_filter_that_is_given_is_applied(source: str, tmp_path: Path) -> None:
 
 def test_filters_that_are_given_but_not_applied_are_said() -> None:
     """Catches a filter that a user wrote and that leaves nothing out, without a word, because its value is the default."""
-    given = [Given("data.filters.max_resolution", "a.yaml:3: ", None), Given("data.distillation.filters", "--", "{}")]
+    given = {"data.filters.max_resolution": "a.yaml:3: ", "data.distillation.filters": "--"}
     lines = unapplied_filters(DataConfig(), given)
     assert [line.partition(" are not")[0] for line in lines] == ["a.yaml:3: data.filters", "data.distillation.filters"]
-    assert unapplied_filters(DataConfig(), [Given("data.filtersets", "--", "1")]) == []
+    assert unapplied_filters(DataConfig(), {"data.filtersets": "--"}) == []
     applied = (
         {"chain_data_cache": "x.json"},
         {"sampling": "alphafold2"},
         {"filters": FilterConfig(max_residue_share=0.9)},
     )
-    assert [unapplied_filters(DataConfig(**one), given[:1]) for one in applied] == [[], [], []]  # type: ignore[arg-type]
+    assert [unapplied_filters(DataConfig(**one), {"data.filters.max_resolution": "--"}) for one in applied] == [
+        [],
+        [],
+        [],
+    ]  # type: ignore[arg-type]
 
 
 LETTERS = "MKTAYIAKQRWLEGSHMDERCNPFVY"

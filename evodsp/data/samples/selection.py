@@ -8,7 +8,7 @@ such chains alone learns no confidence, and its `train/plddt` is 0. A message sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_f
 from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import FileFormatError, UserError
-from evodsp.given_settings import Given
 from evodsp.printing import counted
 from evodsp.progress import progress
 from evodsp.reading.text_files import lines_of
@@ -137,14 +136,15 @@ class Selection:
         """Whether the filters leave chains out. Those that nobody gave do so only where facts are asked for anyway."""
         return self.chain_data_cache is not None or self.sampling == "alphafold2" or self.filters != self.default
 
-    def unapplied(self, given: Iterable[Given]) -> str | None:
-        """A line for those who gave filters that leave nothing out, because their values are the defaults; otherwise None."""
+    def unapplied(self, places: Mapping[str, str]) -> str | None:
+        """A line for those who gave filters that leave nothing out, because their values are the defaults; otherwise None.
+        `places`: where each setting is given, such as '--' or 'file:line: '."""
         name = f"{self.where}.filters"
-        mine = next((one for one in given if f"{one.key}.".startswith(f"{name}.")), None)
-        if mine is None or self.is_applied:
+        place = next((place for key, place in places.items() if f"{key}.".startswith(f"{name}.")), None)
+        if place is None or self.is_applied:
             return None
         return (
-            f"{mine.place.removeprefix('--')}{name} are not applied: values that are all the default leave out chains only "
+            f"{place.removeprefix('--')}{name} are not applied: values that are all the default leave out chains only "
             f"with {self.where}.chain_data_cache or {self.where}.sampling alphafold2; give one of these, or a value next to "
             f"the default, such as {name}.max_resolution 8.9"
         )
