@@ -39,27 +39,19 @@ def with_packaged_configs(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for place, word in enumerate(words):
         option, equals, value = word.partition("=")
-        later = {name.partition("=")[0].replace("-", "_") for name in words[place + 1 :]}
         if equals and option in _OPTIONS:
-            found += _config_words(option, value, later)
+            found.append(option)
         elif place > 0 and words[place - 1] in _OPTIONS:
-            found += _config_words(found.pop(), word, later)
+            value = word
         else:
             found.append(word)
+            continue
+        file = packaged_config(Path(value))
+        found.append(value if file is None else str(file))
+        later = {name.partition("=")[0].replace("-", "_") for name in words[place + 1 :]}
+        data = () if file is None else ((name, packaged_data(text)) for name, text in _texts(_read(file)))
+        found += [f"--{name}={path}" for name, path in data if path is not None and f"__{name}" not in later]
     return found
-
-
-def _config_words(option: str, value: str, later: set[str]) -> list[str]:
-    """`later`: the options that follow, with underscores, which must not be given twice."""
-    file = packaged_config(Path(value))
-    if file is None:
-        return [option, value]
-    where = ((name, packaged_data(text)) for name, text in _texts(_read(file)))
-    return [
-        option,
-        str(file),
-        *(f"--{name}={path}" for name, path in where if path is not None and f"__{name}" not in later),
-    ]
 
 
 def _read(config: Path) -> dict[str, Any]:

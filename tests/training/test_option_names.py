@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
 
 from evodsp.errors import UserError
+from evodsp.training import trainer
 from evodsp.training.options import OTHER_TRAINER_OPTIONS, TrainerOptions, check_names
 
 
@@ -17,6 +20,18 @@ def test_the_trainers_names_are_those_of_lightning() -> None:
     """Catches an option of Lightning's that is refused, and one that a misspelt name is taken for."""
     listed = OTHER_TRAINER_OPTIONS | set(TrainerOptions.__dataclass_fields__)
     assert listed == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
+
+
+def test_the_documentation_has_the_options_that_cannot_work() -> None:
+    """Catches an option that is refused and missing from the table, and one that the table has and that is no option."""
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    table = page.partition("| option of `trainer` |")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    options = {re.findall(r"`(\w+)", cell)[0] for cell in cells}
+    assert options <= OTHER_TRAINER_OPTIONS | set(TrainerOptions.__dataclass_fields__)
+    assert set(trainer._MUST_BE) <= options
+    classes = {name for cell in cells for name in re.findall(r"of the class `(\w+)`", cell)}
+    assert classes == {kind.__name__ for kind in trainer._NOT_CALLBACKS}
 
 
 def test_a_misspelt_option_of_the_trainer_is_found_without_lightning() -> None:
