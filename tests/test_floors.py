@@ -66,10 +66,10 @@ FREE = {
 NOT_FREE = {
     "reading.array_files": ("numpy",),
     "reading.recorded_pickle": ("numpy",),
-    "data.samples.complex_dataset": ("torch",),
+    "data.samples.chain_record": ("torch",),
+    "data.samples.complex_record": ("torch",),
     "data.samples.dataset": ("torch",),
     "data.samples.sample_pool": ("torch",),
-    "data.samples.sample_source": ("torch",),
     "data.doctor.command": ("rich",),
     "model.kernels.triton_kernels.device.*": ("triton",),
 }

@@ -10,11 +10,10 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.samples.complex_features import complex_features
 from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
-from evodsp.data.samples.raw_features import raw_features
+from evodsp.data.samples.raw_features import complex_features, raw_features
 from evodsp.data.sources.msa import merge_alignments, query_only
 from evodsp.data.sources.query_check import check_alignments
 from evodsp.data.templates.features import TemplateFeatures

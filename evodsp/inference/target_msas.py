@@ -10,14 +10,14 @@ from functools import cached_property
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.colabfold import split_alignment
 from evodsp.data.complexes.entities import columns_of
-from evodsp.data.complexes.merging import ChainMsas, MergedMsa, merge
+from evodsp.data.complexes.merging import MergedMsa, merge
 from evodsp.data.complexes.pairing import PairingMsa, pairing_msa
 from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.formats import parse_complex_a3m
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.samples.chain_record import Sample
 from evodsp.data.sources.msa import MsaFeatures, holds_query_alone
-from evodsp.data.sources.parsed import msa_of
+from evodsp.data.sources.parsed import ChainMsas, msa_of
 from evodsp.features.prediction import complex_sample, prediction_sample
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target

@@ -21,9 +21,9 @@ from jaxtyping import Float64, Int8
 
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa, merge
-from evodsp.data.samples.complex_features import complex_features
 from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import collate
+from evodsp.data.samples.raw_features import complex_features
 from evodsp.data.sources.msa import letter_profile
 from evodsp.features.batch import with_features
 from evodsp.features.draws import draw

@@ -16,7 +16,6 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.building.command import build
-from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.templates import find_templates
 from evodsp.data.formats import parse_fasta
 from evodsp.data.records import Assembly, ProteinSequence
@@ -24,7 +23,7 @@ from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
-from evodsp.data.sources.parsed import Parsed, Source
+from evodsp.data.sources.parsed import ChainMsas, Parsed, RecordSource
 from evodsp.data.sources.record_codec import decode_chain, decode_record, encode_chain, encode_record
 from evodsp.data.sources.shards import digest_of
 from evodsp.data.sources.structures import TemplateStructures
@@ -183,7 +182,7 @@ def test_without_templates(folder: Path, tmp_path: Path) -> None:
 def test_it_is_what_training_needs(store: Path) -> None:
     """Catches a store that cannot stand in for files, and one that is sent to workers with its content."""
     built = FeatureStore(str(store))
-    assert isinstance(built, Source)
+    assert isinstance(built, RecordSource)
     assert isinstance(built.structures, TemplateStructures)
     assert len(pickle.dumps(built)) < 300
     same(pickle.loads(pickle.dumps(built)).parsed("1abc_A", True), built.parsed("1abc_A", True))

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig, as_multimer
-from evodsp.data.complexes.merging import ChainMsas, merge
+from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.msa import query_only
+from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
 from evodsp.features.prediction import complex_sample
 from evodsp.geometry.alphabet import encode

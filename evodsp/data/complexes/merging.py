@@ -21,41 +21,13 @@ import numpy as np
 from jaxtyping import Bool, Int8, Int32, Int64, Integer
 
 from evodsp.data.complexes.entities import ChainIds, Entity, chain_ids, entities_of
-from evodsp.data.complexes.pairing import ABSENT, MOST_OF_A_KEY, PairingMsa, pair
-from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.msa import MsaFeatures
-from evodsp.data.sources.query_check import check_query
+from evodsp.data.complexes.pairing import ABSENT, MOST_OF_A_KEY, pair
+from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import GAP, encode, encode_sequence
+from evodsp.geometry.alphabet import GAP, encode_sequence
 
 MOST_ROWS = 2048
 MOST_PAIRED = 1024
-
-
-@dataclass(frozen=True)
-class ChainMsas:
-    """A chain of a complex: its MSA, and the MSA whose rows are paired with those of other chains.
-
-    Raises UserError if the first row of one of them is not the chain's sequence; X matches any letter.
-    """
-
-    query: ProteinSequence
-    msa: MsaFeatures
-    pairing: PairingMsa | None = None
-    """None: only the query is paired."""
-
-    def __post_init__(self) -> None:
-        name, sequence = self.query.name, encode(self.query.letters)
-        firsts = {"MSA": self.msa.msa[0]} | ({} if self.pairing is None else {"MSA for pairing": self.pairing.msa[0]})
-        for what, first in firsts.items():
-            where = f"chain '{name}': the first row of its {what}"
-            check_query(where, first, "its sequence", sequence, "search again with this sequence")
-
-    def to_pair(self) -> PairingMsa:
-        """The rows for pairing: the query alone if there are no others."""
-        if self.pairing is not None:
-            return self.pairing
-        return PairingMsa(self.msa.msa[:1], self.msa.deletions[:1], ("",))
 
 
 @dataclass(frozen=True)

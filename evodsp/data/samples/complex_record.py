@@ -29,9 +29,8 @@ from evodsp.data.samples.chain_record import (
     observed_atoms,
     sampled_rows,
 )
-from evodsp.data.samples.complex_crop import complex_crop, contiguous_crop
-from evodsp.data.samples.complex_features import complex_features
-from evodsp.data.samples.crop import piece
+from evodsp.data.samples.crop import complex_crop, contiguous_crop, piece
+from evodsp.data.samples.raw_features import complex_features
 from evodsp.data.sources.parsed import Parsed
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates

@@ -25,7 +25,7 @@ from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.feature_axes import check_config
 from evodsp.data.samples.raw_features import RAGGED
 from evodsp.data.samples.sampling import DISTILLED, ChainChoice, ChainDraws
-from evodsp.data.sources.parsed import Parsed, Source
+from evodsp.data.sources.parsed import Parsed, RecordSource
 from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
 from evodsp.printing import logger
@@ -36,7 +36,7 @@ RECIPES: dict[Kind, Recipe] = {CHAINS: ChainRecord.of, COMPLEXES: ComplexRecord.
 
 
 def load_record(
-    source: Source,
+    source: RecordSource,
     key: str,
     templates: TemplateSource | None = None,
     assumed_resolution: float | None = None,
@@ -54,7 +54,7 @@ def load_record(
 
 
 def parsed_with_templates(
-    source: Source, key: str, templates: TemplateSource | None
+    source: RecordSource, key: str, templates: TemplateSource | None
 ) -> tuple[Parsed, dict[str, FoundTemplates]]:
     """What is known about `key`, and the templates of each sequence if their source is given. Raises UserError as `load_record`
     does."""
@@ -62,7 +62,7 @@ def parsed_with_templates(
     return parsed, {} if templates is None else find_templates(templates, parsed)
 
 
-def first_look(source: Source, key: str, templates: TemplateSource | None) -> tuple[float, list[str]]:
+def first_look(source: RecordSource, key: str, templates: TemplateSource | None) -> tuple[float, list[str]]:
     """Read all files of a key: its resolution in Å, 0 without one, and lines about its templates. Raises UserError as
     `load_record` does."""
     parsed, found = parsed_with_templates(source, key, templates)
@@ -89,7 +89,7 @@ class SampleDataset(Dataset[Sample]):
 
     def __init__(
         self,
-        source: Source,
+        source: RecordSource,
         keys: Sequence[str],
         config: FeatureConfig,
         seed: int,

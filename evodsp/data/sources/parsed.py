@@ -10,14 +10,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
-from evodsp.data.complexes.merging import ChainMsas
-from evodsp.data.complexes.pairing import PairingRule, rows_for_pairing, say_query_paired
+from evodsp.data.complexes.pairing import PairingMsa, PairingRule, rows_for_pairing, say_query_paired
 from evodsp.data.records import Alignment, Assembly, Chain, Kind, ProteinSequence
 from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
-from evodsp.data.sources.query_check import QueryMismatch, matched_alignments, matched_hits
+from evodsp.data.sources.query_check import QueryMismatch, check_query, matched_alignments, matched_hits
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry.alphabet import encode
+
+
+@dataclass(frozen=True)
+class ChainMsas:
+    """A chain of a complex: its MSA, and the MSA whose rows are paired with those of other chains.
+
+    Raises UserError if the first row of one of them is not the chain's sequence; X matches any letter.
+    """
+
+    query: ProteinSequence
+    msa: MsaFeatures
+    pairing: PairingMsa | None = None
+    """None: only the query is paired."""
+
+    def __post_init__(self) -> None:
+        name, sequence = self.query.name, encode(self.query.letters)
+        firsts = {"MSA": self.msa.msa[0]} | ({} if self.pairing is None else {"MSA for pairing": self.pairing.msa[0]})
+        for what, first in firsts.items():
+            where = f"chain '{name}': the first row of its {what}"
+            check_query(where, first, "its sequence", sequence, "search again with this sequence")
+
+    def to_pair(self) -> PairingMsa:
+        """The rows for pairing: the query alone if there are no others."""
+        if self.pairing is not None:
+            return self.pairing
+        return PairingMsa(self.msa.msa[:1], self.msa.deletions[:1], ("",))
 
 
 @dataclass(frozen=True)
@@ -33,7 +58,7 @@ class Parsed:
 
 
 @runtime_checkable
-class Source(Protocol):
+class RecordSource(Protocol):
     """A source of records for samples: files, or a feature store."""
 
     @property

@@ -22,11 +22,10 @@ from jaxtyping import Int8, Int32, Integer
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from evodsp.data.complexes.merging import ChainMsas
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import Assembly, Chain, ProteinSequence
 from evodsp.data.sources.msa import MsaFeatures
-from evodsp.data.sources.parsed import Parsed
+from evodsp.data.sources.parsed import ChainMsas, Parsed
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError
 

@@ -23,7 +23,7 @@ _IN_THIS_PROCESS = 2000
 """Keys whose sequences are read without further processes."""
 
 
-class Training(TrainingSet):
+class TrainingStructures(TrainingSet):
     """Training chains or complexes by key, with the sequences of their chains, none where they are unknown, and the reader of
     their structures. `truth`: the true structures of what is scored."""
 
@@ -46,7 +46,7 @@ class Training(TrainingSet):
         return self.copy_for(key, target, self._read)
 
 
-def training_set(settings: ScoreConfig, train: Sequence[str]) -> Training:
+def training_set(settings: ScoreConfig, train: Sequence[str]) -> TrainingStructures:
     """What the settings name. `train`: the keys of --train, which are taken if nothing else names them.
 
     Raises UserError if there are none, or if no sequence of them can be read.
@@ -86,7 +86,7 @@ def training_set(settings: ScoreConfig, train: Sequence[str]) -> Training:
             f"{len(unknown):,} of {len(found):,} training {units} cannot be read and are not copied, such as {unknown[0]}: "
             f"{_reason(read, unknown[0])}"
         )
-    return Training(found, read, truth)
+    return TrainingStructures(found, read, truth)
 
 
 def _reason(read: Read, key: str) -> str:

@@ -17,7 +17,7 @@ from evodsp.data.sources.structures import AssemblyFolder
 from evodsp.errors import UserError
 from evodsp.inference.clashes import clash_line, clashes_of
 from evodsp.inference.results import RANKING, read_with_ranking
-from evodsp.inference.score.baseline import Training
+from evodsp.inference.score.baseline import TrainingStructures
 from evodsp.inference.score.chain_mapping import ChainMapping, ComplexComparison
 from evodsp.inference.score.splits import predicted
 from evodsp.model.confidence import complex_ranking
@@ -284,7 +284,7 @@ def write_complex_report(
     splits: Mapping[str, Sequence[str]],
     output: Path,
     assembly: str | None = "1",
-    training: Training | None = None,
+    training: TrainingStructures | None = None,
     report: Callable[[str], None] = show,
 ) -> list[ComplexRow]:
     """Score all complexes, report the table, and write `<output>/scores.csv` and `<output>/interfaces.csv`.
@@ -322,7 +322,9 @@ def write_complex_report(
     return scores
 
 
-def _beside_copy(scores: ComplexRow, truth: Assembly, training: Training) -> tuple[ComplexRowBesideCopy, list[str]]:
+def _beside_copy(
+    scores: ComplexRow, truth: Assembly, training: TrainingStructures
+) -> tuple[ComplexRowBesideCopy, list[str]]:
     """The scores beside those of the copy, and a line if there is none or the complex is a training complex."""
     name, said = scores.complex, []
     if name in training.sequences and scores.split != "train":

@@ -24,7 +24,7 @@ from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA
 from evodsp.inference.pages.figures import calibration_figure, distance_figure
 from evodsp.inference.results import RANKING, plddt_of, read_result
-from evodsp.inference.score.baseline import Training, training_set
+from evodsp.inference.score.baseline import TrainingStructures, training_set
 from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.complexes import write_complex_report
 from evodsp.inference.score.config import ScoreConfig
@@ -139,7 +139,7 @@ def write_report(
     splits: Mapping[str, Sequence[str]],
     output: Path,
     report: Callable[[str], None] = show,
-    training: Training | None = None,
+    training: TrainingStructures | None = None,
 ) -> Sequence[ChainScores]:
     """Score all chains as `compare_all`, report the table and how far pLDDT can be trusted, and write `<output>/scores.csv`,
     `<output>/calibration.svg` and `<output>/distances_<chain>.svg`. `training`: also score copies of these chains. Chains
