@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import re
 import sys
@@ -122,12 +123,12 @@ class OneLineErrors(ArgumentParser):
             # Other names are shown in the help, and taken from files. On the command line, `plain_words` has replaced them.
             others = {f"--{name}" for name, option in self.rules.aliases.items() if option == action.dest}
             action.option_strings = [*action.option_strings, *sorted(others - {*action.option_strings})]
-        words = plain_words(list(args or []), self.rules)
+        words = plain_words(list(args or []), self.rules.aliases)
         self.given = given_settings(words, self.names)
         self._check_lists()
         self._check_environment()
         try:
-            return super().parse_args(words, *rest, **kwargs)
+            return super().parse_args(_as_lists(words, self.rules.several), *rest, **kwargs)
         except _omegaconf_errors() as error:
             file = next((one.value for one in reversed(self.given) if one.key == "config"), self.prog)
             raise UserError(
@@ -293,22 +294,36 @@ def _omegaconf_errors() -> tuple[type[Exception], ...]:
     return () if omegaconf is None else (omegaconf.errors.OmegaConfBaseException,)
 
 
-def plain_words(words: list[str], names: Names) -> list[str]:
-    """The words with the names of options as the parser has them: with underscores (`--extra-msa` is `--extra_msa`), with
-    options in the place of their other names, and of an option that may be repeated `--name+`, which adds to what is there."""
+def plain_words(words: list[str], aliases: Mapping[str, str]) -> list[str]:
+    """The words with the names of options as the parser has them: with underscores (`--extra-msa` is `--extra_msa`), and with
+    options in the place of their other names (`aliases`)."""
     found: list[str] = []
-    before: set[str] = set()
     for word in words:
         name, equals, value = word.partition("=")
-        if name == "-c":
-            name = "--config"
-        elif name.startswith("--"):
+        if name.startswith("--"):
             key = name[2:].replace("-", "_")
-            key = names.aliases.get(key, key)
-            name = f"--{key}+" if key in names.several & before else f"--{key}"
-            before.add(key)
-        found.append(f"{name}{equals}{value}")
+            name = f"--{aliases.get(key, key)}"
+        found.append(f"{'--config' if name == '-c' else name}{equals}{value}")
     return found
+
+
+def _as_lists(words: list[str], several: frozenset[str]) -> list[str]:
+    """The words with repetitions of an option of `several` in one list of all its values, behind the others: argparse takes
+    arguments without a name only if they stand together."""
+    for option in (f"--{name}" for name in several):
+        values: list[str] = []
+        rest: list[str] = []
+        for before, word in itertools.pairwise(["", *words]):
+            name, equals, value = word.partition("=")
+            if before == option:
+                values.append(word)
+            elif name == option and equals:
+                values.append(value)
+            elif word != option:
+                rest.append(word)
+        if len(values) > 1:
+            words = [*rest, f"{option}={json.dumps(values)}"]
+    return words
 
 
 def given_settings(words: list[str], names: Names) -> list[Given]:
@@ -325,7 +340,7 @@ def given_settings(words: list[str], names: Names) -> list[Given]:
         names.check(key, "--", "argument", text)
         if text == "":
             raise UserError(f"--{key} is empty; give a value, or leave it out")
-        if key != "config" and not key.endswith("+") and key in {one.key for one in options}:
+        if key not in (*names.several, "config") and not key.endswith("+") and key in {one.key for one in options}:
             raise UserError(f"--{key} is given more than once; give it once")
         options.append(Given(key, "--", text))
     files = [one.value for one in options if one.key == "config" and isinstance(one.value, str)]

@@ -180,7 +180,7 @@ def test_help_names_types_plainly() -> None:
 def test_dashes_and_underscores_are_the_same() -> None:
     words = ["--extra-msa", "3", "--msa-clusters=a-b", "x-y", "-x", "--", "--data.batch-size"]
     found = ["--extra_msa", "3", "--msa_clusters=a-b", "x-y", "-x", "--", "--data.batch_size"]
-    assert plain_words(words, Names()) == found
+    assert plain_words(words, {}) == found
 
 
 class Recorder:

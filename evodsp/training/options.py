@@ -167,7 +167,7 @@ def check_names(command: Command, words: list[str]) -> None:
     trainer = {key for key, _ in leaves(TrainerOptions(), "trainer")}
     trainer |= {f"trainer.{name}" for name in ("help", *OTHER_TRAINER_OPTIONS)}
     names = Names(f"evodsp {command}", frozenset(own_names() | trainer | {*_OF_THE_PARSER}), former=FORMER)
-    given_settings(plain_words(words, names), names)
+    given_settings(plain_words(words, {}), names)
 
 
 def print_help(command: Command) -> None:
