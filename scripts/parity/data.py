@@ -27,8 +27,9 @@ from evodsp.config import FeatureConfig
 from evodsp.data.formats import parse_hhr
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
+from evodsp.data.samples.chain_record import chain_labels
 from evodsp.data.samples.crop import piece
-from evodsp.data.samples.dataset import chain_labels, collate
+from evodsp.data.samples.dataset import collate
 from evodsp.data.samples.feature_axes import max_clusters
 from evodsp.data.samples.raw_features import raw_features
 from evodsp.data.sources.chain_files import ChainFiles
