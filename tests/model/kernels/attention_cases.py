@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from evodsp.model.kernels.triton_kernels import attention as kernels
 from evodsp.model.kernels.triton_kernels.attention import attention
 from tests.model.kernels.interpreter import check, far_apart, random
 
@@ -48,6 +50,19 @@ def inputs(
 
 def agrees(shape: Shape, dtype: torch.dtype, biased: bool, seed: int = 0) -> None:
     check(attention, formula, *inputs(shape, dtype, biased, seed))
+
+
+def agrees_with_runs(dtype: torch.dtype, length: int, width: int) -> None:
+    """Rows of keys that are all present, lack the last one, those from 32 on, one in the middle, the first one, or all; and a
+    kernel of the bias's gradient of few programs, each with several rows."""
+    tensors, fixed = inputs((2, 12, 40, length, 1, width), dtype, True, 8)
+    keys = torch.ones_like(fixed["keys"])
+    absences = [*[slice(0)] * 3, slice(-1, None), slice(32, None), slice(40, 41), slice(1), slice(None)]
+    for row, absent in enumerate(absences):
+        keys[0, row, absent] = 0
+        keys[1, 11 - row, absent] = 0
+    with patch.object(kernels, "_ENOUGH_PROGRAMS", 8):
+        check(attention, formula, tensors, fixed | {"keys": keys})
 
 
 def agrees_strided(dtype: torch.dtype) -> None:

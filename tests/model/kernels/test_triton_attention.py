@@ -57,6 +57,17 @@ def test_agrees_at_many_shapes(interpreter: Callable[..., Any], number: int) -> 
     interpreter(cases.agrees, shape, dtype, biased, number)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "length", "width"), [(torch.float16, 67, 32), (torch.float16, 64, 8), (torch.float32, 67, 8)]
+)
+def test_keys_that_are_present_in_a_row(
+    interpreter: Callable[..., Any], dtype: torch.dtype, length: int, width: int
+) -> None:
+    """Catches an absent key in a loop without masks, a last tile with keys that do not exist taken as whole, a scale that the
+    two loops of a kernel apply differently, and rows of the bias's gradient that are left out or summed twice."""
+    interpreter(cases.agrees_with_runs, dtype, length, width)
+
+
 def test_agrees_without_a_bias(interpreter: Callable[..., Any]) -> None:
     """Catches column attention reading or differentiating a bias that is not there."""
     interpreter(cases.agrees, (1, 2, 33, 33, 2, 16), torch.float32, False)

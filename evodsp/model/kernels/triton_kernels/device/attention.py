@@ -4,6 +4,11 @@ Every tensor comes with its strides: [B, N, L, H, D] for q, k, v, gate, their gr
 mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys, with zeros; for gradients of keys its columns
 go on to the next multiple of 16 queries. Statistics of queries are contiguous [B, N, H, Q]. Logits are in base 2. Offsets are
 64-bit. EIGHTS: all strides of [B, N, L, H, D] but the last one are multiples of 8.
+
+Masks are left out where all keys are present: a loop has a first part without masks, up to a tile that lacks a key, and a rest.
+The device finds the border (`_complete`), because the host would have to wait for the mask. In the first part logits are in
+base e, and one multiply-add scales and shifts them inside the exponential. The bias is added to the scaled product in fp32. (A product that
+is added to the bias needs it divided by the scale, and needs it earlier: Triton loads no tile of an accumulator ahead.)
 """
 
 from __future__ import annotations
@@ -78,6 +83,24 @@ def _mask_bias(keys, columns, stride, length):
 
 @no_type_check
 @triton.jit
+def _complete(keys, own, there, stride, count, BLOCK: tl.constexpr):
+    """How many of `count` positions, `stride` apart, come before the first one that lacks a key.
+
+    `own`: offsets of the keys of a position. One that is not `there` counts as absent. The loop carries the result: Triton 3.7
+    and 3.9 forget alignments of what follows from a reduction alone, and then load no tile ahead.
+    """
+    first = count
+    for start in range(0, count, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        inside = there[:, None] & (position < count)[None, :]
+        present = tl.load(keys + own[:, None] + position.to(tl.int64)[None, :] * stride, mask=inside, other=0)
+        absent = tl.where(present.to(tl.float32) == 1.0, count, position[None, :])
+        first = tl.minimum(first, tl.min(tl.min(absent, 1), 0))
+    return first
+
+
+@no_type_check
+@triton.jit
 def _biased(columns, length):
     """Mask of the positions with a bias in memory: all or none of 16 neighbours, so that a thread reads several at once."""
     return columns < tl.cdiv(length, 16) * 16
@@ -102,8 +125,16 @@ def lay_out(source, source_strides, target, heads, rows, columns, padded, TILE: 
 
 @no_type_check
 @triton.jit
+def _from(x, strides, begin, EIGHTS: tl.constexpr):
+    """Pointers to the tile [positions, D] that begins `begin` positions after that of x."""
+    step = tl.cast(begin, tl.int64) * strides[2]
+    return x + (tl.multiple_of(step, 8) if EIGHTS else step)
+
+
+@no_type_check
+@triton.jit
 def _rows_of(x, positions, length, LAST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Loads a tile [positions, D]. LAST: some of the positions do not exist."""
+    """Loads a tile [positions, D]. LAST: some of the positions may not exist."""
     if LAST:
         tile = tl.load(x, mask=_inside(positions, length, WIDTH, PADDED), other=0.0)
     elif WIDTH < PADDED:
@@ -115,41 +146,53 @@ def _rows_of(x, positions, length, LAST: tl.constexpr, WIDTH: tl.constexpr, PADD
 
 @no_type_check
 @triton.jit
-def _logits_of_keys(
-    own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST: tl.constexpr, BIASED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The logits of a tile of queries and some keys, in base 2. `bias`: pointers to its tile. LAST: some of the keys do not
-    exist."""
-    if LAST:
-        masked = _mask_bias(keys, key, keys_stride, length)
-    else:
-        masked = tl.load(keys + key.to(tl.int64) * keys_stride).to(tl.float32) * MASKED - MASKED
-    logits = tl.dot(own_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[None, :]
+def _logits(
+    own, other, bias, position, length, scale, LAST: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """Logits of a tile before the mask, in base e. `bias`: pointers to its tile, whose columns belong to `position`. LAST: some
+    of these may not exist.
+    """
+    logits = tl.dot(own, other.T, input_precision=PRECISION) * scale
     if BIASED:
-        some = tl.load(bias, mask=_biased(key, length)[None, :], other=0.0) if LAST else tl.load(bias)
-        logits += some.to(tl.float32) * LOG2_E
+        some = tl.load(bias, mask=_biased(position, length)[None, :], other=0.0) if LAST else tl.load(bias)
+        logits += some.to(tl.float32)
     return logits
 
 
 @no_type_check
 @triton.jit
 def _over_keys(
-    own_q, k, v, keys, keys_stride, bias, start, length, scale, top, total, mean,
-    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    own_q, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, begin, end, length, scale, top, total, mean,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax and mean of the forward pass after the keys from `start` on. LAST: some of them do not exist."""
-    key = start + tl.arange(0, TILE_K)
-    some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
-    some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
-    logits = _logits_of_keys(own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST, BIASED, PRECISION)
-    new_top = tl.maximum(top, tl.max(logits, 1))
-    fade = tl.exp2(top - new_top)
-    weights = tl.exp2(logits - new_top[:, None])
-    total = total * fade + tl.sum(weights, 1)
-    mean = tl.dot(weights.to(some_v.dtype), some_v, mean * fade[:, None], input_precision=PRECISION)
-    return new_top, total, mean
+    """The running softmax and mean of the forward pass after the keys from `begin` to `end`. LAST: some of them may not exist
+    or be absent.
+    """
+    k, v = _from(k, k_strides, begin, EIGHTS), _from(v, v_strides, begin, EIGHTS)
+    if BIASED:
+        bias += begin * bias_strides[3]
+    for start in range(begin, end, TILE_K):
+        key = start + tl.arange(0, TILE_K)
+        some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
+        some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
+        logits = _logits(own_q, some_k, bias, key, length, scale, LAST, BIASED, PRECISION)
+        if LAST:
+            logits = logits * LOG2_E + _mask_bias(keys, key, keys_strides[2], length)[None, :]
+            new_top = tl.maximum(top, tl.max(logits, 1))
+            weights = tl.exp2(logits - new_top[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(logits, 1) * LOG2_E)
+            weights = tl.exp2(logits * LOG2_E - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 1)
+        mean = tl.dot(weights.to(some_v.dtype), some_v, mean * fade[:, None], input_precision=PRECISION)
+        top = new_top
+        k += TILE_K * k_strides[2]
+        v += TILE_K * v_strides[2]
+        if BIASED:
+            bias += TILE_K * bias_strides[3]
+    return top, total, mean
 
 
 @no_type_check
@@ -177,32 +220,18 @@ def forward(
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     mean = tl.zeros([TILE_Q, PADDED], tl.float32)
-    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop, because two would not fit into the registers
-        for start in range(0, length, TILE_K):
-            top, total, mean = _over_keys(
-                own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
-                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-            )  # fmt: skip
-            k += TILE_K * k_strides[2]
-            v += TILE_K * v_strides[2]
-            if BIASED:
-                bias += TILE_K * bias_strides[3]
-    else:
-        whole = length // TILE_K * TILE_K
-        for start in range(0, whole, TILE_K):
-            top, total, mean = _over_keys(
-                own_q, k, v, keys, keys_strides[2], bias, start, length, scale, top, total, mean,
-                False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-            )  # fmt: skip
-            k += TILE_K * k_strides[2]
-            v += TILE_K * v_strides[2]
-            if BIASED:
-                bias += TILE_K * bias_strides[3]
-        if whole < length:
-            top, total, mean = _over_keys(
-                own_q, k, v, keys, keys_strides[2], bias, whole, length, scale, top, total, mean,
-                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-            )  # fmt: skip
+    whole = 0
+    if own_q.dtype != tl.float32 or PADDED <= 16:  # otherwise two loops would not fit into the registers
+        whole = _complete(keys, tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1), keys_strides[2], length, 256)
+        whole = whole // TILE_K * TILE_K
+    top, total, mean = _over_keys(
+        own_q, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, 0, whole, length, scale, top, total, mean,
+        False, BIASED, WIDTH, PADDED, EIGHTS, TILE_K, PRECISION,
+    )  # fmt: skip
+    top, total, mean = _over_keys(
+        own_q, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, whole, length, length, scale, top, total,
+        mean, True, BIASED, WIDTH, PADDED, EIGHTS, TILE_K, PRECISION,
+    )  # fmt: skip
     of_sum = tl.where(total > 0, 1.0 / total, 0.0)  # without keys the output is 0
     logit = tl.load(gate + _tile(gate_strides, sample, row, head, query, PADDED, EIGHTS), mask=inside, other=0.0).to(
         tl.float32
@@ -220,20 +249,31 @@ def forward(
 @no_type_check
 @triton.jit
 def _slopes_over_keys(
-    own_q, above, k, v, keys, keys_stride, bias, start, length, scale, top, guess, missed, slope_k, mean_k,
-    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    own_q, above, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, begin, end, length, scale, top, guess,
+    missed, slope_k, mean_k,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr,
+    TILE_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `backward_queries` after the keys from `start` on. LAST: some of them do not exist."""
-    key = start + tl.arange(0, TILE_K)
-    some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
-    some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
-    logits = _logits_of_keys(own_q, some_k, keys, keys_stride, bias, key, length, scale, LAST, BIASED, PRECISION)
-    weights = tl.exp2(logits - top[:, None])
-    slope = weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - guess[:, None])
-    missed += tl.sum(slope, 1)
-    slope_k = tl.dot(slope.to(some_k.dtype), some_k, slope_k, input_precision=PRECISION)
-    mean_k = tl.dot(weights.to(some_k.dtype), some_k, mean_k, input_precision=PRECISION)
+    """The sums of `backward_queries` after the keys from `begin` to `end`. LAST: some of them may not exist or be absent."""
+    k, v = _from(k, k_strides, begin, EIGHTS), _from(v, v_strides, begin, EIGHTS)
+    if BIASED:
+        bias += begin * bias_strides[3]
+    for start in range(begin, end, TILE_K):
+        key = start + tl.arange(0, TILE_K)
+        some_k = _rows_of(k, key, length, LAST, WIDTH, PADDED)
+        some_v = _rows_of(v, key, length, LAST, WIDTH, PADDED)
+        logits = _logits(own_q, some_k, bias, key, length, scale, LAST, BIASED, PRECISION) * LOG2_E
+        if LAST:
+            logits += _mask_bias(keys, key, keys_strides[2], length)[None, :]
+        weights = tl.exp2(logits - top[:, None])
+        slope = weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - guess[:, None])
+        missed += tl.sum(slope, 1)
+        slope_k = tl.dot(slope.to(some_k.dtype), some_k, slope_k, input_precision=PRECISION)
+        mean_k = tl.dot(weights.to(some_k.dtype), some_k, mean_k, input_precision=PRECISION)
+        k += TILE_K * k_strides[2]
+        v += TILE_K * v_strides[2]
+        if BIASED:
+            bias += TILE_K * bias_strides[3]
     return missed, slope_k, mean_k
 
 
@@ -294,32 +334,18 @@ def backward_queries(
     missed = tl.zeros([TILE_Q], tl.float32)
     slope_k = tl.zeros([TILE_Q, PADDED], tl.float32)
     mean_k = tl.zeros([TILE_Q, PADDED], tl.float32)
-    if own_q.dtype == tl.float32 and PADDED > 16:  # one loop, because two would not fit into the registers
-        for start in range(0, length, TILE_K):
-            missed, slope_k, mean_k = _slopes_over_keys(
-                own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
-                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-            )  # fmt: skip
-            k += TILE_K * k_strides[2]
-            v += TILE_K * v_strides[2]
-            if BIASED:
-                bias += TILE_K * bias_strides[3]
-    else:
-        whole = length // TILE_K * TILE_K
-        for start in range(0, whole, TILE_K):
-            missed, slope_k, mean_k = _slopes_over_keys(
-                own_q, above, k, v, keys, keys_strides[2], bias, start, length, scale, top, guess, missed, slope_k, mean_k,
-                False, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-            )  # fmt: skip
-            k += TILE_K * k_strides[2]
-            v += TILE_K * v_strides[2]
-            if BIASED:
-                bias += TILE_K * bias_strides[3]
-        if whole < length:
-            missed, slope_k, mean_k = _slopes_over_keys(
-                own_q, above, k, v, keys, keys_strides[2], bias, whole, length, scale, top, guess, missed, slope_k, mean_k,
-                True, BIASED, WIDTH, PADDED, TILE_K, PRECISION,
-            )  # fmt: skip
+    whole = 0
+    if own_q.dtype != tl.float32 or PADDED <= 16:  # otherwise two loops would not fit into the registers
+        whole = _complete(keys, tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1), keys_strides[2], length, 256)
+        whole = whole // TILE_K * TILE_K
+    missed, slope_k, mean_k = _slopes_over_keys(
+        own_q, above, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, 0, whole, length, scale, top, guess,
+        missed, slope_k, mean_k, False, BIASED, WIDTH, PADDED, EIGHTS, TILE_K, PRECISION,
+    )  # fmt: skip
+    missed, slope_k, mean_k = _slopes_over_keys(
+        own_q, above, k, k_strides, v, v_strides, keys, keys_strides, bias, bias_strides, whole, length, length, scale, top,
+        guess, missed, slope_k, mean_k, True, BIASED, WIDTH, PADDED, EIGHTS, TILE_K, PRECISION,
+    )  # fmt: skip
     tl.store(
         grad_q + _tile(grad_q_strides, sample, row, head, query, PADDED, EIGHTS),
         ((slope_k - (missed * of_sum)[:, None] * mean_k) * scale).to(grad_q.dtype.element_ty), mask=inside,
@@ -330,27 +356,37 @@ def backward_queries(
 @no_type_check
 @triton.jit
 def _slopes_over_queries(
-    own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
-    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE_Q: tl.constexpr,
-    PRECISION: tl.constexpr,
+    own_k, own_v, masked, q, q_strides, upstream, upstream_strides, largest, centre, bias, bias_strides, begin, end, queries,
+    scale, slope_q, sum_v,
+    LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr,
+    TILE_Q: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `backward_keys` after the queries from `start` on. LAST: some of them do not exist."""
-    query = start + tl.arange(0, TILE_Q)
-    some_q = _rows_of(q, query, queries, LAST, WIDTH, PADDED)
-    above = _rows_of(upstream, query, queries, LAST, WIDTH, PADDED)
-    if LAST:
-        top = tl.load(largest + query, mask=query < queries, other=float("inf"))
-        middle = tl.load(centre + query, mask=query < queries, other=0.0)
-    else:
-        top, middle = tl.load(largest + query), tl.load(centre + query)
-    logits = tl.dot(own_k, some_q.T, input_precision=PRECISION) * (scale * LOG2_E) + masked[:, None]
+    """The sums of `backward_keys` after the queries from `begin` to `end`. LAST: some queries or keys may not exist, or keys may
+    be absent.
+    """
+    q, upstream = _from(q, q_strides, begin, EIGHTS), _from(upstream, upstream_strides, begin, EIGHTS)
     if BIASED:
-        some = tl.load(bias, mask=_biased(query, queries)[None, :], other=0.0) if LAST else tl.load(bias)
-        logits += some.to(tl.float32) * LOG2_E
-    weights = tl.exp2(logits - top[None, :])
-    sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
-    slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
-    slope_q = tl.dot(slope.to(some_q.dtype), some_q, slope_q, input_precision=PRECISION)
+        bias += begin * bias_strides[2]
+    for start in range(begin, end, TILE_Q):
+        query = start + tl.arange(0, TILE_Q)
+        some_q = _rows_of(q, query, queries, LAST, WIDTH, PADDED)
+        above = _rows_of(upstream, query, queries, LAST, WIDTH, PADDED)
+        if LAST:
+            top = tl.load(largest + query, mask=query < queries, other=float("inf"))
+            middle = tl.load(centre + query, mask=query < queries, other=0.0)
+        else:
+            top, middle = tl.load(largest + query), tl.load(centre + query)
+        logits = _logits(own_k, some_q, bias, query, queries, scale, LAST, BIASED, PRECISION) * LOG2_E
+        if LAST:
+            logits += masked[:, None]
+        weights = tl.exp2(logits - top[None, :])
+        sum_v = tl.dot(weights.to(above.dtype), above, sum_v, input_precision=PRECISION)
+        slope = weights * (tl.dot(own_v, above.T, input_precision=PRECISION) - middle[None, :])
+        slope_q = tl.dot(slope.to(some_q.dtype), some_q, slope_q, input_precision=PRECISION)
+        q += TILE_Q * q_strides[2]
+        upstream += TILE_Q * upstream_strides[2]
+        if BIASED:
+            bias += TILE_Q * bias_strides[2]
     return slope_q, sum_v
 
 
@@ -382,32 +418,17 @@ def backward_keys(
     centre += first
     slope_q = tl.zeros([TILE_K, PADDED], tl.float32)
     sum_v = tl.zeros([TILE_K, PADDED], tl.float32)
-    if own_k.dtype == tl.float32:
-        for start in range(0, queries, TILE_Q):
-            slope_q, sum_v = _slopes_over_queries(
-                own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
-                True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
-            )  # fmt: skip
-            q += TILE_Q * q_strides[2]
-            upstream += TILE_Q * upstream_strides[2]
-            if BIASED:
-                bias += TILE_Q * bias_strides[2]
-    else:
+    whole = 0
+    if own_k.dtype != tl.float32 and tl.min(masked, 0) == 0.0:  # in fp32 two loops would not fit into the registers
         whole = queries // TILE_Q * TILE_Q
-        for start in range(0, whole, TILE_Q):
-            slope_q, sum_v = _slopes_over_queries(
-                own_k, own_v, masked, q, upstream, largest, centre, bias, start, queries, scale, slope_q, sum_v,
-                False, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
-            )  # fmt: skip
-            q += TILE_Q * q_strides[2]
-            upstream += TILE_Q * upstream_strides[2]
-            if BIASED:
-                bias += TILE_Q * bias_strides[2]
-        if whole < queries:
-            slope_q, sum_v = _slopes_over_queries(
-                own_k, own_v, masked, q, upstream, largest, centre, bias, whole, queries, scale, slope_q, sum_v,
-                True, BIASED, WIDTH, PADDED, TILE_Q, PRECISION,
-            )  # fmt: skip
+    slope_q, sum_v = _slopes_over_queries(
+        own_k, own_v, masked, q, q_strides, upstream, upstream_strides, largest, centre, bias, bias_strides, 0, whole, queries,
+        scale, slope_q, sum_v, False, BIASED, WIDTH, PADDED, EIGHTS, TILE_Q, PRECISION,
+    )  # fmt: skip
+    slope_q, sum_v = _slopes_over_queries(
+        own_k, own_v, masked, q, q_strides, upstream, upstream_strides, largest, centre, bias, bias_strides, whole, queries,
+        queries, scale, slope_q, sum_v, True, BIASED, WIDTH, PADDED, EIGHTS, TILE_Q, PRECISION,
+    )  # fmt: skip
     tl.store(
         grad_k + _tile(grad_k_strides, sample, row, head, key, PADDED, EIGHTS),
         (slope_q * scale).to(grad_k.dtype.element_ty), mask=inside,
@@ -416,6 +437,32 @@ def backward_keys(
         grad_v + _tile(grad_v_strides, sample, row, head, key, PADDED, EIGHTS),
         sum_v.to(grad_v.dtype.element_ty), mask=inside,
     )  # fmt: skip
+
+
+@no_type_check
+@triton.jit
+def _slopes_over_rows(
+    q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, own_bias, upstream, upstream_strides, largest, centre,
+    sample, head, query, key, begin, end, step, rows, queries, length, heads, scale, total,
+    LAST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The sum of `backward_bias` after every `step`-th row from `begin` to `end`. LAST: keys may not exist or be absent."""
+    inside_q, inside_k = _inside(query, queries, WIDTH, PADDED), _inside(key, length, WIDTH, PADDED)
+    for row in range(begin, end, step):
+        wide = tl.cast(row, tl.int64)
+        at = ((sample * rows + wide) * heads + head) * queries + query
+        top = tl.load(largest + at, mask=query < queries, other=float("inf"))
+        middle = tl.load(centre + at, mask=query < queries, other=0.0)
+        some_q = tl.load(q + _start(q_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
+        some_k = tl.load(k + _start(k_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
+        some_v = tl.load(v + _start(v_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
+        above = tl.load(upstream + _start(upstream_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
+        logits = (tl.dot(some_q, some_k.T, input_precision=PRECISION) * scale + own_bias) * LOG2_E
+        if LAST:
+            logits += _mask_bias(keys + wide * keys_strides[1], key, keys_strides[2], length)[None, :]
+        weights = tl.exp2(logits - top[:, None])
+        total += weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - middle[:, None])
+    return total
 
 
 @no_type_check
@@ -435,31 +482,31 @@ def backward_bias(
     program = program // (tiles_k * tiles_q)
     head, sample = (program % heads).to(tl.int64), (program // heads).to(tl.int64)
     within = (query < queries)[:, None] & (key < length)[None, :]
-    inside_q, inside_k = _inside(query, queries, WIDTH, PADDED), _inside(key, length, WIDTH, PADDED)
     bias += sample * bias_strides[0] + head * bias_strides[1]
     cells = query.to(tl.int64)[:, None] * bias_strides[2] + key.to(tl.int64)[None, :] * bias_strides[3]
     biased = (query < queries)[:, None] & _biased(key, length)[None, :]
-    own_bias = tl.load(bias + cells, mask=biased, other=0.0)
+    own_bias = tl.load(bias + cells, mask=biased, other=0.0).to(tl.float32)
     q += _offsets(q_strides, query, PADDED, EIGHTS)
     k += _offsets(k_strides, key, PADDED, EIGHTS)
     v += _offsets(v_strides, key, PADDED, EIGHTS)
     upstream += _offsets(upstream_strides, query, PADDED, EIGHTS)
     keys += sample * keys_strides[0]
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)
-    for row in range(part, rows, parts):
-        wide = tl.cast(row, tl.int64)
-        at = ((sample * rows + wide) * heads + head) * queries + query
-        top = tl.load(largest + at, mask=query < queries, other=float("inf"))
-        middle = tl.load(centre + at, mask=query < queries, other=0.0)
-        some_q = tl.load(q + _start(q_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
-        some_k = tl.load(k + _start(k_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
-        some_v = tl.load(v + _start(v_strides, sample, wide, head, EIGHTS), mask=inside_k, other=0.0)
-        above = tl.load(upstream + _start(upstream_strides, sample, wide, head, EIGHTS), mask=inside_q, other=0.0)
-        masked = _mask_bias(keys + wide * keys_strides[1], key, keys_strides[2], length)[None, :]
-        logits = tl.dot(some_q, some_k.T, input_precision=PRECISION) * (scale * LOG2_E) + masked
-        logits += own_bias.to(tl.float32) * LOG2_E
-        weights = tl.exp2(logits - top[:, None])
-        total += weights * (tl.dot(above, some_v.T, input_precision=PRECISION) - middle[:, None])
+    whole = part
+    if WIDTH == PADDED or PADDED == 16:  # otherwise two loops would not fit into the registers of sm_80
+        first, along = keys + part.to(tl.int64) * keys_strides[1], tl.cast(parts, tl.int64) * keys_strides[1]
+        count = tl.cdiv(rows - part, parts)
+        whole += parts * _complete(first, key.to(tl.int64) * keys_strides[2], key < length, along, count, 32)
+    total = _slopes_over_rows(
+        q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, own_bias, upstream, upstream_strides, largest, centre,
+        sample, head, query, key, part, whole, parts, rows, queries, length, heads, scale, total,
+        False, WIDTH, PADDED, EIGHTS, PRECISION,
+    )  # fmt: skip
+    total = _slopes_over_rows(
+        q, q_strides, k, k_strides, v, v_strides, keys, keys_strides, own_bias, upstream, upstream_strides, largest, centre,
+        sample, head, query, key, whole, rows, parts, rows, queries, length, heads, scale, total,
+        True, WIDTH, PADDED, EIGHTS, PRECISION,
+    )  # fmt: skip
     samples = tl.num_programs(0) // (tiles_k * tiles_q * heads * parts)
     sums += ((part.to(tl.int64) * samples + sample) * heads + head) * queries * length
     tl.store(
