@@ -7,8 +7,8 @@ go on to the next multiple of 16 queries. Statistics of queries are contiguous [
 
 Masks are left out where all keys are present: a loop has a first part without masks, up to a tile that lacks a key, and a rest.
 The device finds the border (`_complete`), because the host would have to wait for the mask. In the first part logits are in
-base e, and one multiply-add scales and shifts them inside the exponential. The bias is added to the scaled product in fp32. (A product that
-is added to the bias needs it divided by the scale, and needs it earlier: Triton loads no tile of an accumulator ahead.)
+base e, and one multiply-add scales and shifts them inside the exponential. The bias is added to the scaled product in fp32. (A
+product that is added to the bias needs it divided by the scale, and earlier: Triton loads no tile of an accumulator ahead.)
 """
 
 from __future__ import annotations
@@ -361,8 +361,8 @@ def _slopes_over_queries(
     LAST: tl.constexpr, BIASED: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr,
     TILE_Q: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `backward_keys` after the queries from `begin` to `end`. LAST: some queries or keys may not exist, or keys may
-    be absent.
+    """The sums of `backward_keys` after the queries from `begin` to `end`. LAST: some queries or keys may not exist, or keys
+    may be absent.
     """
     q, upstream = _from(q, q_strides, begin, EIGHTS), _from(upstream, upstream_strides, begin, EIGHTS)
     if BIASED:
@@ -446,7 +446,7 @@ def _slopes_over_rows(
     sample, head, query, key, begin, end, step, rows, queries, length, heads, scale, total,
     LAST: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, EIGHTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sum of `backward_bias` after every `step`-th row from `begin` to `end`. LAST: keys may not exist or be absent."""
+    """The sum of `backward_bias` after each `step`-th row from `begin` to `end`. LAST: keys may not exist or be absent."""
     inside_q, inside_k = _inside(query, queries, WIDTH, PADDED), _inside(key, length, WIDTH, PADDED)
     for row in range(begin, end, step):
         wide = tl.cast(row, tl.int64)
