@@ -28,7 +28,7 @@ def formula(projected: Tensor, pair_bias: Tensor | None, keys: Tensor, first: in
     logits = logits + ((keys.double() - 1) * MASKED)[:, :, None, None]
     # In fp32, as everywhere in AF2, -1e9 swallows the logits. In fp64 it would not.
     absent = (keys == 0).all(-1)[:, :, None, None, None]
-    logits = torch.where(absent, logits - logits.detach(), logits)
+    logits = torch.where(absent, logits - logits.detach().clamp(min=-2 * MASKED), logits)  # -inf stays
     return torch.einsum("bnhqk,bnkhd->bnqhd", logits.softmax(-1), v) * gate.sigmoid()
 
 
@@ -63,6 +63,25 @@ def agrees_with_runs(dtype: torch.dtype, length: int, width: int) -> None:
         keys[1, 11 - row, absent] = 0
     with patch.object(kernels, "_ENOUGH_PROGRAMS", 8):
         check(attention, formula, tensors, fixed | {"keys": keys})
+
+
+def agrees_with_large_logits(dtype: torch.dtype, width: int, biased: bool) -> None:
+    """Logits of a hundred and more, whose exponentials exceed fp32, and biases of -inf. Rows of keys: none present (with small
+    logits, because -1e9 leaves large ones few digits), the first tiles absent, holes in the first tile and in the last, all
+    present, one present, the last tile absent."""
+    queries = 67 if biased else 131
+    tensors, fixed = inputs((1, 7, queries, 131, 1, width), dtype, biased, 9)
+    keys = torch.ones_like(fixed["keys"])
+    absences = [slice(0, None), slice(0, 64), slice(3, 9), slice(129, 130), slice(0), slice(1, None), slice(96, None)]
+    for row, absent in enumerate(absences):
+        keys[0, row, absent] = 0
+    projected, bias = tensors["projected"], tensors["pair_bias"]
+    projected[:, 1:, :, 0] *= 30
+    if bias is not None:
+        bias *= 7
+        bias[..., 0:131:13] = float("-inf")
+        bias[..., 0] = 0  # the only key of a row
+    check(attention, formula, tensors, fixed | {"keys": keys})
 
 
 def agrees_strided(dtype: torch.dtype) -> None:

@@ -68,6 +68,15 @@ def test_keys_that_are_present_in_a_row(
     interpreter(cases.agrees_with_runs, dtype, length, width)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "plain"])
+def test_large_logits(interpreter: Callable[..., Any], dtype: torch.dtype, width: int, biased: bool) -> None:
+    """Catches exponentials that overflow in either loop, a maximum that does not pass from one loop to the other, and tiles and
+    rows without a key that are not numbers."""
+    interpreter(cases.agrees_with_large_logits, dtype, width, biased)
+
+
 def test_agrees_without_a_bias(interpreter: Callable[..., Any]) -> None:
     """Catches column attention reading or differentiating a bias that is not there."""
     interpreter(cases.agrees, (1, 2, 33, 33, 2, 16), torch.float32, False)

@@ -493,8 +493,8 @@ def backward_bias(
     keys += sample * keys_strides[0]
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)
     whole = part
-    # Otherwise two loops would not fit into the registers: of sm_90 in fp32, of sm_80 at widths that are no power of two.
-    if q.dtype.element_ty != tl.float32 and (WIDTH == PADDED or PADDED == 16):
+    # Otherwise two loops would not fit into the registers: of sm_90 in fp32, of sm_80 at 24 channels, of sm_100 at 64.
+    if q.dtype.element_ty != tl.float32 and (WIDTH <= 16 or WIDTH == 32):
         first, along = keys + part.to(tl.int64) * keys_strides[1], tl.cast(parts, tl.int64) * keys_strides[1]
         count = tl.cdiv(rows - part, parts)
         whole += parts * _complete(first, key.to(tl.int64) * keys_strides[2], key < length, along, count, 32)
