@@ -15,7 +15,7 @@ from scripts.benchmarks.triton_ahead import SHARED_LIMIT
 # Kernels that multiply matrices.
 PRODUCTS = ("attention.", "global_attention.", "hidden.", "outer_product.", "triangle.")
 # Bytes that a thread may spill, in tiles that hold the sums of a whole weight: an A100 has no room for all that they need.
-# Attention's forward pass spills 16 bytes at a width of 16 (Triton 3.7.1), with 72 registers of 168 that its warps could have.
+# Attention with a bias at a width of 16 in bf16: 16 bytes, though the compiler takes 72 registers only (Triton 3.7.1).
 SPILLS = {
     ("attention.forward", 100): 32,
     ("triangle.output_backward", 80): 2048,
