@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from evodsp.cli import COMMANDS, SettingsCommand
+from tests.builders.budget import table
 
 ROOT = Path(__file__).parents[1]
 
@@ -185,6 +186,21 @@ def test_help_loads_nothing_slow() -> None:
         sorted({"torch", "lightning", "jsonargparse", "numpy", "evodsp.model.alphafold"} & set(done.stdout.split()))
         == []
     )
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    """Catches a room that grows unseen, and a module in no room. CONTRIBUTING.md has the budgets."""
+    left = {path.relative_to(ROOT / "evodsp").as_posix(): path for path in modules().values()}
+    over = []
+    # The files beside the rooms come last: those that no other row has taken.
+    for _, cell, *most, _ in sorted(table("| floor |"), key=lambda row: "evodsp/" in row[1]):
+        name = re.findall(r"`(.+?)`", cell)[0]
+        inside = [file for file in left if file.startswith(name) or (name == "evodsp/" and "/" not in file)]
+        lines = sum(len(left.pop(file).read_text().splitlines()) for file in inside)
+        if len(inside) > int(most[0]) or lines > int(most[1]):
+            over.append(f"{name}: {len(inside)} files and {lines} lines, but at most {most[0]} and {most[1]}")
+    assert over == []
+    assert list(left) == []
 
 
 def test_no_test_module_imports_another() -> None:

@@ -16,6 +16,7 @@ Counted are, at the sizes of the preset `test`:
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tempfile
 import time
@@ -53,8 +54,6 @@ from scripts.benchmarks.fake_ranks import fake_group
 PACKAGE = Path(evodsp.__file__).parent
 SEQUENCES, RESIDUES = 6, 8
 CHAIN = "s001_A"
-STEP = _AutomaticOptimization.run.__code__
-STEP_WITH_SAMPLES = _TrainingEpochLoop.advance.__code__
 
 
 def doors(run: Callable[[], Any], inside: CodeType | None = None) -> list[str]:
@@ -172,21 +171,27 @@ def two_ranks() -> Iterator[Exchange]:
         yield ShardedExchange(group)
 
 
-def main() -> None:
+def counted() -> dict[str, list[str]]:
+    """The files by what is done. CONTRIBUTING.md has a row with the most that there may be for each."""
     one = block(LocalExchange())
     with two_ranks() as exchange:
         found = {
-            "triangle attention, one device": doors(one, TriangleAttention.forward.__code__),
-            "an Evoformer block, one device": doors(one),
-            "an Evoformer block, one rank of two": doors(block(exchange)),
+            "triangle attention, one device": doors(one, inspect.unwrap(TriangleAttention.forward).__code__),
+            "a block, one device": doors(one),
+            "a block, one rank of two": doors(block(exchange)),
             "blocks with dropout and backward pass, one device": doors(trained_blocks(LocalExchange())),
             "blocks with dropout and backward pass, one rank of two": doors(trained_blocks(exchange)),
         }
+    step, with_samples = _AutomaticOptimization.run.__code__, _TrainingEpochLoop.advance.__code__
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        found["a training step, from features to weights"] = doors(fit(Path(folder) / "step"), STEP)
-        found["a training step with its samples"] = doors(fit(Path(folder) / "samples"), STEP_WITH_SAMPLES)
+        found["a training step, from features to weights"] = doors(fit(Path(folder) / "step"), step)
+        found["a training step with its samples"] = doors(fit(Path(folder) / "samples"), with_samples)
         found["a prediction"] = doors(prediction(Path(folder)))
-    for name, files in found.items():
+    return found
+
+
+def main() -> None:
+    for name, files in counted().items():
         print(f"{len(files):3}  {name}: {' '.join(files)}")
 
 
