@@ -140,7 +140,7 @@ def draw_blocks(blocks: Iterable[BlockWithDropout], keys: DropoutKeys, residues:
     if keys.flat is None:
         return [NO_MASKS] * len(blocks)
     masks: list[dict[str, Tensor]] = [{} for _ in blocks]
-    operators = "dropout_add", "triangle_multiplication"  # other implementations of them take keys
+    operators = "dropout_add", "triangle_multiplication", "gated_output"  # other implementations of them take keys
     takes_masks = all(getattr(kernels, name) is getattr(chunked, name) for name in operators)
     alike: dict[tuple[int, float], list[tuple[int, str]]] = {}
     for number, block in enumerate(blocks):

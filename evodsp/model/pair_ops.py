@@ -21,7 +21,6 @@ from evodsp.model.primitives import (
     Linear,
     PairBias,
     ShardedModule,
-    project_rows,
     project_rows_and_whole,
     working_width,
 )
@@ -62,16 +61,20 @@ class TriangleMultiplication(ShardedModule):
             return Added(partial(self._added, pair.own_mask))
         multiply = self._by_channel if way == "channel" else self._by_gathering
         arriving = pair.by_channels(partial(self._start_product, multiply, result.axis), self.channels, width=4)
-        # The gate is computed while the product is on its way.
-        gate = project_rows(self.kernels, result, self.norm, self.output_gate.layer)
-        product = arriving.wait()
-        return result.update(self._of_product, product, gate, width=self.working_width)
+        _ = (
+            result.x
+        )  # awaited first, so that the backward pass sends the product's gradient first: more is computed from it
+        return Added(self._of_product, [arriving.wait()], width=self.working_width)
 
     def _added(self, mask: Float[Tensor, "B R R"], z: Float[Tensor, "B R R c_z"], *dropout: Any) -> Tensor:
-        """z plus its update, on one device. `dropout`: mask or keys, rate, and axis along which the mask is constant."""
-        after = self.output_gate, self.product_norm, self.output
-        parameters = *self._operand_parameters(), *(p for layer in after for p in (layer.weight, layer.bias))
-        return self.kernels.triangle_multiplication(z, mask, *parameters, self.edges == "outgoing", *dropout)
+        """z plus its update, on one device. `dropout`: as `Added` has it."""
+        own = (*dropout[:2], dropout[4]) if dropout else ()
+        parameters = *self._operand_parameters(), *self._output_parameters()
+        return self.kernels.triangle_multiplication(z, mask, *parameters, self.edges == "outgoing", *own)
+
+    def _output_parameters(self) -> Sequence[Tensor]:
+        layers = self.output_gate, self.product_norm, self.output
+        return [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
 
     def _operand_parameters(self, some: slice = slice(None)) -> Sequence[Tensor]:
         """The parameters of the norm and of both operands' projections and gates. `some`: slice of the operands' channels."""
@@ -102,11 +105,11 @@ class TriangleMultiplication(ShardedModule):
         )
 
     def _of_product(
-        self, product: Float[Tensor, "B n1 n2 c"], gate: Float[Tensor, "B n1 n2 c_z"]
+        self, z: Float[Tensor, "B n1 n2 c_z"], product: Float[Tensor, "B n1 n2 c"], *dropout: Any
     ) -> Float[Tensor, "B n1 n2 c_z"]:
-        """The update of some rows, from the product and the gate of these rows."""
-        norm, output = self.product_norm, self.output
-        return self.kernels.gated_output(product, gate, norm.weight, norm.bias, output.weight, output.bias)
+        """Some rows of z plus their update, from the product of these rows. `dropout`: as `Added` has it."""
+        parameters = self.norm.weight, self.norm.bias, *self._output_parameters()
+        return self.kernels.gated_output(z, product, *parameters, *dropout)
 
     def _by_channel(self, both: Float[Tensor, "2 B c I j"], axis: Axis, result_axis: Axis, residues: int) -> Pending:
         # The two operands share the batch axis, so that a rank gets the same channels of both.

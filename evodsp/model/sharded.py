@@ -168,7 +168,12 @@ class Added:
     """An update that is computed where it is added, by an operator that adds it, too, after dropout."""
 
     function: Callable[..., Tensor]
-    """(representation[, mask or keys of dropout, rate, axis along which the mask is constant]) -> its sum with the update."""
+    """(representation, inputs[, mask or keys of dropout, rate, position of the first row and column, sizes of the whole, axis
+    along which the mask is constant]) -> its sum with the update."""
+    inputs: Sequence[Tensor] = ()
+    """Further arguments of `function`, all cut alike, and their independent rows as `Rows` have them."""
+    dim: int = 1
+    width: int = 0
 
 
 Update = Made | Rows | Added
@@ -239,14 +244,17 @@ class Sharded:
         x = self.x
         dropped = update if isinstance(update, Dropped) else None
         own = update.update if isinstance(update, Dropped) else update
-        if isinstance(own, Added):
-            dropout = () if dropped is None else (dropped.mask, dropped.rate, dropped.shared_dim)
-            return self._with(own.function(x, *dropout), self.axis)
+        if isinstance(own, Added) and not self.in_pieces:
+            return self._with(own.function(x, *own.inputs, *self._dropout(dropped)), self.axis)
         if isinstance(own, Made):
             return self._with(x + own.x if dropped is None else self._added(dropped, x, own.x), self.axis)
         for piece in self.budget.pieces(x, own.dim, self.mask, own.width):
             at = index(own.dim, piece)
-            part = own.function(*(one[at] for one in own.inputs))
+            inputs = [one[at] for one in own.inputs]
+            if isinstance(own, Added):
+                x[at] = own.function(x[at], *inputs, *self._dropout(dropped, own.dim, piece.start))
+                continue
+            part = own.function(*inputs)
             if dropped is None:
                 x[at].add_(part)
             else:
@@ -255,8 +263,13 @@ class Sharded:
 
     def _added(self, dropped: Dropped, x: Tensor, update: Tensor, dim: int = 1, offset: int = 0) -> Tensor:
         """x plus an update after dropout. `dim`, `offset`: as in `_first`."""
-        first, whole = self._first(dim, offset), self.total_sizes
-        return dropped.add(x, update, dropped.mask, dropped.rate, first, whole, dropped.shared_dim)
+        return dropped.add(x, update, *self._dropout(dropped, dim, offset))
+
+    def _dropout(self, dropped: Dropped | None, dim: int = 1, offset: int = 0) -> tuple[Any, ...]:
+        """The arguments of dropout of an operator that adds an update."""
+        if dropped is None:
+            return ()
+        return dropped.mask, dropped.rate, self._first(dim, offset), self.total_sizes, dropped.shared_dim
 
     def update(self, function: Callable[..., Tensor], *inputs: Tensor | Unmade, width: int, dim: int = 1) -> Update:
         """The update that `function` computes from `inputs`: now, or with a budget a few rows at a time while it is added.

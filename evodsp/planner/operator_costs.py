@@ -33,6 +33,7 @@ _TRIANGLES = {
     "evodsp::triangle_output_backward": (1, 4),
     "evodsp::triangle_operands_backward": (1, 17),
     "evodsp::triangle_gate_weight_backward": (0, 1),
+    "evodsp::triangle_gate_backward": (1, 1),
 }
 """Of triangle multiplication: where the pair stands, and products of a position's channels with a weight of as many. The
 backward pass forms the operands' projections twice again."""

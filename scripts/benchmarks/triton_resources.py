@@ -297,14 +297,15 @@ def triangle_passes(size: str, residues: int, channels: int) -> list[Pass]:
     kept = _meta(1, residues * channels, dtype=torch.bool)
     after = x, planes, vector, vector, layer, bias, vector, vector, layer, bias, kept, 1, 1.25
     draw, one = dropout.OPERATORS[2], 2.0 * residues**2 * channels**2
-    operands, output, of_output, of_operands, of_gate = triangle.OPERATORS
+    operands, output, of_output, of_operands, of_gate_weight, of_gate = triangle.OPERATORS
     return [
         _pass(draw, size, (_meta(1, dtype=torch.int64), residues * channels, 0.25)),
         _pass(operands, size, before, 4 * one),
         _pass(output, size, after, 2 * one),
         _pass(of_output, size, (x.clone(), *after), 2 * one),
         _pass(of_operands, size, (both, *before, layer, x.clone(), x.clone()), 9 * one),
-        _pass(of_gate, size, (x, vector, vector, x.clone()), one),
+        _pass(of_gate_weight, size, (x, vector, vector, x.clone()), one),
+        _pass(of_gate, size, (x.clone(), x, vector, vector, layer, x.clone()), one),
     ]
 
 

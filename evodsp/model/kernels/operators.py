@@ -97,6 +97,14 @@ def _triangles(make: ExampleFactory) -> list[Tensor]:
     return [make.random(2, 7, 7, c), make.mask(2, 7, 7), *parameters, make.keys()]
 
 
+def _products(make: ExampleFactory) -> list[Tensor]:
+    """A shard of the pair and of the product, of AlphaFold2's width as above."""
+    c = 128
+    norms = [[make.random(c), make.random(c)] for _ in range(2)]
+    gate, layer = ([make.random(c, c) / 11, make.random(c)] for _ in range(2))
+    return [make.random(2, 5, 7, c), make.random(2, 5, 7, c), *norms[0], *gate, *norms[1], *layer, make.keys()]
+
+
 def _under_dropout(function: Operator, tensors: Sequence[Tensor], settings: Mapping[str, Any]) -> Tensor:
     *tensors, keys = tensors
     return function(*tensors, drawn=keys, **settings)
@@ -146,10 +154,9 @@ OPERATORS: dict[str, Spec] = {
     ),
     "gated_output": Spec(
         reference.gated_output,
-        lambda make: [
-            make.random(2, 9, 5, 7).permute(0, 2, 3, 1),  # channels are outermost in the product of triangles
-            make.random(2, 5, 7, 6), make.random(9), make.random(9), make.random(6, 9), make.random(6),
-        ],
+        _products,
+        settings={"rate": 0.25, "offsets": (2, 0), "whole": (9, 7), "shared_dim": 2},
+        call_with=_under_dropout,
     ),
     "gated_projection": Spec(reference.gated_projection, _operands, mask=1),
     "global_attention": Spec(reference.global_attention, _queries_of_columns, mask=2, call_with=_two_shards),

@@ -201,24 +201,37 @@ def triangle_multiplication(
     """
     a, b = gated_projection(x, mask, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias)
     product = torch.einsum("bcik,bcjk->bcij" if outgoing else "bckj,bcki->bcij", a, b)
-    gate = F.linear(layer_norm(x, norm_weight, norm_bias), output_gate_weight, output_gate_bias)
-    after = product_norm_weight, product_norm_bias, output_weight, output_bias
-    update = gated_output(product.permute(0, 2, 3, 1), gate, *after)
-    if drawn is None:
-        return x + update
-    return dropout_add(x, update, drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim)
+    gate, product_norm = (output_gate_weight, output_gate_bias), (product_norm_weight, product_norm_bias)
+    parameters = norm_weight, norm_bias, *gate, *product_norm, output_weight, output_bias
+    dropout = drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim
+    return gated_output(x, product.permute(0, 2, 3, 1), *parameters, *dropout)
 
 
 def gated_output(
-    x: Float[Tensor, "B n1 n2 c"],
-    gate: Float[Tensor, "B n1 n2 o"],
-    norm_weight: Float[Tensor, " c"],
-    norm_bias: Float[Tensor, " c"],
-    weight: Float[Tensor, "o c"],
-    bias: Float[Tensor, " o"],
-) -> Float[Tensor, "B n1 n2 o"]:
-    """A linear layer of the layer norm of x, times the sigmoid of `gate` (algorithms 11 and 12, line 4)."""
-    return gate.sigmoid() * F.linear(layer_norm(x, norm_weight, norm_bias), weight, bias)
+    x: Float[Tensor, "B n1 n2 z"],
+    product: Float[Tensor, "B n1 n2 c"],
+    norm_weight: Float[Tensor, " z"],
+    norm_bias: Float[Tensor, " z"],
+    gate_weight: Float[Tensor, "z z"],
+    gate_bias: Float[Tensor, " z"],
+    product_norm_weight: Float[Tensor, " c"],
+    product_norm_bias: Float[Tensor, " c"],
+    weight: Float[Tensor, "z c"],
+    bias: Float[Tensor, " z"],
+    drawn: Int64[Tensor, " B"] | None = None,
+    rate: float = 0.0,
+    offsets: tuple[int, int] = (0, 0),
+    whole: tuple[int, int] = (0, 0),
+    shared_dim: int = 1,
+) -> Float[Tensor, "B n1 n2 z"]:
+    """x plus its update by a product of triangles, under dropout if there are keys, `drawn` (algorithms 11 and 12, line 4).
+
+    The update is a linear layer of the layer norm of the product, times the sigmoid of a gate, which is a linear layer of the
+    layer norm of x. `drawn` to `shared_dim`: those of `dropout_add`.
+    """
+    gate = F.linear(layer_norm(x, norm_weight, norm_bias), gate_weight, gate_bias)
+    update = gate.sigmoid() * F.linear(layer_norm(product, product_norm_weight, product_norm_bias), weight, bias)
+    return x + update if drawn is None else dropout_add(x, update, drawn, rate, offsets, whole, shared_dim)
 
 
 def transition(

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from evodsp.model.kernels.by_chunks import (
     Chunk,
+    Layers,
     Steps,
     Whole,
     cast_all,
@@ -84,24 +85,43 @@ class Triangles:
         with without_autocast(x.device):
             product, gate = _TriangleProduct.apply(self._steps, outgoing, z, mask, *norm, *both, *output_gate)
         after = product_norm_weight, product_norm_bias, output_weight, output_bias
-        update = self.gated_output(product.permute(0, 2, 3, 1), gate, *after)
-        if drawn is None:
-            return x + update
-        return self._dropout_add(x, update, drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim)
+        update = self._gated(product.permute(0, 2, 3, 1), gate, *after)
+        return self._sum(x, update, drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim)
 
     def gated_output(
         self,
-        x: Float[Tensor, "B n1 n2 c"],
-        gate: Float[Tensor, "B n1 n2 o"],
-        norm_weight: Float[Tensor, " c"],
-        norm_bias: Float[Tensor, " c"],
-        weight: Float[Tensor, "o c"],
-        bias: Float[Tensor, " o"],
-    ) -> Float[Tensor, "B n1 n2 o"]:
-        """A linear layer of the layer norm of x, times the sigmoid of `gate`. It keeps only its inputs."""
-        x, gate, *linear = cast_all(x, gate, weight, bias)
-        with without_autocast(x.device):
-            return _GatedOutput.apply(self._steps, x, gate, norm_weight, norm_bias, *linear)
+        x: Float[Tensor, "B n1 n2 z"],
+        product: Float[Tensor, "B n1 n2 c"],
+        norm_weight: Float[Tensor, " z"],
+        norm_bias: Float[Tensor, " z"],
+        gate_weight: Float[Tensor, "z z"],
+        gate_bias: Float[Tensor, " z"],
+        product_norm_weight: Float[Tensor, " c"],
+        product_norm_bias: Float[Tensor, " c"],
+        weight: Float[Tensor, "z c"],
+        bias: Float[Tensor, " z"],
+        drawn: Bool[Tensor, "B e"] | Int64[Tensor, " B"] | None = None,
+        rate: float = 0.0,
+        offsets: tuple[int, int] = (0, 0),
+        whole: tuple[int, int] = (0, 0),
+        shared_dim: int = 1,
+    ) -> Float[Tensor, "B n1 n2 z"]:
+        """x plus its update by a product, under dropout if something is `drawn`. It keeps the product, x and the gate's logits."""
+        [gate] = Layers(self._steps).projections(x, norm_weight, norm_bias, [gate_weight], [gate_bias])
+        update = self._gated(product, gate, product_norm_weight, product_norm_bias, weight, bias)
+        return self._sum(x, update, drawn, rate, offsets, whole, shared_dim)
+
+    def _gated(
+        self, product: Float[Tensor, "B n1 n2 c"], gate: Float[Tensor, "B n1 n2 z"], *parameters: Tensor
+    ) -> Float[Tensor, "B n1 n2 z"]:
+        """A linear layer of the layer norm of the product, times the sigmoid of `gate`. It keeps only its inputs."""
+        norm_weight, norm_bias, weight, bias = parameters
+        product, gate, *layer = cast_all(product, gate, weight, bias)
+        with without_autocast(product.device):
+            return _GatedOutput.apply(self._steps, product, gate, norm_weight, norm_bias, *layer)
+
+    def _sum(self, x: Tensor, update: Tensor, drawn: Tensor | None, *dropout: Any) -> Float[Tensor, "B n1 n2 z"]:
+        return x + update if drawn is None else self._dropout_add(x, update, drawn, *dropout)
 
 
 def joined(values: Tensor, gates: Tensor, like: Tensor) -> Tensor:

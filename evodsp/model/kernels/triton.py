@@ -103,7 +103,6 @@ _STEPS = Steps(
 )
 _LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS, dropout_add)
 gated_linear = _LAYERS.gated_linear
-gated_output = _TRIANGLES.gated_output
 linear = _LAYERS.linear
 pooled_projections = _LAYERS.pooled_projections
 projections = _LAYERS.projections
@@ -131,6 +130,42 @@ def gated_projection(
     layers = joined(weight, gate_weight, x), joined(bias, gate_bias, x)
     with without_autocast(x.device):
         return _triangle.FusedOperands.apply(x, mask, *norm, *layers)
+
+
+def gated_output(
+    x: Float[Tensor, "B n1 n2 z"],
+    product: Float[Tensor, "B n1 n2 c"],
+    norm_weight: Float[Tensor, " z"],
+    norm_bias: Float[Tensor, " z"],
+    gate_weight: Float[Tensor, "z z"],
+    gate_bias: Float[Tensor, " z"],
+    product_norm_weight: Float[Tensor, " c"],
+    product_norm_bias: Float[Tensor, " c"],
+    weight: Float[Tensor, "z c"],
+    bias: Float[Tensor, " z"],
+    drawn: Int64[Tensor, " B"] | None = None,
+    rate: float = 0.0,
+    offsets: tuple[int, int] = (0, 0),
+    whole: tuple[int, int] = (0, 0),
+    shared_dim: Literal[1, 2] = 1,
+) -> Float[Tensor, "B n1 n2 z"]:
+    """x plus its update by a product that ranks exchanged, under dropout if there are keys, `drawn`: by one kernel where it fits
+    (`triangle.fits`), otherwise by separate ones.
+    """
+    norm, gate = (norm_weight, norm_bias), (gate_weight, gate_bias)
+    product_norm, output = (product_norm_weight, product_norm_bias), (weight, bias)
+    if not _triangle.output_fits(x, product):
+        parameters = *norm, *gate, *product_norm, *output
+        return _TRIANGLES.gated_output(x, product, *parameters, drawn, rate, offsets, whole, shared_dim)
+    _, product, *layers = cast_all(x, product, *gate, *output)
+    kept = None
+    if drawn is not None:
+        other = 3 - shared_dim
+        kept = _dropout.draw_mask(drawn, whole[other - 1] * x.shape[3], rate).unflatten(1, (-1, x.shape[3]))
+        kept = kept.narrow(1, offsets[other - 1], x.shape[other]).contiguous()
+    own = *norm, *layers[:2], *product_norm, *layers[2:]
+    with without_autocast(x.device):
+        return _triangle.FusedOutput.apply(shared_dim, 1.0 / (1.0 - rate), x, product.permute(0, 3, 1, 2), kept, *own)
 
 
 def triangle_multiplication(

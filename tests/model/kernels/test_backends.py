@@ -177,8 +177,8 @@ def test_the_incoming_product() -> None:
 
 @pytest.mark.parametrize("operator", LAYERS)
 def test_no_layer_keeps_an_intermediate(operator: str) -> None:
-    """Catches a norm, operands or a hidden layer that are kept for the backward pass: beside inputs, a few parameters only, and
-    of triangle multiplication the product, the gate and joined weights."""
+    """Catches a norm, operands or a hidden layer that are kept for the backward pass: beside inputs, a few parameters only, of
+    triangle multiplication the product, the gate and joined weights, and of its output the gate."""
     inputs = OPERATORS[operator].inputs(torch.device("cpu"), torch.float64)
     for n in OPERATORS[operator].differentiable(inputs):
         inputs[n].requires_grad_()
@@ -187,7 +187,7 @@ def test_no_layer_keeps_an_intermediate(operator: str) -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
         OPERATORS[operator].call(getattr(chunked, operator), inputs)
     large = [x for x in kept if x.untyped_storage().data_ptr() not in own and x[..., 0].numel() >= 2 * 5 * 7]
-    assert len(large) == (3 if operator == "triangle_multiplication" else 0)
+    assert len(large) == {"triangle_multiplication": 3, "gated_output": 1}.get(operator, 0)
 
 
 def flash_attn_func(

@@ -44,8 +44,17 @@ def fits(x: Float[Tensor, "B I J z"], weight: Float[Tensor, "_ z"]) -> bool:
     """Whether there are kernels for x and the layer of both operands' values, and x's device has the shared memory that they
     need. They take half precision only: in single precision their tiles would not fit.
     """
-    c, dtype = x.shape[-1], activation_dtype(x)
-    if c not in WIDTHS or len(weight) != 2 * c or dtype != x.dtype or dtype.itemsize != 2 or x.numel() == 0:
+    return len(weight) == 2 * x.shape[-1] and _fits(x)
+
+
+def output_fits(x: Float[Tensor, "B I J z"], product: Float[Tensor, "B I J c"]) -> bool:
+    """As `fits`, for x and a product of operands."""
+    return product.shape[-1] == x.shape[-1] and _fits(x)
+
+
+def _fits(x: Tensor) -> bool:
+    dtype = activation_dtype(x)
+    if x.shape[-1] not in WIDTHS or dtype != x.dtype or dtype.itemsize != 2 or x.numel() == 0:
         return False
     return x.device.type != "cuda" or _shared_memory(x.device) >= SHARED_MEMORY
 
@@ -100,6 +109,36 @@ class FusedTriangles(torch.autograd.Function):
         return None, None, None, of_x, None, None, *of_norm, *of_layers, *of_after
 
 
+class FusedOutput(torch.autograd.Function):
+    """(shared axis, scale, x [B I J c], product [B c I J], kept, parameters) -> x plus its update, on a shard.
+
+    The product's channels lie first or last in memory. Parameters: weight and bias of the norm of x, of the output gate, of the
+    norm of the product, and of the output. It keeps what it gets.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, shared: int, scale: float, x: Tensor, product: Tensor, kept: Tensor | None, *parameters: Tensor
+    ) -> Tensor:
+        x = x.contiguous()
+        if not product.is_contiguous(memory_format=torch.channels_last):
+            product = product.contiguous()
+        ctx.settings = shared, scale
+        ctx.save_for_backward(x, product, kept, *parameters)
+        return _output(x, product, *parameters, kept, shared, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, product, kept, *parameters = ctx.saved_tensors
+        norm, grad = parameters[:2], grad.contiguous()
+        slope, of_gate, *sums = _output_gradients(grad, x, product, *parameters, kept, *ctx.settings)
+        of_weight, (of_bias, of_gate_bias), of_product_norm = sums
+        of_x, of_norm = _gate_gradients(grad, x, *norm, parameters[2], of_gate)
+        of_after = _gate_weight_gradient(x, *norm, of_gate), of_gate_bias, *of_product_norm, of_weight, of_bias
+        return None, None, of_x, slope, None, *of_norm, *of_after
+
+
 class FusedOperands(torch.autograd.Function):
     """(x [B I J c], mask [B I J], weight and bias of the norm and of both operands' layers) -> operands [2 B c I J]."""
 
@@ -142,18 +181,19 @@ def _operands_body(launch: Launcher, x: Tensor, *others: Tensor) -> Tensor:
     return out
 
 
-def _after(x: Tensor, product: Tensor, *others: Any) -> tuple[dict[str, Any], int]:
-    """Arguments of the kernels of the output, and the axis along which the mask of dropout is constant, 0 without a mask."""
+def _after(x: Tensor, product: Tensor, *others: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """Arguments and constants of the kernels of the output."""
     names = ("nw", "nb", "gw", "gb", "pw", "pb", "ow", "ob", "kept", "shared", "scale")
     given = {"x": x, "product": product, **dict(zip(names, others, strict=True))}
     shared = given.pop("shared")
-    return {**given, "rows": x.shape[1], "columns": x.shape[2], "eps": _EPS}, 0 if given["kept"] is None else shared
+    constants = {"SHARED": 0 if given["kept"] is None else shared, "LAST": product.stride(1) == 1}
+    return {**given, "rows": x.shape[1], "columns": x.shape[2], "eps": _EPS}, constants
 
 
 def _output_body(launch: Launcher, x: Tensor, *others: Any) -> Tensor:
     out = torch.empty_like(x)
-    given, shared = _after(x, *others)
-    count, constants = _grid(x, 64, SHARED=shared)
+    given, more = _after(x, *others)
+    count, constants = _grid(x, 64, **more)
     launch(Launch("triangle.output", count, {**given, "out": out}, constants, writes=("out",), warps=_WARPS))
     return out
 
@@ -164,8 +204,8 @@ def _output_backward_body(
     """Gradients of the product, of the gate's logits, of the output's weight, of the biases of output and gate, and of weight
     and bias of the product's norm.
     """
-    given, shared = _after(x, product, *others)
-    count, constants = _grid(x, 32, SHARED=shared)
+    given, more = _after(x, product, *others)
+    count, constants = _grid(x, 32, **more)
     parts, c = min(_PROCESSORS, count), x.shape[-1]
     filled = {
         "grad_product": torch.empty_like(product),
@@ -184,12 +224,8 @@ def _output_backward_body(
 def _gradients_body(launch: Launcher, grad: Tensor, x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, of weight and bias of its norm, and of both operands' layers and their biases."""
     *before, gw, of_gate, of_sum = others
-    count, constants = _grid(x, 64, TILE_C=_CHANNELS)
     given, c = {"grad": grad, **_before(x, *before)}, x.shape[-1]
-    of_x, norm_sums = torch.empty_like(x), _sums(x, count, 2, c)
-    more = {"gw": gw, "grad_gate": of_gate, "grad_sum": of_sum, "grad_x": of_x, "norm_sums": norm_sums}
-    writes = ("grad_x", "norm_sums")
-    launch(Launch("triangle.operands_backward", count, {**given, **more}, constants, writes=writes, warps=_WARPS))
+    of_x, of_norm = _of_x(launch, given, gw, of_gate, of_sum)
     # Numbers of the planes are loaded one by one where 16 does not divide a row: addresses of 64 positions would spill.
     count, constants = _grid(x, 64 if x.shape[2] % 16 == 0 else 32, TILE_C=_CHANNELS)
     groups = 2 * c // _CHANNELS
@@ -200,9 +236,27 @@ def _gradients_body(launch: Launcher, grad: Tensor, x: Tensor, *others: Any) -> 
     launch(
         Launch("triangle.weights_backward", parts * groups, {**given, **more}, constants, writes=writes, warps=_WARPS)
     )
-    of_norm = sum_of_parts(launch, norm_sums, given["nw"].dtype)
     of_weight, of_bias = (sum_of_parts(launch, sums, given["w"].dtype) for sums in (weight_sums, bias_sums))
     return of_x, of_norm, of_weight, of_bias
+
+
+def _of_x(launch: Launcher, given: dict[str, Any], gw: Any, of_gate: Any, of_sum: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of x, and of weight and bias of its norm."""
+    x = given["x"]
+    count, constants = _grid(x, 64, TILE_C=_CHANNELS)
+    of_x, norm_sums = torch.empty_like(x), _sums(x, count, 2, x.shape[-1])
+    more = {"gw": gw, "grad_gate": of_gate, "grad_sum": of_sum, "grad_x": of_x, "norm_sums": norm_sums}
+    writes = ("grad_x", "norm_sums")
+    launch(Launch("triangle.operands_backward", count, {**given, **more}, constants, writes=writes, warps=_WARPS))
+    return of_x, sum_of_parts(launch, norm_sums, given["nw"].dtype)
+
+
+def _gate_body(
+    launch: Launcher, of_sum: Tensor, x: Tensor, nw: Tensor, nb: Tensor, gw: Tensor, of_gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of weight and bias of its norm, where other operators make the operands."""
+    none: Any = None
+    return _of_x(launch, {"grad": None, **_before(x, none, nw, nb, none, none)}, gw, of_gate, of_sum)
 
 
 def _gate_weight_body(launch: Launcher, x: Tensor, nw: Tensor, nb: Tensor, of_gate: Tensor) -> Tensor:
@@ -238,4 +292,9 @@ _gradients = Operator(
 _gate_weight_gradient = Operator(
     "triangle_gate_weight_backward", "(Tensor x, Tensor nw, Tensor nb, Tensor of_gate) -> Tensor", _gate_weight_body
 )
-OPERATORS = (_operands, _output, _output_gradients, _gradients, _gate_weight_gradient)
+_gate_gradients = Operator(
+    "triangle_gate_backward",
+    "(Tensor of_sum, Tensor x, Tensor nw, Tensor nb, Tensor gw, Tensor of_gate) -> (Tensor, Tensor)",
+    _gate_body,
+)
+OPERATORS = (_operands, _output, _output_gradients, _gradients, _gate_weight_gradient, _gate_gradients)

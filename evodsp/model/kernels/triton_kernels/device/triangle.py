@@ -1,7 +1,7 @@
 """Device code of `triangle.py`. Tensors are contiguous, and offsets are 64-bit.
 
 x, the result, and gradients of the result and of the gate: [B, I, J, C]. Planes have channels before the pair: operands
-[2, B, C, I, J], product [B, C, I, J]. `w` holds the layers of values, then of gates: [4 C, C]. A row is one of B x I.
+[2, B, C, I, J], product and its gradient [B, C, I, J], or with LAST [B, I, J, C], as ranks send it. `w` holds the layers of values, then of gates: [4 C, C]. A row is one of B x I.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def _offsets(at, C: tl.constexpr):
 
 @no_type_check
 @triton.jit
-def _planes(row, column, rows, columns, C: tl.constexpr):
-    """[C, positions] in [B, C, I, J]."""
+def _planes(row, column, rows, columns, C: tl.constexpr, LAST: tl.constexpr):
+    """[C, positions] in [B, C, I, J], or with LAST in [B, I, J, C]."""
+    if LAST:
+        return (row * columns + column)[None, :] * C + tl.arange(0, C)[:, None]
     plane = (row // rows * C + tl.arange(0, C)) * rows + row % rows
     return plane[:, None] * columns + column[None, :]
 
@@ -124,14 +126,14 @@ def operands(
 @triton.jit
 def output(
     x, nw, nb, product, pw, pb, ow, ob, gw, gb, kept, out, rows, columns, eps, scale,
-    C: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x + dropout((LN(product) ow^T + ob) * sigmoid(LN(x) gw^T + gb)). SHARED: axis along which the mask of dropout is
     constant; 0: none.
     """
     row, column, at, there = _place(tl.program_id(0), columns, TILE)
     channel = tl.arange(0, C)
-    _, q, _ = _product_norm(product, pw, pb, _planes(row, column, rows, columns, C), there, eps, C)
+    _, q, _ = _product_norm(product, pw, pb, _planes(row, column, rows, columns, C, LAST), there, eps, C)
     update = tl.dot(q.to(ow.dtype.element_ty).T, _transposed(ow, channel, C), input_precision=PRECISION)
     update += _vector(ob, channel)[None, :]  # at once, so that both products use the same shared memory
     own = _tile(x, _offsets(at, C), there)
@@ -148,7 +150,7 @@ def output(
 def output_backward(
     grad, x, nw, nb, product, pw, pb, ow, ob, gw, gb, kept, grad_product, grad_gate, weight_sums, bias_sums, norm_sums,
     all_rows, rows, columns, eps, scale, parts,
-    C: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
+    C: tl.constexpr, TILE: tl.constexpr, SHARED: tl.constexpr, LAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the product and of the gate's logits of every `parts`-th tile; their sums of those of ow, of ob and gb, and
     of pw and pb.
@@ -161,7 +163,7 @@ def output_backward(
     of_scale, of_shift = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     for tile in range(tl.program_id(0), all_rows * tl.cdiv(columns, TILE), parts):
         row, column, at, there = _place(tile, columns, TILE)
-        planes = _planes(row, column, rows, columns, C)
+        planes = _planes(row, column, rows, columns, C, LAST)
         normal, q, inverse = _product_norm(product, pw, pb, planes, there, eps, C)
         q = q.to(weight.dtype)
         update = tl.dot(q.T, weight, input_precision=PRECISION) + _vector(ob, channel)[None, :]
@@ -209,26 +211,27 @@ def operands_backward(
     grad, x, nw, nb, w, bias, mask, gw, grad_gate, grad_sum, grad_x, norm_sums, batch, rows, columns, eps,
     C: tl.constexpr, TILE: tl.constexpr, TILE_C: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of x from those of the operands, of the gate's logits, and of the sum of x and its update; and a tile's sums
-    of the gradients of nw and nb.
+    """The gradient of x from those of the operands, of the gate's logits, and of the sum of x and its update, those that exist;
+    and a tile's sums of the gradients of nw and nb.
     """
     row, column, at, there = _place(tl.program_id(0), columns, TILE)
     channels, to = tl.arange(0, C), _offsets(at, C)
     normal, y, inverse = _norm(_tile(x, to, there), nw, nb, eps, C)
-    y = y.to(w.dtype.element_ty)
-    present = tl.load(mask + at, mask=there, other=0).to(tl.float32)
     if grad_gate is None:
         of_y = tl.zeros([TILE, C], tl.float32)
     else:
         of_gate = tl.load(grad_gate + to, mask=there[:, None], other=0.0)
         of_y = tl.dot(of_gate, tl.load(gw + _offsets(channels, C)), input_precision=PRECISION)
-    for c in range(0, 2 * C, TILE_C):
-        channel = c + tl.arange(0, TILE_C)
-        values, gates = _transposed(w, channel, C), _transposed(w, channel + 2 * C, C)
-        planes = _operand_planes(c, row, column, batch, rows, columns, C, TILE_C)
-        of_value, of_logit = _slopes(grad, y, values, gates, bias, channel, present, planes, there, C, PRECISION)
-        of_y = tl.dot(of_value.to(y.dtype), values.T, of_y, input_precision=PRECISION)
-        of_y = tl.dot(of_logit.to(y.dtype), gates.T, of_y, input_precision=PRECISION)
+    if grad is not None:
+        y = y.to(w.dtype.element_ty)
+        present = tl.load(mask + at, mask=there, other=0).to(tl.float32)
+        for c in range(0, 2 * C, TILE_C):
+            channel = c + tl.arange(0, TILE_C)
+            values, gates = _transposed(w, channel, C), _transposed(w, channel + 2 * C, C)
+            planes = _operand_planes(c, row, column, batch, rows, columns, C, TILE_C)
+            of_value, of_logit = _slopes(grad, y, values, gates, bias, channel, present, planes, there, C, PRECISION)
+            of_y = tl.dot(of_value.to(y.dtype), values.T, of_y, input_precision=PRECISION)
+            of_y = tl.dot(of_logit.to(y.dtype), gates.T, of_y, input_precision=PRECISION)
     sums = norm_sums + tl.program_id(0).to(tl.int64) * 2 * C + channels
     tl.store(sums, tl.sum(of_y * normal, 0))
     tl.store(sums + C, tl.sum(of_y, 0))
