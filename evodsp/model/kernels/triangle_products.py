@@ -106,7 +106,7 @@ class Triangles:
         whole: tuple[int, int] = (0, 0),
         shared_dim: int = 1,
     ) -> Float[Tensor, "B n1 n2 z"]:
-        """x plus its update by a product, under dropout if something is `drawn`. It keeps the product, x and the gate's logits."""
+        """x plus its update by a product, under dropout if something is `drawn`. It keeps x, the product and the gate."""
         [gate] = Layers(self._steps).projections(x, norm_weight, norm_bias, [gate_weight], [gate_bias])
         update = self._gated(product, gate, product_norm_weight, product_norm_bias, weight, bias)
         return self._sum(x, update, drawn, rate, offsets, whole, shared_dim)

@@ -149,8 +149,8 @@ def gated_output(
     whole: tuple[int, int] = (0, 0),
     shared_dim: Literal[1, 2] = 1,
 ) -> Float[Tensor, "B n1 n2 z"]:
-    """x plus its update by a product that ranks exchanged, under dropout if there are keys, `drawn`: by one kernel where it fits
-    (`triangle.fits`), otherwise by separate ones.
+    """x plus its update by a product that ranks exchanged, under dropout if there are keys, `drawn`: by one kernel where it
+    fits (`triangle.output_fits`), otherwise by separate ones.
     """
     norm, gate = (norm_weight, norm_bias), (gate_weight, gate_bias)
     product_norm, output = (product_norm_weight, product_norm_bias), (weight, bias)

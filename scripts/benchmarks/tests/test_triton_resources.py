@@ -19,6 +19,7 @@ PRODUCTS = ("attention.", "global_attention.", "hidden.", "outer_product.", "tri
 SPILLS = {
     ("attention.forward", 100): 32,
     ("triangle.output_backward", 80): 2048,
+    ("triangle.output_backward", 90): 32,
     ("triangle.output_backward", 100): 32,
     ("triangle.operands_backward", 80): 32,
     ("triangle.weights_backward", 90): 32,

@@ -37,6 +37,19 @@ def test_the_operands_of_a_shard(
     interpreter(cases.operands_agree, shape, dtype)
 
 
+@DTYPES
+@pytest.mark.parametrize(
+    ("shape", "shared_dim", "last"),
+    [((2, 3, 7, 64), 1, True), ((2, 7, 3, 64), 2, True), ((1, 2, 34, 128), 1, True), ((1, 3, 5, 64), None, False)],
+    ids=str,
+)
+def test_the_output_of_a_shard(
+    interpreter: Interpreter, shape: tuple[int, int, int, int], dtype: torch.dtype, shared_dim: int | None, last: bool
+) -> None:
+    """Catches channels in place of positions, another shard's mask of dropout, and a gradient without the gate or residual."""
+    interpreter(cases.output_agrees, shape, dtype, shared_dim, last)
+
+
 def test_draws_the_same_mask(interpreter: Interpreter) -> None:
     """Catches numbers that differ from other operators', so that a recomputation or another backend drops other entries."""
     interpreter(cases.draws_the_same_mask)

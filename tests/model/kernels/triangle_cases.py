@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.dropout import draw_masks
-from evodsp.model.kernels.triton import gated_projection, triangle_multiplication
+from evodsp.model.kernels.triton import gated_output, gated_projection, triangle_multiplication
 from evodsp.model.kernels.triton_kernels import triangle
 from evodsp.model.kernels.triton_kernels.dropout import draw_mask
 from tests.model.kernels.interpreter import check, random
@@ -38,6 +38,24 @@ def fused(x: Tensor, mask: Tensor, outgoing: bool, dropout: dict[str, Any], **pa
 def fused_operands(x: Tensor, mask: Tensor, **parameters: Tensor) -> Tensor:
     norm, both = of_operands(parameters)
     return triangle.FusedOperands.apply(x, mask, *norm, *both)
+
+
+def output_agrees(shape: tuple[int, int, int, int], dtype: torch.dtype, shared_dim: int | None, last: bool) -> None:
+    """A shard that begins inside of the whole, whose mask of dropout is cut from the whole one, and all gradients. `last`:
+    whether the product's channels are last in memory."""
+    triangle._PROCESSORS = 8
+    tensors, _ = inputs(shape, dtype, [*BEFORE[:2], *AFTER])
+    renamed = {"output_gate_weight": "gate_weight", "output_gate_bias": "gate_bias"}
+    renamed |= {"output_weight": "weight", "output_bias": "bias"}
+    tensors = {renamed.get(name, name): x for name, x in tensors.items()}
+    drawn = random(3, dtype)(*shape)
+    tensors["product"] = drawn if last else drawn.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+    dropout: dict[str, Any] = {}
+    if shared_dim:
+        dropout = {"drawn": KEYS[: shape[0]], "rate": 0.25, "shared_dim": shared_dim}
+        dropout |= {"offsets": (2, 3), "whole": (shape[1] + 4, shape[2] + 5)}
+    with mock.patch.object(triangle, "output_fits", return_value=True):
+        check(partial(gated_output, **dropout), partial(reference.gated_output, **dropout), tensors, {})
 
 
 def of_operands(parameters: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

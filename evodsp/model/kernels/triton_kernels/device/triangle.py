@@ -1,7 +1,8 @@
 """Device code of `triangle.py`. Tensors are contiguous, and offsets are 64-bit.
 
 x, the result, and gradients of the result and of the gate: [B, I, J, C]. Planes have channels before the pair: operands
-[2, B, C, I, J], product and its gradient [B, C, I, J], or with LAST [B, I, J, C], as ranks send it. `w` holds the layers of values, then of gates: [4 C, C]. A row is one of B x I.
+[2, B, C, I, J], product [B, C, I, J]; with LAST, as ranks send it, [B, I, J, C]. `w` holds the layers of values,
+then of gates: [4 C, C]. A row is one of B x I.
 """
 
 from __future__ import annotations
