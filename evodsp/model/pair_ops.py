@@ -61,9 +61,7 @@ class TriangleMultiplication(ShardedModule):
             return Added(partial(self._added, pair.own_mask))
         multiply = self._by_channel if way == "channel" else self._by_gathering
         arriving = pair.by_channels(partial(self._start_product, multiply, result.axis), self.channels, width=4)
-        _ = (
-            result.x
-        )  # awaited first, so that the backward pass sends the product's gradient first: more is computed from it
+        _ = result.x  # awaited first, so that the backward pass sends the product's gradient, which more needs, first
         return Added(self._of_product, [arriving.wait()], width=self.working_width)
 
     def _added(self, mask: Float[Tensor, "B R R"], z: Float[Tensor, "B R R c_z"], *dropout: Any) -> Tensor:
