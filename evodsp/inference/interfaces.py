@@ -9,22 +9,32 @@ such as ipTM, are in `evodsp.model.confidence`. Contacts and constants are those
   constants are the paper's, as by ipSAE's program and ColabFold. (With all digits of its authors' program: up to 0.0012 more.)
 - LIS: Kim et al. 2024, doi 10.1101/2024.02.19.580970.
 
-Shapes: R residues of the complex, A and P residues of a chain and of its partner. Distances and errors are in Å.
+The entries of both in a prediction's files are written and read here, too. Of a pair of chains, `A-B` is the key, as in
+ColabFold's files.
+
+Shapes: R residues and C chains of the complex, A and P residues of a chain and of its partner. Chains are in the order in which
+they were given. Distances and errors are in Å.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import combinations, permutations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Integer, Shaped
+from jaxtyping import Bool, Float, Float32, Float64, Integer, Shaped
 
+from evodsp.inference.result_checks import FIX, is_number, wrong
 from evodsp.model.confidence import CONTACT_DISTANCE
+from evodsp.reading.text_files import read_json
 
 PAE_CUTOFF = 15.0
 """Aligned errors below this count in ipSAE: its author's value for AlphaFold2's models, and ColabFold's. For AlphaFold3's
 models it is 10."""
+_DECIMALS = 4
 _LIS_CUTOFF = 12.0
 _PDOCKQ2_D0 = 10.0
 _SMALLEST_D0 = 1.0
@@ -136,3 +146,88 @@ def _pdockq2(confidence: float, errors: Float64[np.ndarray, " n"]) -> float:
 def _sigmoid(x: float, height: float, middle: float, slope: float, base: float) -> float:
     """The form of the curves that both pDockQ were fitted with."""
     return float(height / (1 + np.exp(-slope * (x - middle))) + base)
+
+
+@dataclass(frozen=True)
+class ComplexScores:
+    """TM-scores that a model predicts for the parts of a complex, 0 to 1. They are described in `evodsp.model.confidence`."""
+
+    iptm: float
+    actifptm: float
+    chain_ptm: Float32[np.ndarray, " C"]
+    pair_iptm: Float32[np.ndarray, "C C"]
+    pair_actifptm: Float32[np.ndarray, "C C"]
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """The scores of two chains, of both directions the higher one."""
+
+    chains: str
+    """Their names, such as A-B."""
+    iptm: float
+    ipsae: float
+    pdockq: float
+    pdockq2: float
+    contacts: int
+
+
+def score_entries(scores: ComplexScores, interfaces: Sequence[Interface], names: Sequence[str]) -> dict[str, Any]:
+    """The entries of the scores' file: ColabFold's keys, and `contacts`. `names`: of the chains, which `interfaces` number from
+    1.
+
+    Values of a pair that depend on the direction have both keys, A-B with the errors seen from the frames of A, and B-A.
+    """
+    places = list(combinations(range(len(names)), 2))
+
+    def of_pairs(values: Float32[np.ndarray, "C C"]) -> dict[str, float]:
+        return {f"{names[a]}-{names[b]}": _rounded(float(values[a, b])) for a, b in places}
+
+    directed = {f"{names[one.chain - 1]}-{names[one.partner - 1]}": one for one in interfaces}
+    both = {key: one for key, one in directed.items() if one.chain < one.partner}
+    return {
+        "iptm": _rounded(scores.iptm, 3),
+        "actifptm": _rounded(scores.actifptm),
+        "per_chain_ptm": {name: _rounded(value) for name, value in zip(names, scores.chain_ptm.tolist(), strict=True)},
+        "pairwise_iptm": of_pairs(scores.pair_iptm),
+        "pairwise_actifptm": of_pairs(scores.pair_actifptm),
+        "ipsae": {key: _rounded(one.ipsae) for key, one in directed.items()},
+        "pdockq": {key: _rounded(one.pdockq) for key, one in both.items()},
+        "pdockq2": {key: _rounded(one.pdockq2) for key, one in directed.items()},
+        "contacts": {key: one.contacts for key, one in both.items()},
+    }
+
+
+def _rounded(value: float, decimals: int = _DECIMALS) -> float:
+    return round(value, decimals)
+
+
+def read_pair_scores(scores: Path, names: Sequence[str]) -> list[PairScores]:
+    """The scores of each pair of the chains `names`, in the file of a complex's scores.
+
+    Raises FileFormatError unless predict has written it.
+    """
+    content = read_json(scores, FIX)
+    return list(_pairs(scores, content if isinstance(content, dict) else {}, names))
+
+
+def _pairs(path: Path, content: Mapping[str, Any], names: Sequence[str]) -> Iterator[PairScores]:
+    for first, second in combinations(names, 2):
+        key, back = f"{first}-{second}", f"{second}-{first}"
+        yield PairScores(
+            key,
+            _highest(path, content, "pairwise_iptm", [key], 1.0),
+            _highest(path, content, "ipsae", [key, back], 1.0),
+            _highest(path, content, "pdockq", [key], 1.0),
+            _highest(path, content, "pdockq2", [key, back], 1.4),
+            int(_highest(path, content, "contacts", [key], 1e12)),
+        )
+
+
+def _highest(path: Path, content: Mapping[str, Any], score: str, keys: Sequence[str], most: float) -> float:
+    """The highest of the values of `keys`; each must be at most `most`, a bound of what is believed."""
+    entries = content.get(score)
+    found: list[Any] = [entries.get(key) if isinstance(entries, dict) else None for key in keys]
+    if bad := [one for one in found if not is_number(one, 0.0, most)]:
+        raise wrong(path, f"{score} of {keys[0]}", bad[0], f"a number from 0 to {most:g}")
+    return float(max(found))

@@ -15,9 +15,9 @@ from jaxtyping import Float, Float32, Int64, Integer
 
 from evodsp.data.complexes.entities import columns_of, entities_of
 from evodsp.data.samples.feature_axes import CHAIN_AXES, FEATURE_AXES, TEMPLATE_AXES
-from evodsp.inference.complex_scores import ComplexScores
 from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import working_memory
+from evodsp.inference.interfaces import ComplexScores
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold

@@ -2,7 +2,7 @@
 
     <output>/<name>/seed_<k>.cif|.pdb       structure; B-factor = pLDDT
                     seed_<k>_scores.json    ColabFold's keys: plddt per residue; with a PAE head also max_pae, pae (Å) and ptm;
-                                            of a complex those of its chains and interfaces (`complex_scores`)
+                                            of a complex those of its chains and interfaces (`interfaces`)
                     seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
                     seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
                     seed_<k>_confidence.svg, alignment_coverage.svg    with --plots (`evodsp.inference.plot_files`)
@@ -32,7 +32,7 @@ from evodsp.data.records import Chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name, pdb_chain_name
-from evodsp.inference.complex_scores import score_entries
+from evodsp.inference.interfaces import score_entries
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.model.confidence import complex_ranking

@@ -33,8 +33,7 @@ from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.geometry.residues import ATOM_TYPES
 from evodsp.inference.chains import MOST_IN_PDB, ChainSpan, chain_name, pdb_chain_name, spans_of
-from evodsp.inference.complex_scores import ComplexScores
-from evodsp.inference.interfaces import Interface, interfaces_of
+from evodsp.inference.interfaces import ComplexScores, Interface, interfaces_of
 from evodsp.version import __version__
 
 PAE_CATEGORY = "_ma_qa_metric_local_pairwise."

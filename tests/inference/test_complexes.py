@@ -31,9 +31,9 @@ from evodsp.geometry.residues import CA
 from evodsp.inference.api import as_given_files
 from evodsp.inference.api import predict as api_predict
 from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name
-from evodsp.inference.complex_scores import ComplexScores, score_entries
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.earlier_results import NUMERICS
+from evodsp.inference.interfaces import ComplexScores, score_entries
 from evodsp.inference.pages.target_page import write_target_page
 from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict, predict_records

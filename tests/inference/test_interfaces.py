@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.inference.complex_scores import read_pair_scores
-from evodsp.inference.interfaces import Interface, interfaces_of
+from evodsp.inference.interfaces import Interface, interfaces_of, read_pair_scores
 
 LENGTHS = (34, 21, 9)
 

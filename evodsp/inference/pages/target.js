@@ -1,5 +1,5 @@
 // The page of a prediction: the structure in 3D, the matrix beside it and the charts below share one highlighted residue or pair.
-// The data is in the element #prediction, as evodsp/inference/target_page.py writes it.
+// The data is in the element #prediction, as evodsp/inference/pages/target_page.py writes it.
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("prediction").textContent);

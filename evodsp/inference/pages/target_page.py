@@ -26,7 +26,7 @@ from evodsp.files import write_text
 from evodsp.geometry.alphabet import RESTYPE_1TO3
 from evodsp.geometry.residues import ATOM_TYPES, CA
 from evodsp.inference.clashes import clash_line, clashes_of
-from evodsp.inference.complex_scores import PairScores, read_pair_scores
+from evodsp.inference.interfaces import PairScores, read_pair_scores
 from evodsp.inference.pages.backbone import peptide_bonds, view_of
 from evodsp.inference.pages.batch_page import INDEX, index_name
 from evodsp.inference.pages.coverage import Coverage, coverage
