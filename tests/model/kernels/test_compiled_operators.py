@@ -26,14 +26,15 @@ def process() -> Iterator[Callable[..., Any]]:
 def test_chunked(process: Callable[..., Any], operator: str) -> None:
     """Catches an operation in place whose result a Function returns: with torch 2.11 all gradients were 0."""
     functions = {"layer_norm": 0, "dropout_add": 0, "linear": 0}
-    functions |= {"global_attention": 2, "triangle_multiplication": 2}  # two shards, in the example; product and output
+    # Two shards, in the example; product and output; gate and output.
+    functions |= {"global_attention": 2, "triangle_multiplication": 2, "gated_output": 2}
     assert process(compiled_operators.check, "chunked", operator) == functions.get(operator, 1)
 
 
 @pytest.mark.parametrize("operator", OF_PIECES)
 def test_triton(interpreter: Callable[..., Any], operator: str) -> None:
     """Catches the same of the pieces that GPUs take: `contiguous` with nothing to do, for example."""
-    assert interpreter(compiled_operators.check, "triton", operator) == 1
+    assert interpreter(compiled_operators.check, "triton", operator) == (2 if operator == "gated_output" else 1)
 
 
 @pytest.mark.parametrize(("dtype", "functions"), [(torch.float32, 2), (torch.float16, 1)], ids=["separate", "fused"])

@@ -255,8 +255,9 @@ def _gate_body(
     launch: Launcher, of_sum: Tensor, x: Tensor, nw: Tensor, nb: Tensor, gw: Tensor, of_gate: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and of weight and bias of its norm, where other operators make the operands."""
-    none: Any = None
-    return _of_x(launch, {"grad": None, **_before(x, none, nw, nb, none, none)}, gw, of_gate, of_sum)
+    sizes = {"batch": x.shape[0], "rows": x.shape[1], "columns": x.shape[2], "eps": _EPS}
+    without = dict.fromkeys(("grad", "mask", "w", "bias"))
+    return _of_x(launch, {"x": x, "nw": nw, "nb": nb, **sizes, **without}, gw, of_gate, of_sum)
 
 
 def _gate_weight_body(launch: Launcher, x: Tensor, nw: Tensor, nb: Tensor, of_gate: Tensor) -> Tensor:
