@@ -15,7 +15,7 @@ from evodsp.model.kernels import dropout as kernels
 from evodsp.model.kernels.dropout import draw_masks, dropout_add
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
-from evodsp.model.sharded import Budget, Made, Sharded
+from evodsp.model.sharded import Added, Budget, Made, Sharded
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.rng import Draws
 from tests.builders.small_stack import small_stack, streams
@@ -84,6 +84,9 @@ def test_pieces_have_their_parts_of_the_whole_mask() -> None:
     pieces = Sharded(x.clone(), "j", mask, LocalExchange(), Budget(1, 1))
     pieces += dropout(pieces.update(torch.clone, update, width=1), masks)
     assert torch.equal(pieces.x, whole.x)
+    added = Sharded(x.clone(), "j", mask, LocalExchange(), Budget(1, 1))
+    added += dropout(Added(dropout_add, [update], width=1), masks)
+    assert torch.equal(added.x, whole.x)
 
 
 @pytest.mark.parametrize("shared_dim", [1, 2])
