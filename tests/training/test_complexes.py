@@ -233,6 +233,9 @@ def test_a_multimer_trains_on_predictions_too(
     folders = (f"--data.distillation.{name}={getattr(of_files, name)}" for name in ("alignment_dir", "structure_dir"))
     assert main(words(tmp_path, "run", *folders, "--data.distillation.fraction=1.0", "--trainer.max_steps=1")) == 0
     capsys.readouterr()
+    other = dataclasses.replace(data, assembly=None, distillation=DistillationConfig(store=str(store)))
+    with pytest.raises(UserError, match=r"data\.distillation\.store is .*--assembly 1, but data\.assembly is null"):
+        find_chains(other, arrangement="multimer")
     unmasked = tmp_path / "unmasked"
     assert main(["data", "build", *roots, "--complexes=true", "--workers=1", f"--output={unmasked}"]) == 0
     given = DistillationConfig(store=str(unmasked))

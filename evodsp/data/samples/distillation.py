@@ -29,7 +29,7 @@ def open_predictions(
     Raises UserError that names the setting.
     """
     if store is not None:
-        built = open_store(store, unit)
+        built = open_store(store, unit, setting="data.distillation.store")
         _check_masking(built, store, min_plddt)
         return built
     if alignment_dir is None or structure_dir is None:

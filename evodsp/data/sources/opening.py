@@ -48,8 +48,14 @@ def open_files(
     return ComplexFiles(alignment_dir, structure_dir, unit.assembly, rule, opened, warn, min_plddt)
 
 
-def open_store(address: str, unit: Unit = Unit(), warn: Callable[[str, str], None] = say_query_paired) -> FeatureStore:
-    """The feature store at an address. Raises UserError if there is none, or if it was built of another unit than the run's."""
+def open_store(
+    address: str,
+    unit: Unit = Unit(),
+    warn: Callable[[str, str], None] = say_query_paired,
+    setting: str = "data.store",
+) -> FeatureStore:
+    """The feature store at an address, which `setting` names. Raises UserError if there is none, or if it was built of another
+    unit than the run's."""
     store = FeatureStore(address, unit.kind, warn)
     if unit.kind == COMPLEXES:
         names = (("assembly", store.assembly, unit.assembly), ("pairing", store.plan["pairing"], unit.pairing))
@@ -57,7 +63,7 @@ def open_store(address: str, unit: Unit = Unit(), warn: Callable[[str, str], Non
             if built != wanted:
                 shown, asked = ("null" if value is None else value for value in (built, wanted))
                 raise UserError(
-                    f"data.store is {address}, built with --{name} {shown}, but data.{name} is {asked}; set it to {shown}, "
+                    f"{setting} is {address}, built with --{name} {shown}, but data.{name} is {asked}; set it to {shown}, "
                     f"or build a store with --{name} {asked}"
                 )
     return store
