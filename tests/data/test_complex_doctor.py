@@ -18,10 +18,11 @@ from evodsp.data.building.command import build
 from evodsp.data.building.config import BuildConfig
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.doctor import leaks
-from evodsp.data.doctor.examination import copies_in_one_place
+from evodsp.data.doctor.examination import Examiner, copies_in_one_place
 from evodsp.data.doctor.leaks import overlap
 from evodsp.data.similarity.nearest import Copy, copies
 from evodsp.data.similarity.pairs import SHORTEST
+from evodsp.data.sources.record_codec import encode_record
 from tests.builders.bundled import dimers
 from tests.builders.complex_files import write_complex
 from tests.builders.random_sequences import changed, random_sequences
@@ -69,6 +70,7 @@ def test_good_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (code, report["obstacles"], report["chains"]) == (0, [], [])
     assert report["summary"]["training complexes that can be used"] == "3 of 3"
     assert report["summary"]["residues, median"] == "64"
+    assert report["summary"]["size of a feature store, about"].endswith(" kB")
     (part,) = report["overlaps"]
     assert (part["chains"], part["same_sequence"]) == ([], [])
     assert all(near["identity"] > 0.4 for near in part["covered"])
@@ -79,6 +81,14 @@ def test_good_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"validation: copying the nearest training complex scores lDDT-CA {bar['lddt_ca']:.3f} and interface" in out
     page = (tmp_path / "doctor" / "doctor.html").read_text()
     assert "Chains of a complex (complexes read)" in page
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_the_size_in_a_store_counts_each_array_of_a_complex(entry: str) -> None:
+    """Catches an estimate without the rows for pairing (a fifth of these), or with one copy's coordinates for all."""
+    files = ComplexFiles(dimers() / "alignments", dimers() / "mmcif_files")
+    stored = len(encode_record(files.parsed(entry)))
+    assert 0.75 < Examiner(files).examine(entry).packed_bytes / stored < 1
 
 
 def test_each_fault_is_named(tmp_path: Path) -> None:
@@ -216,4 +226,8 @@ def test_a_store_is_examined_in_place_of_folders(tmp_path: Path) -> None:
     code, found = doctor(tmp_path)
     assert code == of_files[0] == 0
     assert found["counts"].pop("without a record") == 0
+    to_build = [name for name in of_files[1]["summary"] if name not in found["summary"]]
+    assert [name.split()[0] for name in to_build] == ["size", "time"]  # a store need not be built of one
+    for name in to_build:
+        del of_files[1]["summary"][name]
     assert found == of_files[1]

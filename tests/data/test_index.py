@@ -417,6 +417,7 @@ def sign(path: Path, header: dict[str, Any]) -> None:
         ("problems.starts", np.array([0, 0])),
         ("first_chains", np.array([0, 2, 1])),
         ("first_chains", np.array([0, 2])),
+        ("first_chains", np.array([0, 0, 2])),  # an index of chains has one in each row
         ("chain_clusters", np.array([-1])),
         ("owners.starts", np.array([0, 0])),
     ],

@@ -25,8 +25,9 @@ from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module
 from evodsp.training.chains import find_chains, unapplied_filters
-from evodsp.training.config import DataConfig
+from evodsp.training.config import DataConfig, DistillationConfig
 from tests.builders.bundled import dimers
+from tests.builders.complex_files import write_complex
 from tests.builders.training_chains import SEQUENCES, TINY, write_chain
 from tests.ranks import RankPool
 
@@ -160,6 +161,35 @@ def test_withdrawn_entries_of_the_index(folder: Path) -> None:
         assert source.obsolete == expected
 
 
+def test_withdrawn_entries_of_an_index_of_complexes(tmp_path: Path) -> None:
+    """Catches --obsolete that is taken for complexes and ignored, and an index of predicted complexes that is."""
+    alignments, structures = write_complex(tmp_path)
+    (tmp_path / "obsolete.dat").write_text("OBSLTE    31-JUL-94 9ABC     1ABC\n")
+    roots = {"alignment_dir": str(alignments), "structure_dir": str(structures), "index": str(tmp_path / "index")}
+    words = [f"--{name}={value}" for name, value in roots.items() if name != "index"]
+    options = ["--complexes=true", "--workers=0", f"--obsolete={tmp_path / 'obsolete.dat'}"]
+    assert main(["data", "index", *words, *options, f"--output={roots['index']}"]) == 0
+    predicted = DistillationConfig(**roots, chains=["1abc"])
+    features = FeatureConfig(msa_clusters=4, max_templates=1)
+    data = DataConfig(
+        **roots,
+        train=features,
+        validation=features,
+        train_chains=["1abc"],
+        template_structure_dir=str(structures),
+        max_template_date="2020-01-01",
+        distillation=predicted,
+    )
+    found = find_chains(data, arrangement="multimer")
+    assert found.templates is not None
+    assert found.templates.obsolete == {"9abc": "1abc"}
+    assert found.distillation is not None
+    source = found.distillation.source
+    assert isinstance(source, ComplexFiles)
+    assert source.index is not None
+    assert source.index.path == tmp_path / "index"
+
+
 def test_a_list_of_many_chains_is_read_in_time(tmp_path: Path) -> None:
     """Catches a search for repetitions that is quadratic: 200,000 names would take an hour."""
     names = [f"{number:06d}_A" for number in range(200_000)]
@@ -254,11 +284,8 @@ def test_filters_that_are_given_but_not_applied_are_said() -> None:
         {"sampling": "alphafold2"},
         {"filters": FilterConfig(max_residue_share=0.9)},
     )
-    assert [unapplied_filters(DataConfig(**one), {"data.filters.max_resolution": "--"}) for one in applied] == [
-        [],
-        [],
-        [],
-    ]  # type: ignore[arg-type]
+    for settings in applied:
+        assert unapplied_filters(DataConfig(**settings), {"data.filters.max_resolution": "--"}) == [], settings
 
 
 LETTERS = "MKTAYIAKQRWLEGSHMDERCNPFVY"

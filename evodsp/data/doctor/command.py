@@ -62,7 +62,7 @@ def _summary(found: Diagnosis) -> dict[str, str]:
     depths = [chain.depth for chain in found.examined if chain.state == "good"]
     lengths = found.table.lengths[found.table.lengths > 0]
     usable, drawn, kind, units = len(found.training), len(found.selected.keys), found.data.kind, found.data.units
-    can_be_built = found.data.examiner.store.unknown != "record" and found.data.examiner.unit == "chain"
+    can_be_built = found.data.examiner.store.unknown != "record"
     of_store = {
         "size of a feature store, about": _bytes(found.store_bytes()),
         f"time to build it on {counted(found.workers, 'core')}, about": _duration(found.store_seconds()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
@@ -14,11 +14,10 @@ import numpy as np
 
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.doctor.leaks import DEFINITION, DEFINITION_OF_COMPLEXES
-from evodsp.data.records import CHAINS, ONE_OF, Assembly, Chain
+from evodsp.data.records import CHAINS, ONE_OF, Assembly
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.sources.opening import Records
 from evodsp.data.sources.parsed import Parsed
 from evodsp.data.sources.query_check import QueryMismatch
@@ -48,7 +47,7 @@ class Examined:
     depth: int = 0
     """Number of different sequences in the merged MSA; of a complex in those of all chains."""
     packed_bytes: int = 0
-    """Its estimated size in a store: the rows and coordinates, packed by zlib."""
+    """Its estimated size in a store: the rows of its MSAs and its coordinates, packed by zlib."""
     seconds: float = 0.0
     """The time that reading and merging took."""
     notes: tuple[str, ...] = ()
@@ -99,8 +98,9 @@ class Examiner:
             return _bad(key, error)
         seconds = time.perf_counter() - begun
         assembly, chains = parsed.assembly, parsed.assembly.chains
-        # Chains of one sequence have one MSA, which a store keeps once.
-        of_sequence = {chain.sequence: (own, chain) for own, chain in zip(parsed.chains, chains, strict=True)}
+        # Chains of one sequence have one MSA, which a store keeps once, as it does the rows for pairing.
+        of_sequence = {own.query.letters: own for own in parsed.chains}.values()
+        rows = [one.msa for own in of_sequence for one in (own.msa, own.pairing) if one is not None]
         where = ("" if assembly.key is not None else f"chain {chain.chain_id}: " for chain in chains)
         notes = [f"{place}{note}" for place, chain in zip(where, chains, strict=True) for note in chain.notes]
         released = chains[0].release_date
@@ -110,8 +110,10 @@ class Examiner:
             sequences=tuple(chain.sequence for chain in chains),
             resolution=chains[0].resolution or 0.0,
             release_date="" if released is None else released.isoformat(),
-            depth=sum(own.msa.num_alignments for own, _ in of_sequence.values()),
-            packed_bytes=sum(_packed_size(own.msa, chain) for own, chain in of_sequence.values()),
+            depth=sum(own.msa.num_alignments for own in of_sequence),
+            packed_bytes=_packed_size(
+                [*(one.astype(np.uint8) for one in rows), *(chain.positions for chain in chains)]
+            ),
             seconds=seconds,
             notes=(*dict.fromkeys(notes), *copies_in_one_place(assembly)),
             pairing_notes=tuple(self._of_pairing(parsed)),
@@ -158,7 +160,6 @@ def _bad(key: str, error: UserError) -> Examined:
     return Examined(key, state, one_line(str(error)))
 
 
-def _packed_size(msa: MsaFeatures, chain: Chain) -> int:
-    """The estimated bytes of a chain in a store."""
-    rows = msa.msa.astype(np.uint8).tobytes()
-    return len(zlib.compress(rows, 1)) + len(zlib.compress(chain.positions.tobytes(), 1))
+def _packed_size(arrays: Iterable[np.ndarray]) -> int:
+    """The estimated bytes of arrays in a store."""
+    return sum(len(zlib.compress(array.tobytes(), 1)) for array in arrays)

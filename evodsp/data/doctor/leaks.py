@@ -74,7 +74,7 @@ class Overlap:
     unknown: int
     """Number of chains whose sequences are not known."""
     covered: list[Near] | None = None
-    """Complexes of the second set that are known from the first (`complex_leaks`), the most alike first; None for chains."""
+    """Complexes of the second set that are known from the first, the most alike first; None for chains."""
 
     @property
     def both(self) -> dict[str, str]:

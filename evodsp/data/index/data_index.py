@@ -337,7 +337,7 @@ class DataIndex:
             yield name, len(getattr(content, name)) == chains
         yield "representatives", within(self.table.representatives, 0, len(self))
         yield "first_chains", fitting_parts(content.first_chains, len(self), chains)
-        yield "chain_names", self.kind != CHAINS or chains == len(self)
+        yield "chain_names", self.kind != CHAINS or bool((np.diff(content.first_chains) == 1).all())
         yield "chain_databases", within(content.chain_databases, NOT_LISTED, len(content.databases))
         yield "first_files", fitting_parts(content.first_files, chains, files)
         yield "file_name_rows", within(content.file_name_rows, 0, len(content.file_names))

@@ -40,7 +40,7 @@ R = TypeVar("R")
 
 
 class FeatureStore:
-    """A feature store opened for reading. Pickling transfers only its address.
+    """A feature store opened for reading. Pickling transfers its address, and opens it there.
 
     `kind`: what its records have to be of. `warn`: is told of chains without rows for pairing, and what such rows are.
     Raises UserError if there is none, if another version of evodsp made it, if its records are of another kind, or if its
