@@ -100,6 +100,18 @@ class TemplateSettings:
     """List of the chains that serve as templates; None: those that search programs have found."""
 
 
+@dataclass(frozen=True)
+class FileSettings:
+    """What is written, and where. None of it changes a number."""
+
+    output: Path
+    format: Literal["cif", "pdb"]
+    pae_in_cif: bool
+    relax: Literal["none", "best", "all"]
+    plots: bool
+    overwrite: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
     """What to predict, with which model, and where to write the results.
@@ -297,6 +309,11 @@ class PredictConfig:
     def template_settings(self) -> TemplateSettings:
         """Where templates come from."""
         return TemplateSettings(self.templates, self.latest_template, self.obsolete, self.template_chains)
+
+    @property
+    def files(self) -> FileSettings:
+        """What is written, and where."""
+        return FileSettings(self.output, self.format, self.pae_in_cif, self.relax, self.plots, self.overwrite)
 
     @property
     def memory_options(self) -> dict[str, str]:

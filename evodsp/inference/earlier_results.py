@@ -10,15 +10,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from evodsp.config import ArrangementName, FeatureConfig
 from evodsp.errors import UserError
 from evodsp.inference.config import PassSettings
-from evodsp.inference.models import SIZES
+from evodsp.inference.models import SIZES, NamedModel
 from evodsp.inference.result_checks import read_object
 from evodsp.inference.results import (
     OURS,
@@ -48,31 +47,34 @@ class EarlierResult:
     """A complete result of an earlier run with the same inputs and settings."""
 
     result: PredictionResult
-    ranking: Sequence[Mapping[str, Any]]
-    """The entries of ranking.json."""
+    content: Mapping[str, Any]
+    """ranking.json."""
     timings: Mapping[str, Any]
     """timings.json."""
-    model: str | None = None
-    """Name of this run's model among several; None if the folder holds the results of one model only."""
-    models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The settings of all models in the folder, if there are several."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """The settings of the only model."""
-    renamed: str | None = None
-    """The model whose files have no model's name yet, because it was alone so far."""
+    model: str | None
+    """Name of this run's model among several; None if it is the only one."""
+
+    @property
+    def ranking(self) -> Sequence[Mapping[str, Any]]:
+        """The entries of ranking.json."""
+        return self.content["ranking"]
+
+    @property
+    def models(self) -> Mapping[str, Mapping[str, Any]]:
+        """The settings of all models in the folder, if there are several."""
+        return self.content.get("models", {})
 
     def missing(self, seeds: Sequence[int]) -> list[int]:
         """The seeds among `seeds` that have to be predicted."""
         there = {entry["seed"] for entry in self.ranking if entry.get("model") == self.model}
         return [seed for seed in seeds if seed not in there]
 
-    def has_all(self, seeds: Sequence[int], file_format: Format, pae: bool = False) -> bool:
-        """Whether every seed is there, with a structure in this format and the page (which earlier versions did not write).
+    def has_all(self, file_format: Format, pae: bool = False) -> bool:
+        """Whether all structures are there in this format, and the page (which earlier versions did not write).
 
         `pae`: whether ModelCIF files have to hold the aligned errors.
         """
-        complete = not self.missing(seeds) and not self.without(file_format, pae)
-        return complete and (self.result.folder / REPORT).is_file()
+        return not self.without(file_format, pae) and (self.result.folder / REPORT).is_file()
 
     def without(self, file_format: Format, pae: bool = False) -> list[Key]:
         """The predictions that have no structure in this format, or none with aligned errors where it has to hold them."""
@@ -91,13 +93,12 @@ class EarlierResult:
         """Write the structures that lack this format into `folder`. Raises UserError if the format cannot hold them."""
         for key in self.without(file_format, pae):
             entry = self._entries[key]
-            made_with = self.models.get(entry.get("model", ""), self.settings)
+            made_with = self.models[entry["model"]] if "model" in entry else self.content["settings"]
             structure = read_structure(self.result, key)
             if pae and "ptm" in entry:
                 structure = replace(structure, aligned_error=read_aligned_error(self.result.folder, key, entry["ptm"]))
             text = structure_text(structure, file_format, Origin.of(entry, made_with), pae)
-            name = stem(key) if self.renamed is None else f"{self.renamed}_{stem(key)}"
-            (folder / f"{name}.{file_format}").write_text(text, encoding="utf-8")
+            (folder / f"{stem(key)}.{file_format}").write_text(text, encoding="utf-8")
 
     def with_timings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """timings.json after a run that added seeds, whose entries are `more`: times of both, the other numbers of that run."""
@@ -105,17 +106,17 @@ class EarlierResult:
         return {**more, **sums, "seeds": [*self.timings["seeds"], *more["seeds"]]}
 
 
+_INPUTS = {"numerics", "sequence", "alignments"}
+"""The settings in which all models of a folder are equal."""
+
+
 def find_earlier(
-    folder: Path,
-    settings: Mapping[str, Any],
-    overwrite: bool,
-    model: str | None = None,
-    names: Mapping[str, str] = MappingProxyType({}),
+    folder: Path, settings: Mapping[str, Any], model: str | None, overwrite: bool = False
 ) -> EarlierResult | None:
     """The result that `folder` already holds, or None if everything has to be predicted.
 
-    `model`: the name of the model in this run, if it has several; `names`: the names of all, by their files' fingerprints.
-    Raises UserError if `folder` holds results of other settings, or an incomplete one (unless `overwrite`).
+    `model`: the name of the model in this run, if it has several; one that has no results there yet joins the others. Raises
+    UserError if `folder` holds results of other settings, or an incomplete one (unless `overwrite`).
     """
     if not folder.exists():
         return None
@@ -126,41 +127,24 @@ def find_earlier(
     if overwrite or not any(map(_ours(folder), (path.name for path in folder.iterdir()))):
         return None
     result, content = read_with_ranking(folder)
-    models: dict[str, Mapping[str, Any]] = content.get("models", {})
+    models: Mapping[str, Mapping[str, Any]] = content.get("models", {})
+    if models and model is None:
+        raise _other_run(folder, f"several models ({', '.join(models)}), and this run has one")
+    if model is not None and not models:
+        raise _other_run(folder, "one model, and this run has several")
     made_with: Mapping[str, Any] = content.get("settings", {})
-    renamed = None
-    if models:
-        if model is None:  # this run has one model, the folder several
-            same = (name for name, made in models.items() if made.get("checkpoint") == settings["checkpoint"])
-            model = next(same, None)
-            made_with = models[model or next(iter(models))]
-        else:
-            made_with = models.get(model) or _inputs(next(iter(models.values())))
-    elif model is not None:  # this run has several models, the folder one
-        renamed = names.get(made_with.get("checkpoint", ""))
-        if renamed is not None:
-            models = {renamed: made_with}
-            made_with = made_with if renamed == model else _inputs(made_with)
-    known = made_with.keys() if made_with.keys() == set(_INPUTS) else settings.keys()
-    if differing := [key for key in known if made_with.get(key) != settings[key]]:
+    known = set(settings)
+    if model is not None:
+        made_with = models.get(model) or next(iter(models.values()))
+        known &= known if model in models else _INPUTS
+    if differing := [key for key in settings if key in known and made_with.get(key) != settings[key]]:
         key = differing[0]
-        raise UserError(
-            f"{folder}: holds results of another run ({key}: {made_with.get(key)} there, {settings[key]} now); "
-            "choose another --output, or replace them with --overwrite"
-        )
-    timings = read_timings(folder)
-    named = {} if renamed is None else {"model": renamed}
-    ranking = [{**entry, **named} for entry in content["ranking"]]
-    timings = {**timings, "seeds": [{**named, **entry} for entry in timings.get("seeds", [])]}
-    return EarlierResult(result, ranking, timings, model, models, content.get("settings", {}), renamed)
+        raise _other_run(folder, f"another run ({key}: {made_with.get(key)} there, {settings[key]} now)")
+    return EarlierResult(result, content, {"seeds": [], **read_timings(folder)}, model)
 
 
-_INPUTS = ("numerics", "sequence", "alignments")
-"""The settings in which all models of a folder are equal."""
-
-
-def _inputs(made_with: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: made_with.get(key) for key in _INPUTS}
+def _other_run(folder: Path, of: str) -> UserError:
+    return UserError(f"{folder}: holds results of {of}; choose another --output, or replace them with --overwrite")
 
 
 def copy_files(folder: Path, into: Path, stored: EarlierResult | None) -> None:
@@ -169,16 +153,12 @@ def copy_files(folder: Path, into: Path, stored: EarlierResult | None) -> None:
         return
     ours = _ours(folder)
     for path in folder.iterdir():
-        name = path.name
-        if ours(name):
-            if stored is None:
-                continue
-            if stored.renamed is not None and name.startswith("seed_"):
-                name = f"{stored.renamed}_{name}"
+        if stored is None and ours(path.name):
+            continue
         if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, into / name, symlinks=True)
+            shutil.copytree(path, into / path.name, symlinks=True)
         else:
-            shutil.copy2(path, into / name, follow_symlinks=False)
+            shutil.copy2(path, into / path.name, follow_symlinks=False)
 
 
 def _ours(folder: Path) -> Callable[[str], bool]:
@@ -194,20 +174,18 @@ def result_settings(
     raw: bool,
     features: FeatureConfig,
     target: Target,
-    checkpoint: str,
+    model: NamedModel,
     templates: Templates,
-    arrangement: ArrangementName,
 ) -> dict[str, Any]:
     """Everything that the numbers of a seed depend on. An earlier result is kept only if every entry is equal.
 
-    `raw`: whether the weights are the raw ones. `checkpoint`: the fingerprint of its file. `templates`: the templates in
-    use. `arrangement`: that of the model.
+    `raw`: whether the weights are the raw ones. `templates`: the templates in use.
     """
     return {
-        "numerics": NUMERICS[arrangement],
+        "numerics": NUMERICS[model.arrangement],
         "sequence": target.sequence,
         "alignments": target.digest,
-        "checkpoint": checkpoint,
+        "checkpoint": model.digest,
         "raw": raw,
         **{name: getattr(features, name) for name in SIZES},
         "ensembles": passes.ensembles,

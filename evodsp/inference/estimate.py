@@ -21,7 +21,7 @@ from evodsp.inference.config import EstimateConfig, PassSettings
 from evodsp.inference.devices import device_of, working_memory
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.models import check_ranks, feature_config
-from evodsp.inference.target_readers import READERS
+from evodsp.inference.target_msas import MSAS
 from evodsp.inference.targets import find_targets
 from evodsp.model.alphafold import AlphaFold
 from evodsp.planner.prediction import (
@@ -262,7 +262,7 @@ def _records(settings: EstimateConfig, model: ModelConfig) -> dict[tuple[int, in
     if settings.residues is not None:
         return {(settings.residues, FEWEST_CHAINS[model.arrangement], None): []}
     targets, failures = find_targets(settings.sources, settings.alignments)
-    reader, shown = READERS[model.arrangement], Path(settings.checkpoint or _name(settings))
+    reader, shown = MSAS[model.arrangement], Path(settings.checkpoint or _name(settings))
     found = defaultdict(list)
     for target in targets:
         known = settings.alignments is not None or target.alignments is not None

@@ -42,7 +42,8 @@ class Outcome:
 
 def none_usable(failures: Sequence[RecordFailure]) -> UserError:
     """The error of a run that has no result: the first record's, and how many there were."""
-    others = f". None of the {len(failures):,} records can be predicted" if len(failures) > 1 else ""
+    records = len({failure.name for failure in failures})  # one fails once with each model
+    others = f". None of the {records:,} records can be predicted" if records > 1 else ""
     return UserError(failures[0].reason + others)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evodsp.config import ArrangementName, FeatureConfig
@@ -40,6 +40,8 @@ class NamedModel:
     """The fingerprint of its file."""
     arrangement: ArrangementName = "monomer"
     """The arrangement of its parts (`ModelConfig.arrangement`)."""
+    trained: FeatureConfig = field(default_factory=FeatureConfig)
+    """The feature sizes of its checkpoint."""
 
 
 def find_models(given: Sequence[Path]) -> list[NamedModel]:

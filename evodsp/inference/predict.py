@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,14 +19,13 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, whole_folder
-from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.batch_table import write_batch_table
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, memory_errors
 from evodsp.inference.earlier_results import EarlierResult, copy_files, find_earlier
 from evodsp.inference.failures import FAILURES, Outcome, RecordFailure, none_usable, page_problem, write_failures
 from evodsp.inference.groups import Groups, share
-from evodsp.inference.jobs import Job, RunInputs, prepare, read_inputs_and_models
+from evodsp.inference.jobs import Job, PredictionRun, prepare, read_run
 from evodsp.inference.models import NamedModel, sizes_line
 from evodsp.inference.pages.batch_page import INDEX, write_batch_page
 from evodsp.inference.pages.target_page import write_target_page
@@ -71,19 +70,18 @@ def predict_records(
     its records and writes their files, and the other ranks need no access to them. A UserError is raised on every rank of a
     group, but RankOutOfMemoryError on a single one. A record that ended earlier runs is left out (`evodsp.inference.attempts`).
     """
-    device = device_of(config.device)
+    device_of(config.device)  # a rank without this device says so
     everyone = group if groups is None else groups.everyone
     check_same("settings", repr(config), everyone)
-    inputs = long_from_first(lambda: read_inputs_and_models(config), everyone)
-    failures = list(inputs.failures)
-    if inputs.targets:
-        for failure in failures:
+    run = long_from_first(lambda: read_run(config), everyone)
+    if run.targets:
+        for failure in run.failures:
             report(f"failed: {failure.reason}")
     with ExitStack() as held:
-        if inputs.targets:
-            names = {target.query.name for target in inputs.targets}
-            on_first(lambda: held.enter_context(_alone(config.output, names, report)), everyone)
-        return _predict_targets(inputs, failures, config, device, report, group, groups)
+        if run.targets:
+            names = {target.query.name for target in run.targets}
+            on_first(lambda: held.enter_context(_alone(run.files.output, names, report)), everyone)
+        return _predict_targets(run, report, group, groups)
 
 
 @contextmanager
@@ -104,89 +102,81 @@ def _alone(output: Path, names: Collection[str], report: Report) -> Iterator[Non
                 folder.rmdir()
 
 
-def _predict_targets(
-    inputs: RunInputs,
-    failures: list[RecordFailure],
-    config: PredictConfig,
-    device: torch.device,
-    report: Report,
-    group: Group | None,
-    groups: Groups | None,
-) -> Outcome:
-    """Predict the targets with all models, and write what is about all of them. `failures`: those of the inputs."""
+def _predict_targets(run: PredictionRun, report: Report, group: Group | None, groups: Groups | None) -> Outcome:
+    """Predict the targets with all models, and write what is about all of them."""
     everyone = group if groups is None else groups.everyone
-    names = {target.query.name for target in inputs.targets}  # other runs may be writing other records here
-    from_first(partial(remove_partial, config.output, names), everyone)
+    output, failures = run.files.output, list(run.failures)
+    names = {target.query.name for target in run.targets}  # other runs may be writing other records here
+    from_first(partial(remove_partial, output, names), everyone)
     results: dict[str, PredictionResult] = {}
     # One model after the other: one is in memory, and each is loaded once. The files are complete for the models so far.
-    for number, (model, trained) in enumerate(inputs.models):
+    for number, model in enumerate(run.models):
         if model.name is not None:
-            report(f"model {model.name}, {number + 1} of {len(inputs.models)}: {model.path}")
-        if number > 0:  # what is there now is the first model's
-            config, groups = replace(config, overwrite=False), None if groups is None else groups.again()
-        for found in _predict_with(model, trained, inputs, config, device, report, group, groups):
+            report(f"model {model.name}, {number + 1} of {len(run.models)}: {model.path}")
+        if number > 0 and groups is not None:
+            groups = groups.again()
+        done = {*results, *(failure.name for failure in failures if failure.some_written)}
+        for found in _predict_with(model, run, done, report, group, groups):
             if isinstance(found, PredictionResult):
                 kept = found.kept and (found.name not in results or results[found.name].kept)
                 results[found.name] = replace(found, kept=kept)
             else:
                 failures.append(found if model.name is None else replace(found, reason=f"{model.name}: {found.reason}"))
-    complete = [results[name] for target in inputs.targets if (name := target.query.name) in results]
+    complete = [results[name] for target in run.targets if (name := target.query.name) in results]
     if not complete and not any(failure.some_written for failure in failures):
         raise none_usable(failures)
-    from_first(lambda: write_failures(config.output, failures), everyone)
-    make = partial(_write_index, config.output, failures, report)
-    if problem := from_first(partial(page_problem, str(config.output / INDEX), make), everyone):
+    from_first(lambda: write_failures(output, failures), everyone)
+    make = partial(_write_index, output, failures, report)
+    if problem := from_first(partial(page_problem, str(output / INDEX), make), everyone):
         report(problem)
     outcome = Outcome(complete, failures)
-    report(outcome.line + (f"; reasons in {config.output / FAILURES}" if failures else ""))
+    report(outcome.line + (f"; reasons in {output / FAILURES}" if failures else ""))
     return outcome
 
 
 def _predict_with(
     named: NamedModel,
-    trained: FeatureConfig,
-    inputs: RunInputs,
-    config: PredictConfig,
-    device: torch.device,
+    run: PredictionRun,
+    done: Collection[str],
     report: Report,
     group: Group | None,
     groups: Groups | None,
 ) -> list[PredictionResult | RecordFailure]:
-    """Predict every target with one model. `trained`: the feature sizes of its checkpoint."""
+    """Predict every target with one model. `done`: the records that this run has written results of."""
     everyone = group if groups is None else groups.everyone
-    work = prepare(named, trained, inputs, config, device, everyone, ranks=1 if group is None else group.size)
+    work = prepare(named, run, done, everyone, ranks=1 if group is None else group.size)
     if not work.jobs:
         return [*work.failures]
     model, features, runner = work.model, work.features, None
     if model is not None:
-        model = model.to(device).eval()
+        model = model.to(run.device).eval()
         if group is not None:
-            use_exchange(model, ShardedExchange(group), config.plan)
+            use_exchange(model, ShardedExchange(group), run.passes.plan)
         kernels, choices = choose(
-            config.kernels,
-            device,
-            layer_dtype(config.passes),
+            run.kernels,
+            run.device,
+            layer_dtype(run.passes),
             gradients=False,
             on_all_ranks=lambda value: all_of(value, everyone),
         )
         use_kernels(model, kernels)
-        for line in summary(choices, device):
+        for line in summary(choices, run.device):
             report(line)
-        runner = PassRunner(model, config.passes)
+        runner = PassRunner(model, run.passes)
 
-    report(sizes_line(features, trained, config.ensembles))
+    report(sizes_line(features, named.trained, run.passes.ensembles))
     for failure in work.failures:
         report(f"failed: {failure.reason}")
 
-    def run(number: int, say: Report) -> PredictionResult | RecordFailure:
+    def predict_one(number: int, say: Report) -> PredictionResult | RecordFailure:
         place = f"[{number + 1}/{len(work.jobs)}]"
-        return _predict_job(work.jobs[number], place, say, runner, config, features, group)
+        return _predict_job(work.jobs[number], run, features, runner, place, say, group)
 
     try:
         if groups is None:
-            return [*work.failures, *(run(number, report) for number in range(len(work.jobs)))]
+            return [*work.failures, *(predict_one(number, report) for number in range(len(work.jobs)))]
         report(f"{groups.count} groups of ranks take {counted(len(work.jobs), 'record')}, the longest first")
-        return [*work.failures, *share([len(job.target.query) for job in work.jobs], run, report, groups)]
+        return [*work.failures, *share([len(job.target.query) for job in work.jobs], predict_one, report, groups)]
     finally:
         if runner is not None:
             runner.free()  # before the next model is loaded
@@ -194,29 +184,28 @@ def _predict_with(
 
 def _predict_job(
     job: Job,
+    run: PredictionRun,
+    features: FeatureConfig,
+    runner: PassRunner | None,
     place: str,
     report: Report,
-    runner: PassRunner | None,
-    config: PredictConfig,
-    features: FeatureConfig,
     group: Group | None,
 ) -> PredictionResult | RecordFailure:
     """Predict one record, unless its results are kept, and report the outcome. `place`: its number among all records, for the
     log."""
+    name = job.target.query.name
     chains = f"{counted(len(job.target.chains), 'chain')}, " if job.target.chains else ""
-    report(f"{place} {job.target.query.name}: {chains}{counted(len(job.target.query), 'residue')}")
+    report(f"{place} {name}: {chains}{counted(len(job.target.query), 'residue')}")
     for note in job.target.notes:
         report(f"  {note}")
     if job.stored is not None and job.kept:
-        result = replace(job.stored.result, format=config.format)
-        if _relax(result, config, report, group):
-            _make_page(job, result, report, group)
-        _plot(job, result, config, report, group)
-        folder = config.output / result.name
+        result = replace(job.stored.result, format=run.files.format)
+        _add_beside(job, result, run, report, group, page=False)
+        folder = run.files.output / name
         report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
-    with _notes(config).noted(job.target.query.name, group) as left_out:
-        found = left_out or _predict_target(job, runner, config, features, report, group)
+    with run.notes.noted(name, group) as left_out:
+        found = left_out or _predict_target(job, run, features, runner, report, group)
     if isinstance(found, RecordFailure):
         report(f"  failed: {found.reason}")
     return found
@@ -224,9 +213,9 @@ def _predict_job(
 
 def _predict_target(
     job: Job,
-    runner: PassRunner | None,
-    config: PredictConfig,
+    run: PredictionRun,
     features: FeatureConfig,
+    runner: PassRunner | None,
     report: Report,
     group: Group | None,
 ) -> PredictionResult | RecordFailure:
@@ -236,12 +225,15 @@ def _predict_target(
     """
     if job.stored is not None:
         earlier = len(job.stored.result.mean_plddt)
-        what = f"{counted(earlier, 'seed')} of an earlier run" if job.model is None else _already(earlier)
-        report(f"  {what} kept")
+        alone, several = (
+            f"{counted(earlier, 'seed')} of an earlier run",
+            f"{counted(earlier, 'prediction')} already there",
+        )
+        report(f"  {alone if job.model.name is None else several} kept")
     pieces: Iterable[Finished | RecordFailure] = [Finished({}, {})]  # without a seed to predict, a format is missing
     if job.seeds:
         assert runner is not None
-        pieces = predict_seeds(job, runner, features, config.try_anyway, report, group)
+        pieces = predict_seeds(job, runner, features, run.try_anyway, report, group)
     result: PredictionResult | None = None
     failure: RecordFailure | None = None
     for piece in pieces:
@@ -249,9 +241,9 @@ def _predict_target(
             failure = piece
             break
         if result is not None:  # the folder holds this run's first seeds, and the next ones are added
-            job = replace(job, stored=from_first(partial(_stored, job, config), group))
+            job = replace(job, stored=from_first(partial(_stored, job, run.files.output), group))
         start = time.perf_counter()
-        written = from_first(partial(_write, job, piece, config), group)
+        written = from_first(partial(_write, job, piece, run), group)
         if isinstance(written, RecordFailure):
             return written
         result = written
@@ -261,54 +253,44 @@ def _predict_target(
     if result is None:
         assert failure is not None, "something is written, or a seed has failed"
         return failure
-    _relax(result, config, report, group)
-    _make_page(job, result, report, group)
-    _plot(job, result, config, report, group)
+    _add_beside(job, result, run, report, group, page=True)
     if failure is None:
         return result
     before = f"finished before: {counted(len(result.mean_plddt), 'prediction')}, in {result.folder}"
     return replace(failure, reason=f"{failure.reason}; {before}", some_written=True)
 
 
-def _notes(config: PredictConfig) -> AttemptNotes:
-    return AttemptNotes(config.output, config.memory_options)
-
-
-def _already(number: int) -> str:
-    return f"{counted(number, 'prediction')} already there"
-
-
-def _stored(job: Job, config: PredictConfig) -> EarlierResult | None:
+def _stored(job: Job, output: Path) -> EarlierResult | None:
     """The results that a job's folder holds now."""
-    return find_earlier(config.output / job.target.query.name, job.settings, overwrite=False, model=job.model)
+    return find_earlier(output / job.target.query.name, job.settings, job.model.name)
 
 
-def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionResult | RecordFailure:
+def _write(job: Job, finished: Finished, run: PredictionRun) -> PredictionResult | RecordFailure:
     """Write a target's folder. Raises UserError if that is impossible; a structure that no file can hold is a RecordFailure."""
-    query = job.target.query
-    folder = config.output / query.name
+    query, files = job.target.query, run.files
+    folder = files.output / query.name
     start = time.perf_counter()
     try:
         with memory_errors(query.name, len(query), torch.device("cpu")), whole_folder(folder) as new:
             stored = job.stored
             copy_files(folder, new, stored)
             if stored is not None:
-                stored.write_format(new, config.format, config.pae_in_cif)
+                stored.write_format(new, files.format, files.pae_in_cif)
             result = write_results(
                 new,
                 finished.structures,
-                config.format,
+                files.format,
                 job.settings,
                 query.name,
                 stored.ranking if stored else (),
-                job.model,
+                job.model.name,
                 stored.models if stored else {},
-                config.pae_in_cif,
+                files.pae_in_cif,
             )
             if timings := finished.timings:
                 timings = timings if stored is None else stored.with_timings(timings)
                 write_json(new / TIMINGS, {**timings, "writing_seconds": round(time.perf_counter() - start, 3)})
-        _notes(config).note_progress(query.name)
+        run.notes.note_progress(query.name)
     except UserError as error:
         return RecordFailure(query.name, str(error))
     except OSError as error:
@@ -318,34 +300,22 @@ def _write(job: Job, finished: Finished, config: PredictConfig) -> PredictionRes
     return replace(result, folder=folder)
 
 
-def _relax(result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> bool:
-    """Relax the predictions that `config` names and that have not been relaxed. Returns whether there was one."""
-    keys = from_first(lambda: missing_relaxations(result, config.relax), group)
+def _add_beside(
+    job: Job, result: PredictionResult, run: PredictionRun, report: Report, group: Group | None, page: bool
+) -> None:
+    """Relax the predictions that the run relaxes, and write the page and the pictures, where they are missing. What cannot be
+    written is reported. `page`: whether the page is new anyway."""
+    keys = from_first(lambda: missing_relaxations(result, run.files.relax), group)
     for key in keys:
-        report(f"  {long_from_first(partial(relax_prediction, result, key, device_of(config.device)), group)}")
-    return bool(keys)
-
-
-def _make_page(job: Job, result: PredictionResult, report: Report, group: Group | None) -> None:
-    """Write a target's page; report one that cannot be written."""
-
-    def make() -> None:
-        write_target_page(result.folder, job.read().alignments)
-
-    if problem := from_first(lambda: page_problem(str(result.folder / REPORT), make), group):
-        report(f"  {problem}")
-
-
-def _plot(job: Job, result: PredictionResult, config: PredictConfig, report: Report, group: Group | None) -> None:
-    """Draw the pictures that are asked for and missing; report a picture that cannot be written."""
-    if not config.plots:
-        return
-
-    def make() -> None:
-        write_plots(result, lambda: job.read().alignments)
-
-    if problem := from_first(lambda: page_problem(f"{result.folder}: pictures", make), group):
-        report(f"  {problem}")
+        report(f"  {long_from_first(partial(relax_prediction, result, key, run.device), group)}")
+    writers: dict[str, Callable[[], None]] = {}
+    if page or keys:
+        writers[str(result.folder / REPORT)] = lambda: write_target_page(result.folder, job.read().alignments)
+    if run.files.plots:
+        writers[f"{result.folder}: pictures"] = lambda: write_plots(result, lambda: job.read().alignments)
+    for what, write in writers.items():
+        if problem := from_first(partial(page_problem, what, write), group):
+            report(f"  {problem}")
 
 
 def _write_index(output: Path, failures: list[RecordFailure], report: Report) -> None:

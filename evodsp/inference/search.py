@@ -106,15 +106,13 @@ def _searcher(settings: SearchConfig) -> Searcher:
 
 
 def with_searched(
-    targets: Sequence[Target], output: Path, address: str | None, limits: ServerLimits, retry: bool = False
+    targets: Sequence[Target], output: Path, address: str, limits: ServerLimits, retry: bool = False
 ) -> tuple[list[Target], list[RecordFailure]]:
     """The targets, each with alignments if the server at `address` found some; and the records whose search failed.
 
     The alignments are kept in <output>/_alignments, where a later run reads them; those of a target with results stand unless
     `retry` is set.
     """
-    if address is None:
-        return list(targets), []
     folder, searcher = output / SEARCHED, MsaServer(address, limits)
     kept = AlignmentFolder(folder)
     missing = {target.query.name: _lacking(target) for target in targets}

@@ -89,7 +89,7 @@ def predict_seeds(
     def finished() -> Finished:
         """The seeds that have been predicted since the last call."""
         nonlocal seconds_before
-        named = {} if job.model is None else {"model": job.model}
+        named = {} if job.model.name is None else {"model": job.model.name}
         timings = {
             "name": target.query.name,
             "residues": len(target.query),

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
 
-from evodsp.config import FeatureConfig
+from evodsp.config import ArrangementName, FeatureConfig
 from evodsp.data.complexes.colabfold import split_alignment
 from evodsp.data.complexes.entities import columns_of
 from evodsp.data.complexes.merging import MergedMsa, merge
@@ -18,6 +20,7 @@ from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.samples.chain_record import Sample
 from evodsp.data.sources.msa import MsaFeatures, holds_query_alone
 from evodsp.data.sources.parsed import ChainMsas, msa_of
+from evodsp.errors import UserError
 from evodsp.features.prediction import complex_sample, prediction_sample
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
@@ -31,6 +34,15 @@ class ChainMsa:
     query: ProteinSequence
     alignments: Sequence[Alignment]
     """Empty if the target is predicted from its sequence alone."""
+
+    @staticmethod
+    def check(target: Target, model: Path) -> None:
+        """Raise UserError for a target that the model, of this file, does not take: one of several chains."""
+        if target.chains:
+            raise UserError(
+                f"{target.query.name}: a complex of {len(target.chains)} chains, but {model} is a model of single chains; "
+                "give a multimer model (--weights model_1_multimer_v3, or --checkpoint), or each chain as a record of its own"
+            )
 
     @classmethod
     def read(cls, target: Target) -> ChainMsa:
@@ -63,6 +75,10 @@ class ComplexMsa:
 
     name: str
     merged: MergedMsa
+
+    @staticmethod
+    def check(target: Target, model: Path) -> None:
+        """Nothing to check: a single chain is a complex of one."""
 
     @classmethod
     def read(cls, target: Target) -> ComplexMsa:
@@ -99,6 +115,8 @@ class ComplexMsa:
 
 
 TargetMsa = ChainMsa | ComplexMsa
+MSAS: Mapping[ArrangementName, type[TargetMsa]] = MappingProxyType({"monomer": ChainMsa, "multimer": ComplexMsa})
+"""What the models of each arrangement take of a target."""
 _Msas = Mapping[str, tuple[MsaFeatures, PairingMsa | None]]
 """The MSA of each distinct sequence, and its rows that are paired."""
 

@@ -89,33 +89,80 @@ def test_models_and_seeds_are_ranked_together(
     assert any(line.startswith("model second, 2 of 2: ") for line in lines)
 
 
-def test_a_model_is_added_later(
-    workplace: Workplace, other_checkpoint: Path, finished: Finished, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def third_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A third model."""
+    path = tmp_path_factory.mktemp("third") / "third.ckpt"
+    save_model(path, AlphaFold(ModelConfig.preset("test")), features=TRAINED)
+    return path
+
+
+def test_a_model_joins_several(
+    workplace: Workplace, other_checkpoint: Path, third_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a model that is computed again when another one joins it, and results that differ from both at once."""
+    """Catches models that are computed again when another one joins them, as after a run that ended between two models, and
+    results that differ from all at once."""
     workplace.only("alpha_A")
-    first, alone = workplace.config.checkpoint, finished.results[0]
-    (alone.folder / "notes.txt").write_text("mine")
-    (alone.folder / "my_seed_0.cif").write_text("mine too")
+    two = [workplace.config.checkpoint, other_checkpoint]
+    folder = predict(workplace.change(checkpoint=two), silent)[0].folder
+    (folder / "notes.txt").write_text("mine")
+    (folder / "my_seed_0.cif").write_text("mine too")
     runs = runs_of_the_model(monkeypatch)
-    both = workplace.change(checkpoint=[first, other_checkpoint])
-    added = predict(both, silent)[0]
+    every = workplace.change(checkpoint=[*two, third_checkpoint])
+    predict(every, silent)
     assert len(runs) == 2
-    at_once = predict(workplace.change(checkpoint=both.checkpoint, output=workplace.root / "at_once"), silent)[0]
-    assert names_in(added.folder) == names_in(at_once.folder) | {"notes.txt", "my_seed_0.cif"}
+    at_once = predict(replace(every, output=workplace.root / "at_once"), silent)[0]
+    assert names_in(folder) == names_in(at_once.folder) | {"notes.txt", "my_seed_0.cif"}
     for name in names_in(at_once.folder) - {"timings.json", "report.html"}:
-        assert (added.folder / name).read_bytes() == (at_once.folder / name).read_bytes(), name
+        assert (folder / name).read_bytes() == (at_once.folder / name).read_bytes(), name
     runs.clear()
-    for again in (both, workplace.config, workplace.change(checkpoint=other_checkpoint)):
-        assert all(result.kept for result in predict(again, silent))
+    assert all(result.kept for again in (every, workplace.change(checkpoint=two)) for result in predict(again, silent))
     assert not runs, "models that are there need not run"
-    predict(workplace.change(checkpoint=first, seeds=3), silent)
-    assert len(runs) == 1
-    assert (added.folder / "tiny_seed_2.cif").is_file()
+    predict(workplace.change(checkpoint=two, seeds=3), silent)
+    assert len(runs) == 2
+    assert (folder / "tiny_seed_2.cif").is_file()
     runs.clear()
-    overwritten = predict(workplace.change(checkpoint=both.checkpoint, overwrite=True), silent)[0]
-    assert len(runs) == 4
-    assert names_in(overwritten.folder) == names_in(at_once.folder) | {"notes.txt", "my_seed_0.cif"}
+    predict(replace(every, overwrite=True), silent)
+    assert len(runs) == 6
+    assert names_in(folder) == names_in(at_once.folder) | {"notes.txt", "my_seed_0.cif"}
+
+
+def test_one_model_and_several_do_not_mix(workplace: Workplace, other_checkpoint: Path, finished: Finished) -> None:
+    """Catches files without a model's name beside those of several models, in either order."""
+    both = workplace.change(checkpoint=[workplace.config.checkpoint, other_checkpoint])
+    before = workplace.snapshot()
+    with pytest.raises(
+        UserError, match=r"alpha_A: holds results of one model, and this run has several.*2 records can"
+    ):
+        predict(both, silent)
+    assert workplace.snapshot() == before
+    predict(replace(both, overwrite=True), silent)
+    there = r"alpha_A: holds results of several models \(tiny, second\), and this run has one; .*--overwrite"
+    with pytest.raises(UserError, match=there):
+        predict(workplace.config, silent)
+
+
+def test_results_that_are_replaced_are_no_other_models(
+    workplace: Workplace, other_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches results of an earlier run that --overwrite leaves where the first model fails, as if the second had made them."""
+    workplace.only("alpha_A")
+    both = workplace.change(checkpoint=[workplace.config.checkpoint, other_checkpoint], seeds=1)
+    folder = predict(replace(both, seeds=2), silent)[0].folder
+    real, runs = seeds.run_passes, list[int]()
+
+    def first_fails(*given: Any) -> Any:
+        runs.append(1)
+        if len(runs) == 1:
+            raise MemoryError
+        return real(*given)
+
+    monkeypatch.setattr(seeds, "run_passes", first_fails)
+    outcome = predict_records(replace(both, overwrite=True), silent)
+    assert [failure.reason.partition(":")[0] for failure in outcome.failures] == ["tiny"]
+    assert [list(result.mean_plddt) for result in outcome.results] == [["second_seed_0"]]
+    assert not list(folder.glob("*_seed_1*"))
+    assert not list(folder.glob("tiny_*"))
 
 
 def test_formats_are_added_for_all_models(workplace: Workplace, other_checkpoint: Path) -> None:
@@ -130,19 +177,15 @@ def test_formats_are_added_for_all_models(workplace: Workplace, other_checkpoint
 def test_results_of_a_model_that_is_not_given_stay_what_they_are(
     workplace: Workplace, other_checkpoint: Path, finished: Finished
 ) -> None:
-    """Catches two models' results that are mixed because a checkpoint has changed."""
+    """Catches two models' results that are mixed because a checkpoint or an alignment has changed."""
     before = workplace.snapshot()
     with pytest.raises(UserError, match=r"checkpoint: .* there, .* now.*--overwrite"):
         predict(workplace.change(checkpoint=other_checkpoint), silent)
     assert workplace.snapshot() == before
-    third = workplace.root / "third.ckpt"
-    save_model(third, AlphaFold(ModelConfig.preset("test")), features=TRAINED)
-    with pytest.raises(UserError, match="checkpoint: "):
-        predict_records(workplace.change(checkpoint=[other_checkpoint, third]), silent)
-    assert workplace.snapshot() == {*before, "third.ckpt"}
+    both = [workplace.config.checkpoint, other_checkpoint]
+    predict(workplace.change(checkpoint=both, overwrite=True), silent)
     alignment = workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m"
     alignment.write_text("\n".join(alignment.read_text().splitlines()[:-2]) + "\n")
-    both = [workplace.config.checkpoint, other_checkpoint]
     outcome = predict_records(workplace.change(checkpoint=both), silent)
     assert [result.name for result in outcome.results] == ["beta_A"]
     assert [failure.reason.partition(": ")[0] for failure in outcome.failures] == ["tiny", "second"]

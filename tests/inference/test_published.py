@@ -94,7 +94,7 @@ def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):
     """
     seen = []
 
-    def stop(model, inputs, config, features, *_):
+    def stop(model, run, features, *_):
         seen.append(features)
         raise KeyboardInterrupt
 
