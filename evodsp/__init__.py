@@ -5,6 +5,7 @@ before torch: waiting threads then sleep, as in the commands (OMP_WAIT_POLICY, u
 
     evodsp.predict(sequence, alignment, model, **options)               predict a structure: arrays, files, 3D view
     evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
+    evodsp.embed(fasta, checkpoint=model)   representations of many sequences, several at a time
     evodsp.Prediction.read(folder)          a finished prediction of the command
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
     evodsp.from_pretrained(folder)          the model of a model folder, or of the Hugging Face hub
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from evodsp import metrics, parallel
     from evodsp.config import ModelConfig
     from evodsp.inference.api import predict
+    from evodsp.inference.embedding import embed
     from evodsp.inference.prediction import Prediction
     from evodsp.model.alphafold import AlphaFold
     from evodsp.weights.checkpoint import load_model
@@ -45,6 +47,7 @@ __all__ = [
     "ModelConfig",
     "Prediction",
     "__version__",
+    "embed",
     "from_pretrained",
     "load_deepmind",
     "load_model",
@@ -59,6 +62,7 @@ _MODULE_OF = {
     "AlphaFold": "evodsp.model.alphafold",
     "ModelConfig": "evodsp.config",
     "Prediction": "evodsp.inference.prediction",
+    "embed": "evodsp.inference.embedding",
     "from_pretrained": "evodsp.weights.pretrained",
     "load_deepmind": "evodsp.weights.deepmind",
     "load_model": "evodsp.weights.checkpoint",

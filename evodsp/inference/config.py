@@ -18,7 +18,7 @@ from evodsp.config import (
     computes_in_half,
 )
 from evodsp.data.templates.dates import parse_latest_date
-from evodsp.errors import UserError
+from evodsp.errors import UserError, nearest
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
@@ -100,6 +100,43 @@ class TemplateSettings:
     """List of the chains that serve as templates; None: those that search programs have found."""
 
 
+SavedArray = Literal["single", "pair", "msa", "distogram", "structure_module"]
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """Which arrays of the model are kept, and how."""
+
+    arrays: tuple[SavedArray, ...]
+    format: Literal["npz", "safetensors"]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    passes: Literal["last", "all"]
+
+
+def save_settings(names: str | None, file_format: str, dtype: str, passes: str) -> SaveSettings | None:
+    """The settings of --save. `names`: of arrays, with commas between them; None: none is kept. Raises UserError for an array
+    that there is not, and for a choice that cannot be."""
+    choices: dict[str, tuple[str, tuple[str, ...]]] = {
+        "save_format": (file_format, ("npz", "safetensors")),
+        "save_dtype": (dtype, ("float32", "float16", "bfloat16")),
+        "save_passes": (passes, ("last", "all")),
+    }
+    for option, (given, known) in choices.items():
+        if given not in known:
+            raise UserError(f"--{option} is '{given}', but must be {', '.join(known[:-1])} or {known[-1]}")
+    if names is None:
+        if given_all := [option for option, (given, known) in choices.items() if given != known[0]]:
+            raise UserError(f"--{given_all[0]} is given without --save; name the arrays, such as --save single,pair")
+        return None
+    arrays = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+    if unknown := [name for name in arrays if name not in get_args(SavedArray)]:
+        close = nearest(unknown[0], get_args(SavedArray))
+        raise UserError(f"--save: no array '{unknown[0]}'.{close} There are {', '.join(get_args(SavedArray))}")
+    if dtype == "bfloat16" and file_format == "npz":
+        raise UserError("--save_dtype is bfloat16, which .npz files cannot hold; add --save_format safetensors")
+    return SaveSettings(arrays, file_format, dtype, passes)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class FileSettings:
     """What is written, and where. None of it changes a number."""
@@ -109,6 +146,8 @@ class FileSettings:
     pae_in_cif: bool
     relax: Literal["none", "best", "all"]
     plots: bool
+    save: SaveSettings | None
+    """The arrays of the model that are kept; None: none."""
     overwrite: bool
 
 
@@ -197,6 +236,16 @@ class PredictConfig:
     plots: bool = False
     """Also write pictures as SVG files beside each report: pLDDT, contacts and aligned errors of every structure, and the
     coverage of the alignments."""
+    save: str | None = None
+    """Arrays of the model to keep beside each structure, with commas between their names: single, pair, msa (representations),
+    distogram (logits), structure_module (single representation after it). The pair of 500 residues takes 128 MB; `evodsp
+    estimate --save` says the sizes."""
+    save_format: Literal["npz", "safetensors"] = "npz"
+    """Format of the kept arrays."""
+    save_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of the numbers in them; bfloat16 needs --save_format safetensors."""
+    save_passes: Literal["last", "all"] = "last"
+    """Keep the arrays of the last pass, or of all passes (recycling iterations), which are then their first axis."""
     preset: str | None = None
     """Model that DeepMind's or OpenFold's parameters belong to, such as model_1_ptm; null: read from the file's name."""
     raw: bool = False
@@ -259,7 +308,7 @@ class PredictConfig:
         for name in ("max_template_date", "obsolete"):
             if getattr(self, name) is not None and self.template_chains is not None:
                 raise UserError(f"--{name} is given, but --template_chains names the templates; leave one of them out")
-        _ = self.latest_template
+        _ = self.latest_template, self.saved
         check_preset(self.preset)
         check_names(self.kernels)
         check_matmul("--matmul_precision", self.matmul_precision)
@@ -311,9 +360,16 @@ class PredictConfig:
         return TemplateSettings(self.templates, self.latest_template, self.obsolete, self.template_chains)
 
     @property
+    def saved(self) -> SaveSettings | None:
+        """The arrays of the model that are kept."""
+        return save_settings(self.save, self.save_format, self.save_dtype, self.save_passes)
+
+    @property
     def files(self) -> FileSettings:
         """What is written, and where."""
-        return FileSettings(self.output, self.format, self.pae_in_cif, self.relax, self.plots, self.overwrite)
+        return FileSettings(
+            self.output, self.format, self.pae_in_cif, self.relax, self.plots, self.saved, self.overwrite
+        )
 
     @property
     def memory_options(self) -> dict[str, str]:
@@ -388,6 +444,12 @@ class EstimateConfig:
     """How the ranks communicate."""
     cuda_graphs: bool = True
     """Record passes on a GPU, as in `evodsp predict`."""
+    save: str | None = None
+    """Arrays to keep, as in `evodsp predict`: the estimate says how large they are. So do the two settings below."""
+    save_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Type of their numbers."""
+    save_passes: Literal["last", "all"] = "last"
+    """Of the last pass, or of all."""
     output: Path | None = None
     """JSON file for the numbers, or with --gpus a page (.html) with the JSON file beside it; null: they are only printed."""
 
@@ -407,6 +469,7 @@ class EstimateConfig:
                 f"--output is {self.output}, but its name must end in {' or '.join(suffixes)}"
                 + "; a page draws what --gpus compares" * (self.output.suffix == ".html")
             )
+        _ = self.saved
         if (self.residues is None) != bool(self.sources):
             given = "neither is given" if self.residues is None else "both are given"
             raise UserError(f"evodsp estimate takes INPUT... or --residues N, but {given}; give one of them")
@@ -434,6 +497,13 @@ class EstimateConfig:
             ranks=self.parallel.sequence,
             plan=self.plan,
             cuda_graphs=self.cuda_graphs,
+        )
+
+    @property
+    def saved(self) -> SaveSettings | None:
+        """The arrays that would be kept."""
+        return save_settings(
+            self.save, "npz" if self.save is None else "safetensors", self.save_dtype, self.save_passes
         )
 
     @property

@@ -16,8 +16,9 @@ from typing import Any
 
 from evodsp.config import ArrangementName, FeatureConfig
 from evodsp.errors import UserError
-from evodsp.inference.config import PassSettings
+from evodsp.inference.config import PassSettings, SaveSettings
 from evodsp.inference.models import SIZES, NamedModel
+from evodsp.inference.representations import is_saved
 from evodsp.inference.result_checks import read_object
 from evodsp.inference.results import (
     OURS,
@@ -64,9 +65,14 @@ class EarlierResult:
         """The settings of all models in the folder, if there are several."""
         return self.content.get("models", {})
 
-    def missing(self, seeds: Sequence[int]) -> list[int]:
-        """The seeds among `seeds` that have to be predicted."""
-        there = {entry["seed"] for entry in self.ranking if entry.get("model") == self.model}
+    def missing(self, seeds: Sequence[int], save: SaveSettings | None = None) -> list[int]:
+        """The seeds among `seeds` that have to be predicted, also those whose arrays are to be saved, but are not there."""
+        folder = self.result.folder
+        there = {
+            entry["seed"]
+            for key, entry in self._entries.items()
+            if entry.get("model") == self.model and is_saved(folder, entry, stem(key), save)
+        }
         return [seed for seed in seeds if seed not in there]
 
     def has_all(self, file_format: Format, pae: bool = False) -> bool:
@@ -103,7 +109,9 @@ class EarlierResult:
     def with_timings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         """timings.json after a run that added seeds, whose entries are `more`: times of both, the other numbers of that run."""
         sums = {name: round(self.timings[name] + more[name], 3) for name in ("features_seconds", "model_seconds")}
-        return {**more, **sums, "seeds": [*self.timings["seeds"], *more["seeds"]]}
+        again = {(entry.get("model"), entry["seed"]) for entry in more["seeds"]}
+        kept = [entry for entry in self.timings["seeds"] if (entry.get("model"), entry["seed"]) not in again]
+        return {**more, **sums, "seeds": [*kept, *more["seeds"]]}
 
 
 _INPUTS = {"numerics", "sequence", "alignments"}

@@ -21,6 +21,7 @@ from evodsp.inference.config import EstimateConfig, PassSettings
 from evodsp.inference.devices import device_of, working_memory
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.models import check_ranks, feature_config
+from evodsp.inference.representations import saved_bytes
 from evodsp.inference.target_msas import MSAS
 from evodsp.inference.targets import find_targets
 from evodsp.model.alphafold import AlphaFold
@@ -90,6 +91,12 @@ def run(settings: EstimateConfig, words: list[str]) -> int:
         else:  # of a chain that is too long for all of them, too
             lines, one = _estimate(what, names, machine, depth)
             of_length = [one]
+        if settings.saved is not None:
+            sizes_of_seed = saved_bytes(settings.saved, model, own, residues, features.recycles + 1)
+            lines.append(
+                f"  saved of a seed: {', '.join(f'{name} {size(number)}' for name, number in sizes_of_seed.items())}"
+            )
+            of_length = [{**entry, "saved_bytes": sizes_of_seed} for entry in of_length]
         show("\n".join(lines))
         entries += of_length
         fit = fit and any(entry["fits"] for entry in of_length)

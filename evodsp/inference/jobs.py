@@ -261,7 +261,7 @@ def _jobs(
         seconds = time.perf_counter() - start
         settings = result_settings(run.passes, run.raw, features, target, model, templates)
         stored = find_earlier(files.output / name, settings, model.name, files.overwrite and name not in done)
-        missing = run.seeds if stored is None else stored.missing(run.seeds)
+        missing = run.seeds if stored is None else stored.missing(run.seeds, files.save)
         if missing:
             check(target)
         kept = stored is not None and not missing and stored.has_all(files.format, files.pae_in_cif)

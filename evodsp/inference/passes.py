@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -142,15 +143,15 @@ def _padded(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def run_passes(
-    runner: PassRunner, batch: dict[str, torch.Tensor], ended: Callable[[], None]
+    runner: PassRunner, batch: dict[str, torch.Tensor], ended: Callable[[ModelOutput], None]
 ) -> tuple[ModelOutput, tuple[float, ...]]:
-    """Run the model on one batch; its output and the seconds of each pass. `ended`: called at the end of each pass."""
+    """Run the model on one batch; its output and the seconds of each pass. `ended`: called with the output of each pass."""
     model, settings, device = runner.model, runner.settings, runner.device
     clock = PassClock(device)
 
-    def mark() -> None:
+    def mark(output: ModelOutput) -> None:
         clock.mark()
-        ended()
+        ended(output)
 
     use_memory(model, runner.limit(batch))
     half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
@@ -191,13 +192,17 @@ class PassClock:
 
 
 def structure_of(
-    target: Target, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+    target: Target,
+    batch: dict[str, torch.Tensor],
+    output: ModelOutput,
+    model: AlphaFold,
+    arrays: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> PredictedStructure:
     """The first sample of `output`, without padding, on the host. Every rank must call this.
 
     The columns of the batch are those of `columns_of`; the residues and scores of a complex are in the order in which its
     chains were given. Contacts and aligned errors, which are residues squared numbers, are on the first rank only: it writes
-    the files.
+    the files. `arrays`: those that are kept beside the structure.
     """
     length = len(target.query)  # residues after these are padding
     entities = entities_of([part.query for part in target.parts])
@@ -217,6 +222,7 @@ def structure_of(
         lengths=tuple(len(chain.query) for chain in target.chains),
         aligned_error=error,
         contacts=contacts,
+        arrays=arrays,
     )
 
 

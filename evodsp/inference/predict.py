@@ -233,7 +233,7 @@ def _predict_target(
     pieces: Iterable[Finished | RecordFailure] = [Finished({}, {})]  # without a seed to predict, a format is missing
     if job.seeds:
         assert runner is not None
-        pieces = predict_seeds(job, runner, features, run.try_anyway, report, group)
+        pieces = predict_seeds(job, runner, features, run.try_anyway, report, group, run.files.save)
     result: PredictionResult | None = None
     failure: RecordFailure | None = None
     for piece in pieces:
@@ -286,6 +286,7 @@ def _write(job: Job, finished: Finished, run: PredictionRun) -> PredictionResult
                 job.model.name,
                 stored.models if stored else {},
                 files.pae_in_cif,
+                files.save,
             )
             if timings := finished.timings:
                 timings = timings if stored is None else stored.with_timings(timings)

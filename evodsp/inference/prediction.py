@@ -22,6 +22,7 @@ from evodsp.geometry.residues import CA
 from evodsp.inference.chains import ChainSpan
 from evodsp.inference.pages.figures import Figure, confidence_figure
 from evodsp.inference.pages.residue_charts import pae_uri, strip, trace
+from evodsp.inference.representations import read_arrays
 from evodsp.inference.results import (
     REPORT,
     Key,
@@ -60,6 +61,8 @@ class RankedStructure:
     origin: Origin = field(repr=False)
     holder: object = field(default=None, repr=False, compare=False)
     """The holder of the `Prediction`, which keeps the folder."""
+    saved: Mapping[str, Any] | None = field(default=None, repr=False)
+    """What ranking.json says of the arrays that were saved; None if there are none."""
 
     @property
     def positions(self) -> Float32[np.ndarray, "R 37 3"]:
@@ -86,6 +89,12 @@ class RankedStructure:
     def contacts(self) -> Float32[np.ndarray, "R R"] | None:
         """How likely CB atoms are within 8 Å, 0..1, by the distogram; None for results of versions that did not write it."""
         return read_contacts(self.result.folder, self.key)
+
+    @cached_property
+    def representations(self) -> Mapping[str, Any]:
+        """The arrays that were saved (option `save`), by name; {} if none were. `evodsp.inference.representations` gives their
+        shapes. They are NumPy's, or torch's if the file is a .safetensors file."""
+        return {} if self.saved is None else read_arrays(self.result.folder, self.saved)
 
     @property
     def sequence(self) -> str:
@@ -154,6 +163,7 @@ class Prediction(PredictionResult):
                 entry.get("iptm"),
                 Origin.of(entry, settings[entry["model"]] if "model" in entry else ranking["settings"]),
                 holder,
+                entry.get("saved"),
             )
             for entry in ranking["ranking"]
         )
@@ -185,6 +195,11 @@ class Prediction(PredictionResult):
     def contacts(self) -> Float32[np.ndarray, "R R"] | None:
         """Probabilities 0..1, as in `RankedStructure.contacts`."""
         return self.ranked[0].contacts
+
+    @property
+    def representations(self) -> Mapping[str, Any]:
+        """The saved arrays, as in `RankedStructure.representations`."""
+        return self.ranked[0].representations
 
     @property
     def ptm(self) -> float | None:

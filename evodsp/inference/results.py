@@ -5,6 +5,7 @@
                                             of a complex those of its chains and interfaces (`interfaces`)
                     seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
                     seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
+                    seed_<k>_representations.npz|.safetensors    with --save (`evodsp.inference.representations`)
                     seed_<k>_confidence.svg, alignment_coverage.svg    with --plots (`evodsp.inference.plot_files`)
                     ranking.json            seeds, best first, and the settings of the run
                     ranking_debug.json      of complexes: the ranking as AlphaFold-Multimer writes it
@@ -32,7 +33,9 @@ from evodsp.data.records import Chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name, pdb_chain_name
+from evodsp.inference.config import SaveSettings
 from evodsp.inference.interfaces import score_entries
+from evodsp.inference.representations import write_arrays
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.model.confidence import complex_ranking
@@ -43,7 +46,7 @@ from evodsp.version import __version__
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
 _RANKING_DEBUG = "ranking_debug.json"
 OURS = re.compile(
-    r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|seed_\d+_contacts\.npz|seed_\d+_confidence\.(svg|png)"
+    r"seed_\d+(_relaxed)?\.(cif|pdb)|seed_\d+_(scores|pae|relaxed)\.json|seed_\d+_contacts\.npz|seed_\d+_representations\.(npz|safetensors)|seed_\d+_confidence\.(svg|png)"
     r"|alignment_coverage\.(svg|png)|ranking(_debug)?\.json|timings\.json|report\.html"
 )
 """Names of the files that predict writes into a target's folder. All others are the user's."""
@@ -252,17 +255,20 @@ def write_results(
     model: str | None = None,
     models: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     pae_in_cif: bool = False,
+    save: SaveSettings | None = None,
 ) -> PredictionResult:
     """Write the structures (by seed), scores and ranking of the target `name` into the existing folder `folder`.
 
-    `earlier`: the ranking's entries of other predictions, whose files are in the folder already. `model`: what the model is
-    called among several; None: it is the only one. `models`: the settings of the others. `pae_in_cif`: write aligned errors
-    into ModelCIF files too.
+    `earlier`: the ranking's entries of earlier predictions, whose files are in the folder already; those of the same seeds are
+    replaced. `model`: what the model is called among several; None: it is the only one. `models`: the settings of the others.
+    `pae_in_cif`: write aligned errors into ModelCIF files too. `save`: the arrays that the structures hold besides.
     """
     named = {} if model is None else {"model": model}
-    entries = [{**_identity(entry), **_confidences(entry)} for entry in earlier]
+    replaced = {(model, seed) for seed in structures}
+    kept = [entry for entry in earlier if (entry.get("model"), entry["seed"]) not in replaced]
+    entries = [{name: entry[name] for name in _OF_PREDICTION if name in entry} for entry in kept]
     for seed, structure in structures.items():
-        entry = {**named, "seed": seed, "mean_plddt": round(structure.mean_plddt, 3), **_ptm(structure)}
+        entry: dict[str, Any] = {**named, "seed": seed, "mean_plddt": round(structure.mean_plddt, 3), **_ptm(structure)}
         entries.append(entry)
         key = key_of(entry)
         text = structure_text(structure, file_format, Origin.of(entry, settings), pae_in_cif)
@@ -276,6 +282,8 @@ def write_results(
             (folder / pae_name(key)).write_text(pae_text(error), encoding="utf-8")
         if structure.contacts is not None:
             _write_contacts(folder / contacts_name(key), structure.contacts)
+        if save is not None:
+            entry["saved"] = write_arrays(folder, stem(key), structure.arrays, save)
         (folder / scores_name(key)).write_text(json.dumps(scores, allow_nan=False) + "\n", encoding="utf-8")
     called, score = _ranking(entries)
     entries.sort(key=lambda entry: (-score(entry), -entry["mean_plddt"], stem(key_of(entry))))
@@ -299,6 +307,8 @@ def write_results(
     )
 
 
+_OF_PREDICTION = ("model", "seed", "mean_plddt", "ptm", "iptm", "saved")
+"""What an entry of ranking.json says of its prediction, besides the name of the structure's file."""
 _MULTIMER_RANKING = "0.8 ipTM + 0.2 pTM"
 
 
@@ -310,14 +320,6 @@ def _ranking(entries: Sequence[Mapping[str, Any]]) -> tuple[str, Callable[[Mappi
         return "pTM", lambda entry: float(entry["ptm"])
     # Models without a PAE head have no pTM: then only pLDDT compares all.
     return "mean pLDDT", lambda entry: float(entry["mean_plddt"])
-
-
-def _identity(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: entry[name] for name in ("model", "seed") if name in entry}
-
-
-def _confidences(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: entry[name] for name in ("mean_plddt", "ptm", "iptm") if name in entry}
 
 
 def pae_text(error: AlignedError) -> str:

@@ -18,19 +18,23 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
+from evodsp.data.complexes.entities import columns_of, entities_of
 from evodsp.data.samples.dataset import collate
 from evodsp.errors import UserError
+from evodsp.inference.config import SaveSettings
 from evodsp.inference.devices import memory_entries, memory_errors
 from evodsp.inference.estimate import check_needs
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.jobs import Job
 from evodsp.inference.passes import PassRunner, SeedRun, block_progress, run_passes, structure_of
+from evodsp.inference.representations import Collector
 from evodsp.inference.run_log import Report
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.target_msas import TargetMsa
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
+from evodsp.model.outputs import ModelOutput
 from evodsp.parallel.group import Group
 
 WRITE_EVERY_S = 30.0
@@ -54,11 +58,12 @@ def predict_seeds(
     try_anyway: bool,
     report: Report,
     group: Group | None,
+    save: SaveSettings | None = None,
 ) -> Iterator[Finished | RecordFailure]:
     """Predict the seeds of `job`. Finished seeds come as soon as they are to be written. The failure of a seed comes last; no
     other seed is tried after it.
 
-    `try_anyway`: whether a target runs also where the estimate says that it does not fit.
+    `try_anyway`: whether a target runs also where the estimate says that it does not fit. `save`: the arrays that are kept.
 
     Raises RankOutOfMemoryError on a rank of several that has no memory left.
     """
@@ -118,7 +123,7 @@ def predict_seeds(
             what = f"{target.query.name}, seed {seed}"
             shown = block_progress(model, what, features.recycles + 1, settings.ensembles)
             with shown if _is_rank_0() else nullcontext(_nothing) as ended:
-                structure, passes, change = _predict_seed(target, batch, runner, ended, group)
+                structure, passes, change = _predict_seed(target, batch, runner, ended, group, save)
         except UserError as error:
             if structures:
                 yield finished()
@@ -186,10 +191,21 @@ def _predict_seed(
     runner: PassRunner,
     ended: Callable[[], None],
     group: Group | None,
+    save: SaveSettings | None,
 ) -> tuple[PredictedStructure, tuple[float, ...], float | None]:
     """The structure, the seconds of each pass, and the change of CA-CA distances in the last one (`SeedRun`)."""
+    columns = columns_of(entities_of([part.query for part in target.parts]))
+    collector = None if save is None else Collector(save, runner.model, batch, columns)
+
+    def pass_ended(output: ModelOutput) -> None:
+        ended()
+        if collector is not None:
+            collector.add(output, is_last=False)
+
     with memory_errors(target.query.name, len(target.query), runner.device, group):
-        output, passes = run_passes(runner, batch, ended)
-        structure = structure_of(target, batch, output, runner.model)
+        output, passes = run_passes(runner, batch, pass_ended)
+        if collector is not None:
+            collector.add(output, is_last=True)
+        structure = structure_of(target, batch, output, runner.model, {} if collector is None else collector.arrays)
     change = None if output.ca_change is None else float(output.ca_change[0])
     return structure, passes, change

@@ -79,6 +79,8 @@ class PredictedStructure:
     """None if the model has no head for it."""
     contacts: Float32[np.ndarray, "R R"] | None = None
     """How likely CB atoms are within 8 Å, 0..1, by the distogram; None where only the structure is known."""
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What is kept of the model besides (`evodsp.inference.representations`)."""
 
     @property
     def sequence(self) -> str:

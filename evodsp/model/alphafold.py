@@ -68,7 +68,7 @@ class AlphaFold(Recordable, Budgeted):
         draws: Sequence[Draws] = (),
         ensembles: int = 1,
         stop_tolerance: float = 0.0,
-        ended: Callable[[], None] | None = None,
+        ended: Callable[[ModelOutput], None] | None = None,
     ) -> ModelOutput:
         """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithm 31).
 
@@ -84,7 +84,7 @@ class AlphaFold(Recordable, Budgeted):
         once the root mean square change of the CA-CA distances from one pass to the next is at most this in every sample. 0
         runs all passes.
 
-        `ended`: called when the host has launched a pass.
+        `ended`: called with the output of each pass when the host has launched it.
 
         Raises UserError if a feature is missing, ValueError if the cycle axis is not a whole number of passes.
         """
@@ -114,11 +114,11 @@ class AlphaFold(Recordable, Budgeted):
                 for entry in range(cycle * ensembles, (cycle + 1) * ensembles)
             ]
             if recycled is None:
-                recycled = self._first(members[0])
+                recycled = self.first_inputs(members[0])
             with torch.set_grad_enabled(torch.is_grad_enabled() and cycle == last):
                 output = self._pass(members, recycled, self._dropout_keys(members, draws, cycle))
             if ended is not None:
-                ended()
+                ended(output)
             if stop_tolerance > 0 and cycle > 0:
                 output = with_ca_change(output, recycled, members[0]["seq_mask"], self.exchange)
             if settled(output, stop_tolerance):
@@ -199,6 +199,24 @@ class AlphaFold(Recordable, Budgeted):
         `keys`: keys of the streams that `dropout_streams` names.
         """
         first = members[0]
+        found = self.trunk(members, recycled, keys)
+        whole = first["seq_mask"].unsqueeze(2).expand(-1, -1, first["aatype"].shape[1])  # the pair's sizes
+        columns = self.sharded(found["pair"], "j", whole)
+        rows = columns.switch("i")  # structure module and heads read z on I
+        single, pair_rows = found["single"], rows.x
+        structure = self.structure_module(single, pair_rows, first["aatype"], first["seq_mask"], keys.at("structure"))
+        readable = {"msa": found["msa"], "pair_rows": pair_rows, "single": single, "structure": structure.single}
+        logits = {name: head(readable[head.reads]) for name, head in self.heads.items()}  # type: ignore[index]
+        if columns.switches_in_place:
+            found["pair"] = rows.switch("j").x  # the next pass reads z on J
+        return ModelOutput(found, structure, logits)
+
+    def trunk(
+        self, members: Sequence[Mapping[str, Tensor]], recycled: Recycled, keys: DropoutKeys = NO_DROPOUT
+    ) -> dict[str, Tensor]:
+        """The representations of `ModelOutput` in one recycling iteration, with the arguments of `one_pass`. `recycled` may be
+        overwritten."""
+        first = members[0]
         residues = first["aatype"].shape[1]
         # With a budget, a feature set's pair representation overwrites the recycled one, which only the last set may do.
         msa, pair = self.representations(first, recycled if len(members) == 1 else recycled.copied(), keys)
@@ -208,18 +226,9 @@ class AlphaFold(Recordable, Budgeted):
             row, pair = row + first_row(m), pair + z
         if len(members) > 1:
             row, pair = row / len(members), pair / len(members)
-        whole = first["seq_mask"].unsqueeze(2).expand(-1, -1, residues)  # the pair's sizes
-        columns = self.sharded(pair, "j", whole)
-        rows = columns.switch("i")  # structure module and heads read z on I
         row = self.exchange.gather(row.unsqueeze(1), "res", whole=residues).squeeze(1)
         # AF2 averages the single representations. They are linear in the first rows, so averaging the rows is the same.
-        single, pair_rows = self.single(row), rows.x
-        structure = self.structure_module(single, pair_rows, first["aatype"], first["seq_mask"], keys.at("structure"))
-        readable = {"msa": msa, "pair_rows": pair_rows, "single": single, "structure": structure.single}
-        logits = {name: head(readable[head.reads]) for name, head in self.heads.items()}  # type: ignore[index]
-        if columns.switches_in_place:
-            pair = rows.switch("j").x  # the next pass reads z on J
-        return ModelOutput({"msa": msa, "first_row": row, "pair": pair, "single": single}, structure, logits)
+        return {"msa": msa, "first_row": row, "pair": pair, "single": self.single(row)}
 
     def representations(
         self, features: Mapping[str, Tensor], recycled: Recycled, keys: DropoutKeys = NO_DROPOUT
@@ -295,7 +304,7 @@ class AlphaFold(Recordable, Budgeted):
         pieces = self.budget.cut(own[0].shape[1], 1, mask, width * mask.element_size())
         return self.extra_msa_stack(pieces.collect(rows_of), z, mask, pair_mask, keys)[1]
 
-    def _first(self, features: Mapping[str, Tensor]) -> Recycled:
+    def first_inputs(self, features: Mapping[str, Tensor]) -> Recycled:
         """Input of the first pass: zeros. The recycling embedder still adds its biases, as AF2's does."""
         b, r, _ = features["target_feat"].shape
         local = self.exchange.owned(r)

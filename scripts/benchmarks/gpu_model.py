@@ -96,7 +96,7 @@ def _prediction(setup: Setup, inputs: Inputs, backend: str) -> Iterator[Measured
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         begin = time.perf_counter()
-        output, passes = run_passes(runner, batch, lambda: None)
+        output, passes = run_passes(runner, batch, lambda _: None)
         output.structure.positions.cpu()
         yield Measured(name, time.perf_counter() - begin, "s", "kernels are compiled" if name == "first" else "")
         del output

@@ -128,7 +128,7 @@ def whole_model(exchange: Exchange, origins: bool = False) -> PeakMemory:
         batch = random_features(SEQUENCES - TEMPLATES, EXTRA, RESIDUES, TEMPLATES)
         members = [{name: batch[name][:, 0] for name in model.features}]
         with PeakMemory(origins) as memory:
-            output = model.one_pass(members, model._first(members[0]))
+            output = model.one_pass(members, model.first_inputs(members[0]))
             terms = [x.sum() for x in output_tensors(output) if x.requires_grad]
             torch.stack(terms).sum().backward()
     return memory

@@ -56,6 +56,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with templates and the PAE head, so that a prediction reads all features."""
+    torch.manual_seed(1)
+    config = ModelConfig.preset("test")
+    config = replace(
+        config,
+        heads=replace(config.heads, predicted_aligned_error=True, experimentally_resolved=True),
+        templates=replace(config.templates, enabled=True),
+    )
+    model = noisy(AlphaFold(config))
+    path = tmp_path_factory.mktemp("ptm") / "tiny_ptm.ckpt"
+    save_model(path, model, features=TRAINED)
+    return path
+
+
 def write_alignment(folder: Path, query: str, rows: int = 12) -> None:
     """An A3M file whose rows are the query with a few letters changed, one deletion and one insertion."""
     folder.mkdir(parents=True)

@@ -15,9 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from evodsp.config import ModelConfig
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.inference import seeds
@@ -25,35 +23,16 @@ from evodsp.inference.command import run as start_ranks
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.structure_files import PredictedStructure
-from evodsp.model.alphafold import AlphaFold
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Group
 from evodsp.parallel.ledger import Ledger
-from evodsp.weights.checkpoint import save_model
 from tests.builders.forked_command import ForkedCommand, number_of, run_forked
-from tests.builders.parameters import noisy
 from tests.builders.prediction import silent
 from tests.builders.processes import free_port
 from tests.ranks import RankPool
 
-from .conftest import OTHER, QUERY, TRAINED, Finished, Workplace
-
-
-@pytest.fixture(scope="module")
-def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with templates and the PAE head, so that a prediction reads all features."""
-    torch.manual_seed(1)
-    config = ModelConfig.preset("test")
-    config = dataclasses.replace(
-        config,
-        heads=dataclasses.replace(config.heads, predicted_aligned_error=True, experimentally_resolved=True),
-        templates=dataclasses.replace(config.templates, enabled=True),
-    )
-    model = noisy(AlphaFold(config))
-    path = tmp_path_factory.mktemp("ptm") / "tiny_ptm.ckpt"
-    save_model(path, model, features=TRAINED)
-    return path
+from .conftest import OTHER, QUERY, Finished, Workplace
 
 
 def predict_on_rank(handle: Any, config: PredictConfig) -> list[str] | str:
@@ -83,9 +62,15 @@ def same_prediction(one: Path, other: Path) -> None:
             a, b = (np.load(folder / name)["probability"].astype(int) for folder in (one, other))
             np.testing.assert_allclose(a, b, atol=1)  # steps of 1/255
             assert len(np.unique(a)) > 2
+        elif name.endswith("_representations.npz"):
+            a, b = (np.load(folder / name) for folder in (one, other))
+            assert a.files == b.files
+            for array in a.files:
+                np.testing.assert_allclose(a[array], b[array], atol=1e-4 * np.abs(a[array]).max())
 
 
-STOPS = {"ensembles": 2, "recycles": 3, "stop_tolerance": 1.5, "seeds": 1}
+SAVED = {"save": "single,pair,msa,distogram,structure_module", "save_passes": "all"}
+STOPS = {"ensembles": 2, "recycles": 3, "stop_tolerance": 1.5, "seeds": 1, **SAVED}
 
 
 @pytest.mark.parametrize(

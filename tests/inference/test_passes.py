@@ -143,7 +143,7 @@ def test_parameters_are_cast_once(workplace: Workplace) -> None:
     config = replace(TRAINED, crop_size=None, msa_clusters=5, extra_msa=4, recycles=1)
     batch = collate([prediction_sample(query, alignments, config, 0)])
     with Casts(model) as casts:
-        found, _ = run_passes(PassRunner(model, workplace.change(precision="bf16").passes), batch, lambda: None)
+        found, _ = run_passes(PassRunner(model, workplace.change(precision="bf16").passes), batch, lambda _: None)
     assert (casts.alone, casts.together) == (0, 1)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         expected = model(batch)

@@ -108,7 +108,7 @@ def batch_of(residues: int, rows: int, extra: int, seed: int = 0, multimer: bool
 
 
 def run(runner: PassRunner, batch: Batch) -> ModelOutput:
-    output, _ = run_passes(runner, runner.sized(batch), lambda: None)
+    output, _ = run_passes(runner, runner.sized(batch), lambda _: None)
     assert not runner.given_up
     return output
 
@@ -154,8 +154,8 @@ def test_early_stopping_and_ensembles(recorder: Silent, multimer: bool) -> None:
     counts = []
     for batch, options in cases:
         runner, usual = (PassRunner(model, PassSettings(cuda_graphs=graphs, **options)) for graphs in (True, False))
-        found, seconds = run_passes(runner, runner.sized(batch), lambda: None)
-        expected, as_usual = run_passes(usual, usual.sized(batch), lambda: None)
+        found, seconds = run_passes(runner, runner.sized(batch), lambda _: None)
+        expected, as_usual = run_passes(usual, usual.sized(batch), lambda _: None)
         assert not runner.given_up
         assert len(seconds) == len(as_usual)
         counts.append(len(seconds))
@@ -191,7 +191,7 @@ def test_the_host_launches_few_operators(recorder: Silent) -> None:
         batch = runner.sized(batch_of(residues, 6, 8, seed))
         with Operators(recorder) as operators:
             ends.append(operators.count)
-            run_passes(runner, batch, lambda: ends.append(operators.count))
+            run_passes(runner, batch, lambda _: ends.append(operators.count))
     first, second = ends[: CYCLES + 1], ends[CYCLES + 1 :]
     counts = np.diff(first)[1:].tolist() + np.diff(second).tolist()
     assert recorder.recorded == 1
@@ -232,8 +232,8 @@ def test_a_protein_too_large_to_record_is_launched() -> None:
         runner = PassRunner(model, PassSettings())
         for seed, residues in enumerate((14, 28, 14)):
             batch = batch_of(residues, 6, 8, seed)
-            found, _ = run_passes(runner, runner.sized(batch), lambda: None)
-            expected, _ = run_passes(PassRunner(model, PassSettings(cuda_graphs=False)), batch, lambda: None)
+            found, _ = run_passes(runner, runner.sized(batch), lambda _: None)
+            expected, _ = run_passes(PassRunner(model, PassSettings(cuda_graphs=False)), batch, lambda _: None)
             assert torch.equal(found.structure.positions, expected.structure.positions)
             assert bool(runner.given_up) == (seed > 0)
     assert "OutOfMemoryError" in runner.given_up
