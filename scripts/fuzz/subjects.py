@@ -230,7 +230,7 @@ def _index(folder: Path, work: Path) -> None:
     _ = index.sources, index.obsolete, index.command, index.has_alignments(), index.stale_sources()
     store = ChainFiles(work / "alignments", DATA / "mmcif_files", index)
     for key in store.keys()[:3]:
-        _ = store.has_structure(key), store.alignments(key), store.differs_from_index(key)
+        _ = store.has_structure(key), store.alignments(key), index.differs(key, store.alignment_dir)
 
 
 def _store(folder: Path) -> None:

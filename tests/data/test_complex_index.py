@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import gemmi
+import numpy as np
 import pytest
 
 from evodsp.cli import main
 from evodsp.config import FilterConfig
 from evodsp.data.building.command import build
 from evodsp.data.building.config import BuildConfig
+from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule
 from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.doctor.examination import Examiner
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import COMPLEXES
+from evodsp.data.sources import chain_files
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
 from tests.builders.bundled import dimers
 from tests.builders.complex_files import write_complex
+from tests.data.test_complex_source import archives, archives_in_folders, one_database
 
 Folders = tuple[Path, Path]
 
@@ -70,27 +79,67 @@ def test_what_it_says_of_each_entry(folders: Folders, capsys: pytest.CaptureFixt
     )
 
 
-def test_a_complex_is_the_same_with_an_index(folders: Folders) -> None:
-    """Catches alignments of another chain, and an index that a worker does not get."""
-    index = index_of(folders)
-    plain, indexed = (
-        ComplexFiles(*folders, index=one).parsed("1abc") for one in (None, pickle.loads(pickle.dumps(index)))
-    )
-    assert plain.assembly.names == indexed.assembly.names
-    for one, other in zip(plain.chains, indexed.chains, strict=True):
+def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that are listed from now on."""
+    listed: list[str] = []
+    for name in ("scandir", "listdir"):
+        function = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda path, function=function: listed.append(os.path.basename(path)) or function(path)
+        )
+    return listed
+
+
+def in_folders(root: Path, chains: dict[str, list[Path]]) -> None:
+    """A folder for each chain, some of whose files lie in sub-folders."""
+    for key, files in chains.items():
+        for number, file in enumerate(files):
+            place = root / key / ("", file.suffix[1:])[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, place)
+
+
+@pytest.mark.parametrize("pack", [in_folders, archives, archives_in_folders, one_database])
+@pytest.mark.parametrize("rule", [BY_SPECIES, BY_ENTRY], ids=["species", "entry"])
+def test_a_complex_is_the_same_with_an_index_which_lists_its_files(
+    folders: Folders,
+    rule: PairingRule,
+    pack: Callable[[Path, dict[str, list[Path]]], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches alignments, rows for pairing or template hits of another chain or in another order, an index that a worker does
+    not get, and folders and indices of databases that each sample reads again."""
+    letters = ComplexFiles(*folders).parsed("1abc").assembly.chains[2].sequence
+    hit = f"# STOCKHOLM 1.0\n3abc_C/1-{len(letters) - 7}  {'-' * 7}{letters[7:]}\n//\n"
+    (folders[0] / "1abc_C" / "hmm_output.sto").write_text(hit)
+    packed = folders[0].with_name("packed"), folders[1]
+    pack(packed[0], {folder.name: sorted(folder.iterdir()) for folder in folders[0].iterdir()})
+    plain = ComplexFiles(*packed, rule=rule).parsed("1abc", with_hits=True)
+    indexed = pickle.loads(pickle.dumps(ComplexFiles(*packed, rule=rule, index=index_of(packed))))
+    listed = listings(monkeypatch)
+    monkeypatch.setattr(chain_files, "read_databases", lambda _: 1 / 0)
+    found = indexed.parsed("1abc", with_hits=True)
+    assert listed == []
+    assert found.assembly.names == plain.assembly.names
+    expected = {} if pack in (archives, archives_in_folders) else {letters: ["3abc_C"]}
+    for one in (plain, found):
+        assert {query: [hit.key for hit in hits] for query, hits in one.hits.items() if hits} == expected
+    for one, other in zip(plain.chains, found.chains, strict=True):
         assert one.query == other.query
-        assert (one.msa.msa == other.msa.msa).all()
+        np.testing.assert_array_equal(one.msa.msa, other.msa.msa)
         assert one.pairing is not None
         assert other.pairing is not None
         assert one.pairing.keys == other.pairing.keys
+        np.testing.assert_array_equal(one.pairing.msa, other.pairing.msa)
 
 
-def test_identical_chains_lend_their_alignments(folders: Folders) -> None:
-    """Catches an entry of OpenProteinSet that is left out because its alignments lie with another one."""
+def test_identical_chains_lend_their_alignments(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches an entry of OpenProteinSet that is left out because its alignments lie with another one, and is not counted."""
     another(folders, "2abc")
     same = folders[0].parent / "duplicates.txt"
     same.write_text("1abc_A 2abc_B\n1abc_C 2abc_C\n")
     index = index_of(folders, f"--duplicates={same}")
+    assert "1 with alignments of an identical chain; 6 chains" in capsys.readouterr().err
     assert index.chains(index.row("2abc")).owners == ("1abc_A", "1abc_A", "1abc_C")
     lent = ComplexFiles(*folders, index=index).parsed("2abc")
     assert [len(chain.msa.msa) for chain in lent.chains] == [3, 3, 3]
@@ -104,6 +153,69 @@ def test_a_complex_with_alignments_borrows_none(folders: Folders) -> None:
     index = index_of(folders, f"--duplicates={same}")
     assert index.chains(index.row("1abc")).owners == ("1abc_A", "1abc_A", "1abc_C")
     assert index.chains(index.row("2abc")).owners == ("2abc_A", "2abc_A", "1abc_C")
+
+
+def test_an_empty_folder_borrows_as_that_of_a_chain_does(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches an empty folder of a complex that goes before alignments which are lent to it, one that nobody lends to which the
+    index leaves out, and a folder with other files that passes for empty."""
+    another(folders, "2abc")
+    for chain in "AC":
+        (folders[0] / f"2abc_{chain}").mkdir()
+    same = folders[0].parent / "duplicates.txt"
+    same.write_text("1abc_A 2abc_A\n")
+    index = index_of(folders, f"--duplicates={same}")
+    assert index.chains(index.row("2abc")).owners == ("1abc_A", "1abc_A", "2abc_C")
+    assert "1 with an empty folder of alignments" in capsys.readouterr().err
+    assert [len(chain.msa.msa) for chain in ComplexFiles(*folders, index=index).parsed("2abc").chains] == [3, 3, 1]
+    (folders[0] / "2abc_C" / "family.a3m.part").touch()
+    index = index_of(folders, f"--duplicates={same}")
+    assert index.content.problems[index.row("2abc")] == "no alignments of 2abc_C"
+
+
+def test_caches_go_before_the_structures_of_complexes(folders: Folders) -> None:
+    """Catches caches that an index of complexes ignores, and sequences of a cache in place of those of the structure."""
+    chains, entries = (folders[0].parent / name for name in ("chains.json", "entries.json"))
+    chains.write_text(json.dumps({"1abc_A": {"seq": "ACX", "cluster_size": 4}, "1abc_C": {"cluster_size": 3}}))
+    entry = {"chain_ids": ["A"], "seqs": ["GG"], "release_date": "1970-01-11", "resolution": 7.5}
+    entries.write_text(json.dumps({"1abc": entry}))
+    of_structures = index_of(folders).chains(0)
+    index = index_of(folders, f"--chain_data_cache={chains}", f"--mmcif_cache={entries}")
+    assert index.chains(0) == of_structures
+    assert index.table.release_days.tolist() == [10]
+    assert index.table.resolutions.tolist() == [7.5]
+    assert index.table.cluster_sizes.tolist() == [3]
+    assert index.frequencies().tolist() == [1 / 4 + 1 / 2 + 1 / 3]
+
+
+def test_an_index_finds_the_names_that_folders_do(folders: Folders) -> None:
+    """Catches an entry whose file has another name than its chains' folders, a chain whose alignments have the name of its
+    entry, and one whose structure lies in a folder of its name, that only chains, only folders or only an index have."""
+    structure = gemmi.read_structure(str(folders[1] / "1abc.cif"))
+    (folders[1] / "1abc.cif").rename(folders[1] / "1ABC.cif")
+    for name in "BC":
+        structure[0].remove_chain(name)
+    structure.make_mmcif_document().write_file(str(folders[1] / "alone.cif"))
+    (folders[1] / "nested" / "cif").mkdir(parents=True)
+    shutil.copy(folders[1] / "alone.cif", folders[1] / "nested" / "cif" / "model.cif")
+    for key in ("alone", "nested_A"):
+        shutil.copytree(folders[0] / "1abc_A", folders[0] / key)
+    index = index_of(folders)
+    owners = [("1abc_A", "1abc_A", "1abc_C"), ("alone",), ("nested_A",)]
+    assert [index.chains(row).owners for row in range(3)] == owners
+    for one in (None, index):
+        files = ComplexFiles(*folders, index=one)
+        assert files.keys() == ["1abc", "alone", "nested"]
+        assert all(map(files.structure_lookup(), files.keys()))
+        assert [len(files.parsed(key).chains[0].msa.msa) for key in files.keys()] == [3, 3, 3]  # noqa: SIM118
+
+
+def test_the_doctor_notices_files_that_an_index_of_complexes_does_not_list(folders: Folders) -> None:
+    """Catches files that were added to a chain's folder, of which only an index of chains told."""
+    index = index_of(folders)
+    examiner = Examiner(ComplexFiles(*folders, index=index))
+    assert not examiner.differs_from_index("1abc")
+    (folders[0] / "1abc_C" / "more.a3m").touch()
+    assert examiner.differs_from_index("1abc")
 
 
 def test_files_that_the_index_contradicts(folders: Folders) -> None:
@@ -142,9 +254,6 @@ def test_an_index_of_something_else(folders: Folders) -> None:
     ):
         DataIndex(chains, COMPLEXES)
     assert main(["data", "index", "--assembly=2", *where, "--overwrite=true"]) == 2
-    cache = folders[0].parent / "cache.json"
-    cache.write_text("{}")
-    assert main(["data", "index", "--complexes=true", f"--mmcif_cache={cache}", *where, "--overwrite=true"]) == 2
 
 
 def test_chains_of_one_sequence_are_a_cluster_where_none_is_known(folders: Folders) -> None:

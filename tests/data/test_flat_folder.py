@@ -61,8 +61,10 @@ def test_training_takes_a_flat_folder(folder: Path) -> None:
     indexed = ChainFiles(folder / "alignments", folder / "mmcif_files", index_of(folder))
     assert indexed.index is not None
     assert ["".join(indexed.index.sequences_of(row)) for row in range(2)] == list(SEQUENCES.values())
-    assert [file.name for file in indexed.index.alignment_files(0)[2]] == [".a3m"]
-    assert not indexed.differs_from_index(KEY)
+    listed = indexed.index.alignments_of(KEY)
+    assert listed is not None
+    assert [file.name for file in listed.files] == [".a3m"]
+    assert not indexed.index.differs(KEY, indexed.alignment_dir)
     assert main(["data", "doctor", *roots(folder), "--output", str(folder / "doctor"), "--workers=0"]) == 0
     assert main(["data", "build", *roots(folder), "--output", str(folder / "store"), "--workers=1"]) == 0
     flat = rows(files, KEY)

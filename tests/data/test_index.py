@@ -86,9 +86,10 @@ def test_headers_alignments_and_files(folder: Path, capsys: pytest.CaptureFixtur
     assert table.largest_fractions.tolist() == pytest.approx([2 / 13, 1 / 13, 0.75])
     assert table.unknown_fractions.tolist() == pytest.approx([0, 0, 0.25])
     assert [index.structure(row) for row in range(3)] == ["1abc.cif", "2abc.cif", None]
-    owner, where, files = index.alignment_files(index.row(OTHER))
-    assert (owner, where) == (OTHER, None)
-    assert [(file.name, file.length) for file in files] == [
+    listed = index.alignments_of(OTHER)
+    assert listed is not None
+    assert (listed.owner, listed.database) == (OTHER, "")
+    assert [(file.name, file.length) for file in listed.files] == [
         ("uniref90_hits.a3m", (folder / "alignments" / OTHER / "uniref90_hits.a3m").stat().st_size)
     ]
     assert "3 chains, 2 with alignments and structure, 1 without a structure" in capsys.readouterr().err
@@ -171,7 +172,7 @@ def test_a_chain_with_alignments_borrows_none(folder: Path) -> None:
     for order in ((KEY, "5abc_A", "7abc_A"), ("7abc_A", "5abc_A", KEY)):
         (folder / "duplicates").write_text(" ".join(order) + "\n")
         index = index_of(folder, f"--duplicates={folder / 'duplicates'}", "--overwrite=true")
-        owners = {key: index.alignment_files(index.row(key))[0] for key in order}
+        owners = {key: listed.owner for key in order if (listed := index.alignments_of(key)) is not None}
         assert owners == {KEY: KEY, "5abc_A": "5abc_A", "7abc_A": KEY if order[0] == KEY else "5abc_A"}
 
 
@@ -230,7 +231,7 @@ def test_an_empty_folder_is_the_query_alone_with_an_index_too(
         ("1abc_B", True, True), ("1abc_E", True, False)]  # fmt: skip
     assert plain.alignments("1abc_B", query) == []
     assert len(store.alignments("1abc_C", query)) == 1
-    assert not store.differs_from_index("1abc_B")
+    assert not index.differs("1abc_B", folder / "alignments")
     for key in ("9abc_A", "1abc_D"):
         with pytest.raises(UserError, match=f"no alignment .* of chain '{key}' in the index"):
             store.alignments(key, query)
@@ -277,15 +278,15 @@ def test_a_rerun_takes_finished_parts(folder: Path, monkeypatch: pytest.MonkeyPa
     """Catches a scan that begins again after an interruption, and parts of other inputs taken for its own."""
     monkeypatch.setattr(parts, "TASKS_OF_PART", 1)
     scanned: list[str] = []
-    original = scan.scan_chain
+    original = scan.scan_key
 
-    def interrupted(alignments: Path, structures: Path, task: scan.ChainTask) -> Any:
+    def interrupted(alignments: Path, structures: Path, task: scan.KeyTask) -> Any:
         scanned.append(task.key)
         if len(scanned) == 2:
             raise KeyboardInterrupt
         return original(alignments, structures, task)
 
-    monkeypatch.setattr(scan, "scan_chain", interrupted)
+    monkeypatch.setattr(scan, "scan_key", interrupted)
     assert main(words(folder)) == 130
     assert not (folder / "index").exists()
     assert main(words(folder)) == 0
@@ -319,7 +320,7 @@ def test_a_changed_source_is_stale(folder: Path) -> None:
     [
         ("lengths.npy", lambda data: data[:-1], "missing, truncated"),
         ("lengths.npy", None, "missing, truncated"),
-        ("index.json", lambda data: data.replace(b'"version": 3', b'"version": 9'), "version 9 of the format"),
+        ("index.json", lambda data: data.replace(b'"version": 4', b'"version": 9'), "version 9 of the format"),
         ("index.json", lambda data: b"{}", "not the header of an index"),
         ("index.json", lambda data: data[:40], "not JSON"),
         ("index.json", lambda data: b"[" * 100_000, "nested too deeply"),
@@ -327,7 +328,7 @@ def test_a_changed_source_is_stale(folder: Path) -> None:
         ("index.json", None, "not an index of a data set"),
         (
             "index.json",
-            lambda data: data.replace(b'"version": 3', b'"version": 1'),
+            lambda data: data.replace(b'"version": 4', b'"version": 1'),
             "version 1 of the format, but this evodsp reads",
         ),
     ],
@@ -370,10 +371,7 @@ def rows_of(index: DataIndex) -> list[Any]:
     """All that an index says."""
     table, rows = index.table, range(len(index))
     columns = [getattr(table, item.name).tobytes() for item in fields(table)[1:]]
-    per_chain = [
-        ["".join(index.sequences_of(n)), index.structure(n), index.alignment_files(n), index.has_empty_folder(n)]
-        for n in rows
-    ]
+    per_chain = [[index.chains(row), index.structure(row), index.alignments_of(index.keys[row])] for row in rows]
     return [index.keys[:], columns, per_chain, index.content.problems[:], index.sources, index.obsolete]
 
 
@@ -404,8 +402,10 @@ def sign(path: Path, header: dict[str, Any]) -> None:
         ("resolutions", np.array([0, 1], np.int32)),
         ("lengths", np.array([[1, 2]], np.int32)),
         ("lengths", np.array(["a", "b"])),
-        ("chain_databases", np.array([0, 0], np.int32)),
-        ("chain_databases", np.array([-1], np.int32)),
+        ("chain_owners", np.array([0, 2], np.int32)),
+        ("chain_owners", np.array([-1], np.int32)),
+        ("owner_databases", np.array([0, 0], np.int32)),
+        ("owner_databases", np.array([-1], np.int32)),
         ("first_files", np.array([0, 5, 2])),
         ("first_files", np.array([0, 1])),
         ("first_files", np.array([1, 1, 2])),
@@ -574,7 +574,7 @@ def test_a_cluster_works_in_another_folder(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(folder)
     options = ["--alignment_dir", "alignments", "--structure_dir", "mmcif_files", "--output", "there"]
     assert main(["data", "index", *options, "--scheduler", "tcp://node:1"]) == 0
-    assert DataIndex(folder / "there").alignment_files(0)[2]
+    assert DataIndex(folder / "there").alignments_of(KEY)
     assert list(elsewhere.iterdir()) == []
 
 

@@ -124,9 +124,9 @@ def test_index_doctor_and_build_read_them(tmp_path: Path, place: str) -> None:
             )
             np.testing.assert_array_equal(found.msa, wanted.msa)
             np.testing.assert_array_equal(found.deletions, wanted.deletions)
-    assert not any(stores[1].differs_from_index(key) for key in SEQUENCES)
+    assert not any(index.differs(key, folders[0]) for key in SEQUENCES)
     preparsed(folders[0] / place.format(key="1abc_A"), ALIGNMENTS)
-    assert stores[1].differs_from_index("1abc_A")
+    assert index.differs("1abc_A", folders[0])
 
 
 def test_an_archive_beside_a_folder_with_files(tmp_path: Path) -> None:

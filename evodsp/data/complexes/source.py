@@ -15,7 +15,7 @@ from evodsp.data.complexes.pairing import BY_SPECIES, PairingRule, say_query_pai
 from evodsp.data.formats.mmcif import read_assembly, read_confidence
 from evodsp.data.index.data_index import DataIndex, in_words
 from evodsp.data.index.metadata import ChainFacts, facts_of_chains
-from evodsp.data.records import COMPLEXES, Assembly, ProteinSequence
+from evodsp.data.records import COMPLEXES, Assembly
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.sources.parsed import Parsed, Searched, joined_parts
@@ -49,7 +49,7 @@ class ComplexFiles:
         min_plddt: float | None = None,
     ) -> None:
         self.alignment_dir, self.assembly, self.rule, self.index = Path(alignment_dir), assembly, rule, index
-        self._chains = ChainFiles(alignment_dir, structure_dir)
+        self._chains = ChainFiles(alignment_dir, structure_dir, index)
         self._warn, self.min_plddt = warn, min_plddt
         self._structures = StructureFolder(structure_dir)
         if index is not None:
@@ -85,8 +85,7 @@ class ComplexFiles:
         """See `Store`: the index is read, or the folder listed, once."""
         if self.index is not None:
             return frozenset(compress(self.index.keys[:], self.index.has_structure())).__contains__
-        listing = StructureListing(self.structure_dir)
-        return lambda entry: listing.of_entry(entry) is not None
+        return StructureListing(self.structure_dir).has_entry
 
     def absence(self, key: str, lacking: Lacking) -> str:
         """See `Store`."""
@@ -142,25 +141,35 @@ class ComplexFiles:
         FileFormatError for a broken file.
         """
         assembly = self.assembly_of(entry)
-        lent = {} if self.index is None else self.index.chains(self.index.row(entry)).lenders
-        of_sequence: dict[str, list[ProteinSequence]] = {}
-        for chain in assembly.chains:
-            of_sequence.setdefault(chain.sequence, []).append(chain.query(chain.key))
-        searched = [self._searched(chains, lent.get(letters)) for letters, chains in of_sequence.items()]
-        return joined_parts(self._chains, assembly, searched, with_hits, self.rule, self._warned)
+        keys, letters = zip(*((f"{entry}_{chain.chain_id}", chain.sequence) for chain in assembly.chains), strict=True)
+        owners = () if self.index is None else self.index.chains(self.index.row(entry)).owners
+        if not owners:
+            owners = owners_of(keys, letters, lambda key: key if self._chains.has_alignments(key) else "")
+        searched: dict[str, Searched] = {}
+        for chain, key, owner in zip(assembly.chains, keys, owners, strict=True):
+            if not owner:
+                names = ", ".join(dict.fromkeys(compress(keys, (one == chain.sequence for one in letters))))
+                raise UserError(
+                    f"{self.alignment_dir}: no alignments of {names}; run the search for one of these chains, or leave the "
+                    "complex out"
+                )
+            if key == owner or chain.sequence not in searched:
+                searched[chain.sequence] = Searched(chain.query(key), owner)
+        return joined_parts(self._chains, assembly, list(searched.values()), with_hits, self.rule, self._warned)
 
     def _warned(self, owner: str, names: str) -> None:
         self._warn(str(self.alignment_dir / owner), names)
 
-    def _searched(self, chains: Sequence[ProteinSequence], lender: str | None) -> Searched:
-        """Of chains with one sequence the first that has alignments, and the name of their folder. `lender`: the chain that has
-        them by the index."""
-        owners = [(chain, lender or chain.name) for chain in chains]
-        query, owner = next((one for one in owners if self._chains.has_alignments(one[1])), (None, ""))
-        if query is None:
-            names = ", ".join(dict.fromkeys(chain.name for chain in chains))
-            raise UserError(
-                f"{self.alignment_dir}: no alignments of {names}; run the search for one of these chains, or leave the "
-                "complex out"
-            )
-        return Searched(query, owner)
+
+def owners_of(keys: Sequence[str], sequences: Sequence[str], owner_of: Callable[[str], str]) -> tuple[str, ...]:
+    """For each chain of a record the chain whose alignments it has, '' if there is none. `owner_of`: the same for a key.
+
+    It is the first chain of its sequence that has alignments of its own, else one that lends them to a chain of its sequence.
+    """
+    found: dict[str, str] = {}
+    distinct = dict.fromkeys(zip(keys, sequences, strict=True))
+    for is_lent in (False, True):
+        for key, letters in distinct:
+            if letters not in found and (owner := owner_of(key)) and (is_lent or owner == key):
+                found[letters] = owner
+    return tuple(found.get(letters, "") for letters in sequences)

@@ -16,7 +16,6 @@ from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.doctor.leaks import DEFINITION, DEFINITION_OF_COMPLEXES
 from evodsp.data.records import CHAINS, ONE_OF, Assembly
 from evodsp.data.similarity.comparison import Compared
-from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.opening import Records
 from evodsp.data.sources.parsed import Parsed
@@ -120,9 +119,11 @@ class Examiner:
         )
 
     def differs_from_index(self, key: str) -> bool:
-        """Whether the files of a key are others than the index says; False for complexes: one that differs cannot be read, and
-        the reason says so."""
-        return isinstance(self.store, ChainFiles) and self.store.differs_from_index(key)
+        """Whether the alignments of a key are other files than its index says; False without one."""
+        store = self.store
+        if isinstance(store, FeatureStore) or store.index is None:
+            return False
+        return store.index.differs(store.name_of(key), store.alignment_dir)
 
     def _of_pairing(self, parsed: Parsed) -> Iterator[str]:
         """What is wrong with the rows that pair the chains of several sequences, one remark for each sequence."""

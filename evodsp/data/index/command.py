@@ -27,11 +27,14 @@ def summary(index: DataIndex) -> str:
     and residues, and the reason of the first problem."""
     content, of_complexes = index.content, index.kind == COMPLEXES
     aligned, resolved = index.has_alignments(), index.has_structure()
-    borrowed = aligned & (index.table.representatives != np.arange(len(index)))
+    keys, owners = index.keys[:], [*content.owners[:], ""]  # the last stands for NO_OWNER
+    of_chain = np.repeat(np.arange(len(index)), np.diff(content.first_chains)).tolist()
+    owned = ((row, owners[owner]) for row, owner in zip(of_chain, content.chain_owners.tolist(), strict=True))
+    borrowed = {row for row, owner in owned if owner and keys[row] not in (owner, owner.rpartition("_")[0])}
     counts = {
         "without alignments": int((~aligned).sum()),
         "without a structure": int((~resolved).sum()),
-        "with alignments of an identical chain": int(borrowed.sum()),
+        "with alignments of an identical chain": len(borrowed),
         "with an empty folder of alignments": int(index.are_query_only().sum()),
         "of one chain only": int((np.diff(content.first_chains) == 1).sum()) if of_complexes else 0,
         "with a problem" if of_complexes else "that cannot be read": int((content.problems.lengths() > 0).sum()),

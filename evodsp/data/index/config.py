@@ -9,7 +9,6 @@ from evodsp.errors import UserError
 from evodsp.ranges import COUNT, check_numbers
 
 FOLDERS = ("alignment_dir", "structure_dir")
-_OF_CHAINS = ("chain_data_cache", "mmcif_cache")
 FILES = ("chain_data_cache", "mmcif_cache", "cluster_file", "duplicates", "obsolete")
 
 
@@ -25,7 +24,7 @@ class IndexConfig:
     """Folder of the index to write. A scan that was interrupted continues where it was."""
     complexes: bool = False
     """Make an index of complexes, for runs of model.arrangement multimer: a row for each entry, with the chains of its
-    assembly. Every structure is read completely. chain_data_cache and mmcif_cache are for indices of chains."""
+    assembly. Every structure is read completely, and has the sequences; caches go before it for the other facts."""
     assembly: str | None = "1"
     """For complexes: the biological assembly that is read, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
     chain_data_cache: Path | None = None
@@ -57,11 +56,6 @@ class IndexConfig:
             raise UserError(
                 f"--assembly is {self.assembly}, but the index is of single chains; give --complexes true, or leave it out"
             )
-        for name in _OF_CHAINS if self.complexes else ():
-            if getattr(self, name) is not None:
-                raise UserError(
-                    f"--{name} is {getattr(self, name)}, but an index of complexes reads the structures; leave it out"
-                )
         if self.scheduler is not None and self.workers == 0:
             raise UserError(
                 "--workers 0 scans in the main process, but --scheduler gives the work to others; give one of them"

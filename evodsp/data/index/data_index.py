@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64
@@ -33,6 +33,7 @@ from evodsp.data.index.chain_table import ChainTable, PackedTexts
 from evodsp.data.index.metadata import frequencies_of_entries
 from evodsp.data.records import CHAINS, COMPLEXES, ONE_OF, Kind
 from evodsp.data.sources.alignment_database import StoredFile
+from evodsp.data.sources.chain_folder import files_of_chain
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.files import whole_folder
 from evodsp.reading.array_files import map_array
@@ -40,7 +41,7 @@ from evodsp.reading.quoting import quoted, shown
 from evodsp.reading.text_files import read_json
 
 HEADER = "index.json"
-VERSION = 3
+VERSION = 4
 FIX = "make it again with 'evodsp data index'"
 TABLE_COLUMNS = tuple(column.name for column in fields(ChainTable)[1:])
 _REAL = ("resolutions", "largest_fractions", "unknown_fractions")
@@ -49,12 +50,12 @@ _OWN = "crc32"
 """Entry of the header: the checksum of its other entries."""
 _NEAREST_AMONG = 100_000
 """A misspelt key is compared with at most this many keys."""
+NO_OWNER = -1
+"""Entry of `chain_owners` for a chain without alignments."""
 FOLDER_OF_ITS_OWN = -1
-"""Entry of `chain_databases` for a chain whose alignments lie in a folder of their own, or that has none."""
+"""Entry of `owner_databases` for a chain whose alignments lie in a folder of their own."""
 EMPTY_FOLDER = -2
-"""Entry of `chain_databases` for a chain whose folder is empty: its sequence is its MSA."""
-NOT_LISTED = -3
-"""Entry of `chain_databases` for a chain of a complex, whose files are not listed."""
+"""Entry of `owner_databases` for a chain whose folder is empty: its sequence is its MSA."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Source:
 
 @dataclass(frozen=True)
 class IndexContent:
-    """The columns of an index of n keys, which stand for m chains with f files."""
+    """The columns of an index of n keys, which stand for m chains, and of o chains that own f files."""
 
     table: ChainTable
     """The facts about each key. Of a complex the length is that of all chains, the shares of residue types are those of all
@@ -94,7 +95,7 @@ class IndexContent:
     sequences: PackedTexts
     """The one-letter codes of each chain; '' if unknown."""
     owners: PackedTexts
-    """The key of the chain whose alignments each chain has; '' if there are none."""
+    """The keys of the chains that have alignments of their own, or an empty folder for them; sorted."""
     databases: PackedTexts
     """Names of OpenFold's databases in the alignment folder."""
     file_names: PackedTexts
@@ -103,10 +104,12 @@ class IndexContent:
     """The chains of row i are those from first_chains[i] to first_chains[i + 1]; none of a complex that cannot be read."""
     chain_clusters: Int64[np.ndarray, " m"]
     """The number of chains in each chain's sequence cluster, itself included; `UNKNOWN_CLUSTER` if unknown."""
-    chain_databases: Int32[np.ndarray, " m"]
-    """Each chain's row of `databases`, FOLDER_OF_ITS_OWN, EMPTY_FOLDER or NOT_LISTED."""
-    first_files: Int64[np.ndarray, " m_plus_1"]
-    """The files of chain j are those from first_files[j] to first_files[j + 1]."""
+    chain_owners: Int32[np.ndarray, " m"]
+    """The row of `owners` whose alignments each chain has, or NO_OWNER."""
+    owner_databases: Int32[np.ndarray, " o"]
+    """Each owner's row of `databases`, FOLDER_OF_ITS_OWN or EMPTY_FOLDER."""
+    first_files: Int64[np.ndarray, " o_plus_1"]
+    """The files of owner k are those from first_files[k] to first_files[k + 1]."""
     file_name_rows: Int32[np.ndarray, " f"]
     """Each file's row of `file_names`."""
     file_offsets: Int64[np.ndarray, " f"]
@@ -117,7 +120,8 @@ class IndexContent:
 
 _TEXTS = ("structures", "problems", "chain_names", "sequences", "owners", "databases", "file_names")
 _ARRAYS = (
-    "first_chains", "chain_clusters", "chain_databases", "first_files", "file_name_rows", "file_offsets", "file_lengths",
+    "first_chains", "chain_clusters", "chain_owners", "owner_databases", "first_files", "file_name_rows", "file_offsets",
+    "file_lengths",
 )  # fmt: skip
 _FILES = (
     *TABLE_COLUMNS,
@@ -144,6 +148,19 @@ class ListedChains:
     def lenders(self) -> dict[str, str]:
         """For each sequence the key of the chain whose alignments it has."""
         return dict(zip(self.sequences, self.owners, strict=True))
+
+
+class ListedFiles(NamedTuple):
+    """The alignments and template searches of a chain."""
+
+    owner: str
+    """The key of the chain whose they are."""
+    database: str
+    """The database that has them; '' if they lie in the owner's folder."""
+    files: list[StoredFile]
+    """Sorted by name."""
+    is_empty: bool
+    """Whether the owner's folder is empty."""
 
 
 def in_words(assembly: str | None) -> str:
@@ -229,8 +246,11 @@ class DataIndex:
     def chains(self, row: int) -> ListedChains:
         """The chains of a row."""
         content, rows = self.content, range(*self.content.first_chains[row : row + 2].tolist())
-        columns = content.chain_names, content.sequences, content.owners
-        return ListedChains(*(tuple(column[chain] for chain in rows) for column in columns))
+        names, sequences = (
+            tuple(column[chain] for chain in rows) for column in (content.chain_names, content.sequences)
+        )
+        owners = content.chain_owners[rows.start : rows.stop].tolist()
+        return ListedChains(names, sequences, tuple("" if row == NO_OWNER else content.owners[row] for row in owners))
 
     def sequences_of(self, row: int) -> tuple[str, ...]:
         """The one-letter codes of the row's chains; none if they are unknown."""
@@ -247,31 +267,41 @@ class DataIndex:
     def has_alignments(self) -> Bool[np.ndarray, " n"]:
         """Whether every chain of a row, or an identical one, has alignments, or an empty folder of them. A complex that could
         not be read has those of a chain at least."""
-        lacking = np.concatenate([[0], np.cumsum(self.content.owners.lengths() == 0)])[self.content.first_chains]
+        lacking = np.concatenate([[0], np.cumsum(self.content.chain_owners == NO_OWNER)])[self.content.first_chains]
         return np.diff(lacking) == 0
 
     def are_query_only(self) -> Bool[np.ndarray, " m"]:
         """Whether a chain's sequence is its MSA: its folder is empty, and no identical chain has alignments."""
-        alone = np.asarray(self.content.chain_databases == EMPTY_FOLDER)
-        return alone & (self.table.representatives == np.arange(len(self))) if self.kind == CHAINS else alone
+        is_empty = np.append(self.content.owner_databases == EMPTY_FOLDER, False)  # the last stands for NO_OWNER
+        return is_empty[self.content.chain_owners]
 
-    def alignment_files(self, row: int) -> tuple[str, str | None, list[StoredFile]]:
-        """The place of a chain's alignments and template searches: (key of the chain that owns them, database or None, files
-        sorted by name). Without a database they lie in that key's folder."""
-        content = self.content
-        owner = content.owners[int(content.first_chains[row])] or self.keys[row]
-        chain = int(content.first_chains[self.row(owner)])
-        files, database = slice(*content.first_files[chain : chain + 2].tolist()), int(content.chain_databases[chain])
+    def alignments_of(self, key: str) -> ListedFiles | None:
+        """The files that a chain has: its own, or those that its row of an index of chains was lent; None if there are none."""
+        content, owner = self.content, self.content.owners.find(key)
+        if owner is None and self.kind == CHAINS and (row := self.keys.find(key)) is not None:
+            owner = int(content.chain_owners[row])  # a row has one chain
+        if owner is None or owner == NO_OWNER:
+            return None
+        files, database = slice(*content.first_files[owner : owner + 2].tolist()), int(content.owner_databases[owner])
         places = (content.file_name_rows[files], content.file_offsets[files], content.file_lengths[files])
         listed = [
             StoredFile(content.file_names[int(name)], int(offset), int(length))
             for name, offset, length in zip(*places, strict=True)
         ]
-        return owner, None if database < 0 else content.databases[database], listed
+        where = "" if database < 0 else content.databases[database]
+        return ListedFiles(content.owners[owner], where, listed, database == EMPTY_FOLDER)
 
-    def has_empty_folder(self, row: int) -> bool:
-        """Whether the chain's folder of alignments is empty."""
-        return int(self.content.chain_databases[int(self.content.first_chains[row])]) == EMPTY_FOLDER
+    def differs(self, key: str, alignment_dir: Path) -> bool:
+        """Whether the folder of a chain of the key has other files, or files of other sizes, than listed; False for files in a
+        database. Lists the folders and reads no file."""
+        row = self.keys.find(key)
+        owners = dict.fromkeys(() if row is None else self.chains(row).owners)
+        listings = (listed for owner in owners if (listed := self.alignments_of(owner)) is not None)
+        return any(
+            files_of_chain(alignment_dir / listed.owner) != {file.name: file.length for file in listed.files}
+            for listed in listings
+            if not listed.database
+        )
 
     def frequencies(self) -> Float64[np.ndarray, " n"]:
         """The frequency with which `sampling: alphafold2` takes each row, in any unit."""
@@ -327,19 +357,21 @@ class DataIndex:
     def _fitting(self) -> Iterator[tuple[str, bool]]:
         """Each column, and whether its entries fit the other columns."""
         content = self.content
-        chains, files = len(content.chain_names), len(content.file_name_rows)
+        chains, owners, files = len(content.chain_names), len(content.owners), len(content.file_name_rows)
         for name in ("keys", *_TEXTS):
             texts: PackedTexts = self.keys if name == "keys" else getattr(content, name)
             yield name, bool((texts.lengths() >= 0).all())
         for name in ("structures", "problems"):
             yield name, len(getattr(content, name)) == len(self)
-        for name in ("sequences", "owners", "chain_clusters", "chain_databases"):
+        for name in ("sequences", "chain_clusters", "chain_owners"):
             yield name, len(getattr(content, name)) == chains
         yield "representatives", within(self.table.representatives, 0, len(self))
         yield "first_chains", fitting_parts(content.first_chains, len(self), chains)
         yield "chain_names", self.kind != CHAINS or bool((np.diff(content.first_chains) == 1).all())
-        yield "chain_databases", within(content.chain_databases, NOT_LISTED, len(content.databases))
-        yield "first_files", fitting_parts(content.first_files, chains, files)
+        yield "chain_owners", within(content.chain_owners, NO_OWNER, owners)
+        yield "owner_databases", len(content.owner_databases) == owners
+        yield "owner_databases", within(content.owner_databases, EMPTY_FOLDER, len(content.databases))
+        yield "first_files", fitting_parts(content.first_files, owners, files)
         yield "file_name_rows", within(content.file_name_rows, 0, len(content.file_names))
         for name in ("file_offsets", "file_lengths"):
             column = getattr(content, name)

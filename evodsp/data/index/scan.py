@@ -1,8 +1,9 @@
 """Scanning a data set for its index (`evodsp.data.index.data_index`), in parts (`evodsp.data.index.parts`).
 
-The main process lists both folders and reads the caches. Processes list the files of each chain, and read the header of its
-structure (or its first alignment, if there is no structure) where no cache knows the chain. Of a complex they read the assembly
-as training does, with all atoms, because a chain without coordinates is no chain of a complex.
+The main process lists both folders and reads the caches. Processes list the files of each chain that has alignments, and read
+what its key stands for. Of a chain that no cache knows they read the header of the structure, or the first alignment if there
+is no structure. Of a complex they read the assembly as training does, with all atoms, because a chain without coordinates is no
+chain of a complex.
 
 Chains of the index are those that have alignments, or that a cache or the list of identical chains names. Complexes are the
 entries that have alignments of a chain, or of one that is identical to one of its chains by the list.
@@ -12,22 +13,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from evodsp.data.complexes.source import owners_of
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.formats.mmcif import read_assembly, read_header
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts, day_of
+from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts
 from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.data_index import (
     EMPTY_FOLDER,
     FOLDER_OF_ITS_OWN,
-    NOT_LISTED,
+    NO_OWNER,
     IndexContent,
+    ListedFiles,
     write_index,
 )
 from evodsp.data.index.metadata import (
@@ -35,6 +39,7 @@ from evodsp.data.index.metadata import (
     ClusterSizes,
     EntityClusters,
     are_entities,
+    facts_of_chains,
     facts_of_file,
     read_chain_cache,
     read_entry_cache,
@@ -43,7 +48,7 @@ from evodsp.data.index.metadata import (
     table_of,
 )
 from evodsp.data.index.parts import Parts, sources_of
-from evodsp.data.records import CHAINS, COMPLEXES
+from evodsp.data.records import CHAINS, COMPLEXES, Kind
 from evodsp.data.sources.alignment_database import StoredFile, read_databases, read_parts
 from evodsp.data.sources.chain_folder import (
     chain_folders,
@@ -60,36 +65,40 @@ from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
 from evodsp.reading.quoting import one_line
 
-_FORM = 3
+_FORM = 4
 """The form in which a part describes what was scanned. Parts of another form, of an earlier version, are scanned again."""
 
 
 @dataclass(frozen=True, slots=True)
-class ScannedChain:
-    """A chain of a row. `owner`: the key of the chain whose alignments it has; '' if there are none, or it is not known yet."""
+class KeyTask:
+    """What is known about a key before its files are read."""
 
-    name: str
-    sequence: str
-    owner: str
-    cluster: int
-    database: str = ""
-    """OpenFold's database with its alignments."""
-    place: int = FOLDER_OF_ITS_OWN
-    """Where its files are, if in no database: `EMPTY_FOLDER` and its like."""
-    files: tuple[StoredFile, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ScannedKey:
-    """The findings of a scan about a key."""
-
+    kind: Kind
     key: str
-    facts: ChainFacts
     structure: str
     """Its structure file, relative to the folder; '' if there is none."""
-    problem: str
-    """The reason why its files could not be read, '' if they could."""
-    chains: tuple[ScannedChain, ...]
+    aligned: tuple[ListedFiles, ...]
+    """The chains with alignments that it stands for: a chain itself, or those of an entry. Without a database their files are
+    not known yet."""
+    needs_entities: bool
+    """Whether the number of each chain's entity is to be read, for clusters of entities."""
+    assembly: str | None = None
+    """Of a complex: the assembly that is read."""
+    in_cache: bool = False
+    """Whether a cache has facts about the chain."""
+    may_be_nested: bool = False
+    """Whether the folder of structures has a folder of this name, where the structure may lie."""
+
+
+class FoundChain(NamedTuple):
+    """A chain of a key; what is unknown is ''. `entry`: the key itself if its structure has one chain: alignments of that chain
+    may have its name."""
+
+    name: str
+    key: str
+    sequence: str = ""
+    entity: str = ""
+    entry: str = ""
 
 
 def make_index(config: IndexConfig) -> int:
@@ -98,17 +107,26 @@ def make_index(config: IndexConfig) -> int:
     Raises UserError if there are none, or a cache or a list is broken. A structure or alignment that cannot be read is no
     error: the index names it with the reason.
     """
+    kind = COMPLEXES if config.complexes else CHAINS
     sources = sources_of(config)
     duplicates = [] if config.duplicates is None else read_sets(config.duplicates)
     clusters = _Clusters([] if config.cluster_file is None else read_sets(config.cluster_file))
     obsolete = {} if config.obsolete is None else parse_obsolete(config.obsolete)
-    scan = _scan_complexes if config.complexes else _scan_chains
-    parts, scanned = scan(config, sources, duplicates, clusters)
-    content = assemble(scanned)
-    if not config.complexes:
-        content = with_lenders(content, duplicates)
+    listed = {} if config.chain_data_cache is None else read_chain_cache(config.chain_data_cache)
+    facts = {} if config.mmcif_cache is None else read_entry_cache(config.mmcif_cache)
+    facts |= {key: _filled(known, facts.get(key, ChainFacts())) for key, known in listed.items()}
+    aligned = _aligned(config.alignment_dir)
+    if config.complexes:
+        tasks = _complexes(config, aligned, duplicates, clusters.are_entities)
+    else:
+        named = {*listed, *(key for same in duplicates for key in same)}  # mmcif_cache lists all entries of the PDB
+        tasks = _chains(config, aligned, named, facts, clusters.are_entities)
+    if not any(task.aligned for task in tasks):
+        raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
+    parts = Parts(config, scan_key, tasks, sources, _FORM)
+    parts.scan(f"scanned {kind}")
+    content = assemble(parts.scanned, facts, clusters, duplicates)
     parts.before_writing()
-    kind = COMPLEXES if config.complexes else CHAINS
     write_index(config.output, content, sources, obsolete, kind, config.assembly)
     parts.remove()
     return len(content.table)
@@ -122,112 +140,12 @@ class _Clusters:
         """Whether the number of each chain's entity is to be read."""
         self._clusters = clusters
 
-    def sizes(self, keys: Iterable[str], entities: Iterable[str]) -> Iterator[int]:
-        """The size of each chain's cluster, given its key and its entity; UNKNOWN_CLUSTER where unknown."""
+    def sizes(self, chains: Iterable[FoundChain]) -> Iterator[int]:
+        """The size of each chain's cluster; UNKNOWN_CLUSTER where unknown."""
         if self.are_entities:
-            return iter(EntityClusters(self._clusters).sizes(entities))
-        return map(ClusterSizes(self._clusters).of, keys)
-
-
-def assemble(scanned: Iterable[ScannedKey]) -> IndexContent:
-    """The columns of an index. `scanned`: sorted by key."""
-    keys, facts, structures, problems, first_chains = [], [], [], [], [0]
-    names, sequences, owners, clusters, places, first_files = [], [], [], [], [], [0]
-    databases: dict[str, int] = {}
-    file_names: dict[str, int] = {}
-    files: list[tuple[int, int, int]] = []
-    for one in scanned:
-        keys.append(one.key)
-        facts.append(one.facts)
-        structures.append(one.structure)
-        problems.append(one.problem)
-        for chain in one.chains:
-            names.append(chain.name)
-            sequences.append(chain.sequence)
-            owners.append(chain.owner)
-            clusters.append(chain.cluster)
-            is_stored = bool(chain.database)
-            places.append(databases.setdefault(chain.database, len(databases)) if is_stored else chain.place)
-            files += [(file_names.setdefault(file.name, len(file_names)), *file[1:]) for file in chain.files]
-            first_files.append(len(files))
-        first_chains.append(len(names))
-    name_rows, offsets, lengths = np.array(files, np.int64).reshape(-1, 3).T
-    return IndexContent(
-        table=table_of(PackedTexts.of(keys), facts),
-        structures=PackedTexts.of(structures),
-        problems=PackedTexts.of(problems),
-        chain_names=PackedTexts.of(names),
-        sequences=PackedTexts.of(sequences),
-        owners=PackedTexts.of(owners),
-        databases=PackedTexts.of(databases),
-        file_names=PackedTexts.of(file_names),
-        first_chains=np.array(first_chains, np.int64),
-        chain_clusters=np.array(clusters, np.int64),
-        chain_databases=np.array(places, np.int32),
-        first_files=np.array(first_files, np.int64),
-        file_name_rows=name_rows.astype(np.int32),
-        file_offsets=np.ascontiguousarray(offsets),
-        file_lengths=np.ascontiguousarray(lengths),
-    )
-
-
-def with_lenders(content: IndexContent, duplicates: Iterable[list[str]]) -> IndexContent:
-    """The columns of an index of chains, in which a chain without alignments has those of an identical one. `duplicates`: sets
-    of identical chains."""
-    keys, representatives = content.table.keys[:], np.arange(len(content.table), dtype=np.int32)
-    is_one = np.array([is_alignment(Path(name).name) for name in content.file_names], bool)
-    before = np.concatenate([[0], np.cumsum(is_one[content.file_name_rows])])
-    has_own = before[content.first_files[1:]] > before[content.first_files[:-1]]
-    row_of = {key: row for row, key in enumerate(keys)}
-    for same in duplicates:
-        rows = [row_of[key] for key in same if key in row_of]
-        lender = next((row for row in rows if has_own[row]), None)
-        for row in rows:
-            if lender is not None and not has_own[row]:
-                representatives[row] = lender
-    is_empty = content.chain_databases == EMPTY_FOLDER
-    has_some = (has_own[representatives] | is_empty).tolist()
-    owners = (keys[owner] if known else "" for owner, known in zip(representatives.tolist(), has_some, strict=True))
-    table = replace(content.table, representatives=representatives)
-    return replace(content, table=table, owners=PackedTexts.of(owners))
-
-
-# Chains ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ChainTask:
-    """The known facts about a chain before its files are read."""
-
-    key: str
-    structure: str
-    """The structure file of its entry, relative to the folder; '' if there is none."""
-    in_cache: bool
-    has_folder: bool
-    database: str = ""
-    """OpenFold's database with its alignments."""
-    files: tuple[StoredFile, ...] = ()
-    """Its files in the database."""
-    needs_entity: bool = False
-    """Whether the number of its entity is to be read, for clusters of entities."""
-    may_be_nested: bool = False
-    """Whether the folder of structures has a folder of the chain, where its structure may lie."""
-
-
-def _scan_chains(
-    config: IndexConfig, sources: list[Any], duplicates: list[list[str]], clusters: _Clusters
-) -> tuple[Parts[ChainTask], Iterator[ScannedKey]]:
-    """The chains of the index, which has them alone. Raises UserError if there are none."""
-    listed = {} if config.chain_data_cache is None else read_chain_cache(config.chain_data_cache)
-    facts = {} if config.mmcif_cache is None else read_entry_cache(config.mmcif_cache)
-    facts |= {key: _filled(known, facts.get(key, ChainFacts())) for key, known in listed.items()}
-    named = {*listed, *(key for same in duplicates for key in same)}  # mmcif_cache lists all entries of the PDB
-    tasks = _tasks(config, facts, named, clusters.are_entities)
-    parts = Parts(config, scan_chain, tasks, sources, _FORM)
-    parts.scan("scanned chains")
-    sizes = clusters.sizes((task.key for task in tasks), (found["entity"] for _, found in parts.scanned()))
-    scanned = zip(parts.scanned(), sizes, strict=True)
-    return parts, (_of_chain(task, found, facts, size) for (task, found), size in scanned)
+            return iter(EntityClusters(self._clusters).sizes(chain.entity for chain in chains))
+        of_chains = ClusterSizes(self._clusters)
+        return (of_chains.of(chain.key) for chain in chains)
 
 
 def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
@@ -240,185 +158,216 @@ def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
     )
 
 
-def _tasks(
-    config: IndexConfig, facts: Mapping[str, ChainFacts], named: set[str], needs_entity: bool
-) -> list[ChainTask]:
-    """The chains of the index, sorted by key: those with alignments and `named`. Raises UserError if none has alignments."""
-    in_database = {key: database for database in read_databases(config.alignment_dir) for key in database.entries}
-    folders = set() if in_database else set(chain_folders(config.alignment_dir))
-    keys = sorted({*folders, *in_database, *named})
-    if not folders and not in_database:
-        raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
+def _aligned(alignment_dir: Path) -> dict[str, ListedFiles]:
+    """The chains with alignments, sorted by key; of those in folders the files are not listed yet."""
+    stored = {key: database for database in read_databases(alignment_dir) for key in database.entries}
+    if stored:
+        return {key: ListedFiles(key, *stored[key].files(key), False) for key in sorted(stored)}
+    return {key: ListedFiles(key, "", [], False) for key in chain_folders(alignment_dir)}
+
+
+def _chains(
+    config: IndexConfig,
+    aligned: Mapping[str, ListedFiles],
+    named: set[str],
+    facts: Mapping[str, ChainFacts],
+    needs_entities: bool,
+) -> list[KeyTask]:
+    """The chains of an index, sorted by key: those with alignments and `named`."""
     listing = StructureListing(config.structure_dir)
     tasks = []
-    for key in keys:
+    for key in sorted({*aligned, *named}):
         try:
             structure = listing.of_chain(key) or ""
             may_be_nested = not structure and key in listing.folders
         except UserError:  # the name is no chain key: it has no structure, and training reports it so
             structure, may_be_nested = "", False
-        name, files = in_database[key].files(key) if key in in_database else ("", [])
-        of_key = (key, structure, key in facts, key in folders, name, tuple(files))
-        tasks.append(ChainTask(*of_key, needs_entity, may_be_nested))
+        own = (aligned[key],) if key in aligned else ()
+        tasks.append(
+            KeyTask(CHAINS, key, structure, own, needs_entities, in_cache=key in facts, may_be_nested=may_be_nested)
+        )
     return tasks
 
 
-def scan_chain(alignment_dir: Path, structure_dir: Path, task: ChainTask) -> dict[str, Any]:
-    """The entry of a chain in its part: its files, and its header's facts if no cache has them. `_FORM` numbers this form."""
-    files, structure = list(task.files), task.structure
-    facts, entity, problem, is_empty = ChainFacts(), "", "", False
+def _complexes(
+    config: IndexConfig, aligned: Mapping[str, ListedFiles], duplicates: list[list[str]], needs_entities: bool
+) -> list[KeyTask]:
+    """The complexes of an index, sorted by key: entries with alignments of a chain, or of one that is identical to a chain."""
+    lending = (same for same in duplicates if any(key in aligned for key in same))
+    of_entry: dict[str, list[ListedFiles]] = {}
+    for key in (*aligned, *(key for same in lending for key in same)):
+        if key.strip("_") == key:  # others are no keys
+            of_entry.setdefault(split_key(key)[0], []).extend(filter(None, [aligned.get(key)]))
+    listing = StructureListing(config.structure_dir)
+    tasks = []
+    for entry, own in sorted(of_entry.items()):
+        structure = listing.of_entry(entry) or ""
+        nested = not structure and entry in listing.folders
+        tasks.append(
+            KeyTask(COMPLEXES, entry, structure, tuple(own), needs_entities, config.assembly, may_be_nested=nested)
+        )
+    return tasks
+
+
+def scan_key(alignment_dir: Path, structure_dir: Path, task: KeyTask) -> dict[str, Any]:
+    """The entry of a key in its part: the files of its chains with alignments, its chains and the facts about them, or the
+    reason why they could not be read. `_FORM` numbers this form."""
+    found: dict[str, Any] = {
+        "aligned": [],
+        "structure": task.structure,
+        "chains": [FoundChain(task.key, task.key)] if task.kind == CHAINS else [],
+        "facts": dataclasses.astuple(ChainFacts()),
+        "problem": "",
+    }
     try:
-        if task.has_folder:
-            found = files_of_chain(alignment_dir / task.key)
-            is_empty = not found and is_empty_folder(alignment_dir / task.key)
-            files = [StoredFile(name, 0, length) for name, length in found.items()]
+        listed = [_with_files(alignment_dir, one) for one in task.aligned]
+        found["aligned"] = [one for one in listed if one.is_empty or _alignments(one)]
         if task.may_be_nested and (path := nested_structure(structure_dir, task.key)) is not None:
-            structure = str(path.relative_to(structure_dir))
-        if structure and (task.needs_entity or not task.in_cache):
-            facts, entity = facts_of_file(structure_dir / structure, task.key)
-        elif not task.in_cache:
-            facts = ChainFacts(sequence=_first_row(alignment_dir, task, files))
+            found["structure"] = str(path.relative_to(structure_dir))
+        if task.kind == CHAINS:
+            _read_chain(alignment_dir, structure_dir, task, found)
+        elif found["structure"]:
+            _read_complex(structure_dir / found["structure"], task, found)
     except (UserError, OSError) as error:
-        problem = one_line(str(error))
-    columns = {"files": files, "empty": is_empty, "structure": structure, "facts": dataclasses.astuple(facts)}
-    return {**columns, "entity": entity, "problem": problem}
+        found["problem"] = one_line(str(error))
+    return found
 
 
-def _first_row(alignment_dir: Path, task: ChainTask, files: list[StoredFile]) -> str:
-    """The first row of the chain's first alignment; '' if it has none."""
-    named = {file: Path(file.name).name for file in files}
-    first = min(
-        (file for file in files if is_alignment(named[file])), key=lambda file: order_in_msa(named[file]), default=None
-    )
+def _with_files(alignment_dir: Path, one: ListedFiles) -> ListedFiles:
+    if one.database:
+        return one
+    files = [StoredFile(name, 0, length) for name, length in files_of_chain(alignment_dir / one.owner).items()]
+    return one._replace(files=files, is_empty=not files and is_empty_folder(alignment_dir / one.owner))
+
+
+def _alignments(one: ListedFiles) -> list[StoredFile]:
+    """Its alignments for the MSA."""
+    return [file for file in one.files if is_alignment(Path(file.name).name)]
+
+
+def _read_chain(alignment_dir: Path, structure_dir: Path, task: KeyTask, found: dict[str, Any]) -> None:
+    """Add the facts that the chain's header says, or its first alignment, if no cache has them."""
+    facts, entity = ChainFacts(), ""
+    if found["structure"] and (task.needs_entities or not task.in_cache):
+        facts, entity = facts_of_file(structure_dir / found["structure"], task.key)
+    elif not task.in_cache and found["aligned"]:
+        facts = ChainFacts(sequence=_first_row(alignment_dir, *found["aligned"]))
+    if task.in_cache:
+        facts = ChainFacts()
+    found["chains"] = [FoundChain(task.key, task.key, facts.sequence, entity)]
+    found["facts"] = dataclasses.astuple(facts)
+
+
+def _first_row(alignment_dir: Path, one: ListedFiles) -> str:
+    """The first row of a chain's first alignment; '' if it has none."""
+    first = min(_alignments(one), key=lambda file: order_in_msa(Path(file.name).name), default=None)
     if first is None:
         return ""
-    if task.database:
-        parts = read_parts(alignment_dir / task.database, task.key, [first], task.database)
-        ((source, _, data),) = parts
+    if one.database:
+        ((source, _, data),) = read_parts(alignment_dir / one.database, one.owner, [first], one.database)
     else:
-        source = str(file_of_chain(alignment_dir / task.key, first.name))
+        source = str(file_of_chain(alignment_dir / one.owner, first.name))
         data = first_record(Path(source))
     alignments = parse_alignments([(source, data)])
     return decode(alignments[0].residues[0]) if alignments else ""
 
 
-def _of_chain(task: ChainTask, found: dict[str, Any], cached: Mapping[str, ChainFacts], cluster: int) -> ScannedKey:
-    facts = cached.get(task.key) or ChainFacts(*found["facts"])
-    if cluster != UNKNOWN_CLUSTER:
-        facts = replace(facts, cluster_size=cluster)
-    files = tuple(StoredFile(*file) for file in found["files"])
-    place = EMPTY_FOLDER if found["empty"] else FOLDER_OF_ITS_OWN
-    chain = ScannedChain(task.key, facts.sequence, "", facts.cluster_size, task.database, place, files)
-    return ScannedKey(task.key, facts, found["structure"], found["problem"], (chain,))
-
-
-# Complexes -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ComplexTask:
-    """What is known about an entry before its structure is read."""
-
-    entry: str
-    structure: str
-    """Its structure file, relative to the folder; '' if there is none."""
-    assembly: str | None
-    needs_entities: bool
-    """Whether the number of each chain's entity is to be read, for clusters of entities."""
-
-
-def _scan_complexes(
-    config: IndexConfig, sources: list[Any], duplicates: list[list[str]], clusters: _Clusters
-) -> tuple[Parts[ComplexTask], Iterator[ScannedKey]]:
-    """The entries of the index, with the chains of their assemblies. Raises UserError if there are none."""
-    aligned = _aligned(config.alignment_dir)
-    lenders = _lenders(duplicates, aligned)
-    listing = StructureListing(config.structure_dir)
-    entries = sorted({split_key(key)[0] for key in (*aligned, *lenders)})
-    if not entries:
-        raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
-    tasks = [
-        ComplexTask(entry, listing.of_entry(entry) or "", config.assembly, clusters.are_entities) for entry in entries
+def _read_complex(path: Path, task: KeyTask, found: dict[str, Any]) -> None:
+    """Add the chains of the assembly, and what the file says about it."""
+    chains = (assembly := read_assembly(path, task.assembly)).chains
+    header = read_header(path) if task.needs_entities or task.key in (one.owner for one in task.aligned) else None
+    entities = {} if header is None else {name: f"{task.key}_{number}" for name, number in header.entities.items()}
+    entry = task.key if header is not None and len(header.sequences) == 1 else ""
+    found["chains"] = [
+        FoundChain(name, f"{task.key}_{one.chain_id}", one.sequence, entities.get(one.chain_id, ""), entry)
+        for name, one in zip(assembly.names, chains, strict=True)
     ]
-    parts = Parts(config, scan_complex, tasks, sources, (_FORM, COMPLEXES))
-    parts.scan("scanned complexes")
-    found = [one for _, one in parts.scanned()]
-    sizes = clusters.sizes(
-        (key for one in found for key in one["keys"]), (entity for one in found for entity in one["entities"])
+    found["facts"] = dataclasses.astuple(facts_of_chains(chains))
+
+
+Scanned = Callable[[], Iterable[tuple[KeyTask, dict[str, Any]]]]
+"""The findings of a scan from the first to the last key, each time that it is called."""
+
+
+def assemble(
+    scanned: Scanned, cached: Mapping[str, ChainFacts], clusters: _Clusters, duplicates: Iterable[list[str]]
+) -> IndexContent:
+    """The columns of an index. `cached`: facts about chains that go before those that were found; sequences that were found go
+    before those in a cache. `duplicates`: sets of identical chains."""
+    listed = {one[0]: ListedFiles(*one) for _, found in scanned() for one in found["aligned"]}
+    owner_of = _lent(listed, duplicates)
+    owners = [key for key in sorted(listed) if owner_of[key] == key]
+    row_of_owner = {key: row for row, key in enumerate(owners)} | {"": NO_OWNER}
+    sizes = clusters.sizes(FoundChain(*chain) for _, found in scanned() for chain in found["chains"])
+    keys, facts, structures, problems, first_chains = [], [], [], [], [0]
+    names, sequences, chain_clusters, chain_owners = [], [], [], []
+    for task, found in scanned():
+        chains = [FoundChain(*chain) for chain in found["chains"]]
+        known = [cached.get(chain.key, ChainFacts()) for chain in chains]
+        letters = [chain.sequence or fact.sequence for chain, fact in zip(chains, known, strict=True)]
+        own = [
+            fact.cluster_size if size == UNKNOWN_CLUSTER else size
+            for size, fact in zip(islice(sizes, len(chains)), known, strict=True)
+        ]
+        for chain in chains:
+            owner_of.setdefault(chain.key, owner_of.get(chain.entry, ""))
+        taken = owners_of([chain.key for chain in chains], letters, owner_of.__getitem__)
+        without = dict.fromkeys(chain.key for chain, owner in zip(chains, taken, strict=True) if not owner)
+        is_lacking = bool(without) and task.kind == COMPLEXES
+        entry = _filled(known[0] if known else ChainFacts(), ChainFacts(*found["facts"]))
+        keys.append(task.key)
+        facts.append(replace(entry, sequence="".join(letters), cluster_size=smallest_cluster(own)))
+        structures.append(found["structure"])
+        problems.append(found["problem"] or (f"no alignments of {', '.join(without)}" if is_lacking else ""))
+        names += [chain.name for chain in chains]
+        sequences += letters
+        chain_clusters += own
+        chain_owners += [row_of_owner[owner] for owner in taken]
+        first_chains.append(len(names))
+    row_of = {key: row for row, key in enumerate(keys)}
+    representatives = [row_of.get(owner_of.get(key, key), row) for row, key in enumerate(keys)]
+    databases: dict[str, int] = {}
+    file_names: dict[str, int] = {}
+    files = [
+        (file_names.setdefault(name, len(file_names)), offset, length)
+        for key in owners
+        for name, offset, length in listed[key].files
+    ]
+    name_rows, offsets, lengths = np.array(files, np.int64).reshape(-1, 3).T
+    places = [_place(listed[key], databases) for key in owners]
+    return IndexContent(
+        table=replace(table_of(PackedTexts.of(keys), facts), representatives=np.array(representatives, np.int32)),
+        structures=PackedTexts.of(structures),
+        problems=PackedTexts.of(problems),
+        chain_names=PackedTexts.of(names),
+        sequences=PackedTexts.of(sequences),
+        owners=PackedTexts.of(owners),
+        databases=PackedTexts.of(databases),
+        file_names=PackedTexts.of(file_names),
+        first_chains=np.array(first_chains, np.int64),
+        chain_clusters=np.array(chain_clusters, np.int64),
+        chain_owners=np.array(chain_owners, np.int32),
+        owner_databases=np.array(places, np.int32),
+        first_files=np.cumsum([0, *(len(listed[key].files) for key in owners)]),
+        file_name_rows=name_rows.astype(np.int32),
+        file_offsets=np.ascontiguousarray(offsets),
+        file_lengths=np.ascontiguousarray(lengths),
     )
-    pairs = zip(tasks, found, strict=True)
-    return parts, (_of_complex(task, one, aligned, lenders, [next(sizes) for _ in one["keys"]]) for task, one in pairs)
 
 
-def _of_complex(
-    task: ComplexTask,
-    found: dict[str, Any],
-    aligned: Collection[str],
-    lenders: Mapping[str, str],
-    clusters: Sequence[int],
-) -> ScannedKey:
-    keys, sequences = found["keys"], found["sequences"]
-    owners = _owners(keys, sequences, aligned, lenders)
-    without = dict.fromkeys(key for key, owner in zip(keys, owners, strict=True) if not owner)
-    problem = found["problem"] or (f"no alignments of {', '.join(without)}" if without else "")
-    facts = ChainFacts("".join(sequences), found["resolution"], found["release_day"], smallest_cluster(clusters))
-    chains = tuple(
-        ScannedChain(name, letters, owner, cluster, place=NOT_LISTED)
-        for name, letters, owner, cluster in zip(found["names"], sequences, owners, clusters, strict=True)
-    )
-    return ScannedKey(task.entry, facts, task.structure, problem, chains)
-
-
-def scan_complex(alignment_dir: Path, structure_dir: Path, task: ComplexTask) -> dict[str, Any]:
-    """The entry of a complex in its part: its chains, or the reason why they could not be read. `_FORM` numbers this form."""
-    unread = ChainFacts()
-    found: dict[str, Any] = {
-        "names": [], "keys": [], "sequences": [], "entities": [], "problem": "",
-        "resolution": unread.resolution, "release_day": unread.release_day,
-    }  # fmt: skip
-    if not task.structure:
-        return found
-    path = structure_dir / task.structure
-    try:
-        assembly = read_assembly(path, task.assembly)
-        ids = [chain.chain_id for chain in assembly.chains]
-        entities = read_header(path).entities if task.needs_entities else {}
-    except (UserError, OSError) as error:
-        return {**found, "problem": one_line(str(error))}
-    first = assembly.chains[0]
-    return {
-        "names": list(assembly.names),
-        "keys": [f"{task.entry}_{chain_id}" for chain_id in ids],
-        "sequences": [chain.sequence for chain in assembly.chains],
-        "entities": [f"{task.entry}_{entities[chain_id]}" if chain_id in entities else "" for chain_id in ids],
-        "problem": "",
-        "resolution": first.resolution or 0.0,
-        "release_day": day_of(first.release_date),
-    }
-
-
-def _aligned(alignment_dir: Path) -> frozenset[str]:
-    """The keys of the chains that have alignments, if they are keys."""
-    databases = read_databases(alignment_dir)
-    keys = {key for database in databases for key in database.entries} if databases else chain_folders(alignment_dir)
-    return frozenset(key for key in keys if key.strip("_") == key)
-
-
-def _lenders(duplicates: list[list[str]], aligned: Collection[str]) -> dict[str, str]:
-    """For each chain of a set of identical chains one that has alignments; chains of sets without any are absent."""
-    lenders: dict[str, str] = {}
+def _lent(listed: Mapping[str, ListedFiles], duplicates: Iterable[list[str]]) -> dict[str, str]:
+    """The chain whose alignments each chain has: itself, or an identical one if it has none. A chain to which nobody lends has
+    its own folder, which is empty. Chains that have neither are absent."""
+    owner_of = {key: key for key in listed}
     for same in duplicates:
-        if (lender := next((key for key in same if key in aligned), None)) is not None:
-            lenders |= {key: lender for key in same if key.strip("_") == key}
-    return lenders
+        lender = next((key for key in same if key in listed and not listed[key].is_empty), None)
+        if lender is not None:
+            owner_of |= {key: lender for key in same if key not in listed or listed[key].is_empty}
+    return owner_of
 
 
-def _owners(keys: list[str], sequences: list[str], aligned: Collection[str], lenders: Mapping[str, str]) -> list[str]:
-    """For each chain of a complex the key of the chain whose alignments it has, '' if there is none: the first of its sequence
-    that has alignments, else one that is identical to a chain of its sequence."""
-    owner_of: dict[str, str] = {}
-    for has in ({key: key for key in keys if key in aligned}, lenders):
-        for key, letters in zip(keys, sequences, strict=True):
-            if key in has:
-                owner_of.setdefault(letters, has[key])
-    return [owner_of.get(letters, "") for letters in sequences]
+def _place(listed: ListedFiles, databases: dict[str, int]) -> int:
+    """Its entry of `owner_databases`."""
+    if listed.database:
+        return databases.setdefault(listed.database, len(databases))
+    return EMPTY_FOLDER if listed.is_empty else FOLDER_OF_ITS_OWN

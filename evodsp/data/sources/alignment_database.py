@@ -7,13 +7,13 @@ An index is JSON: `{chain: {"db": file, "files": [[name, offset, length], …]}}
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evodsp.data.sources.chain_folder import is_alignment, is_search_result
+from evodsp.data.sources.chain_folder import is_of_a_chain
 from evodsp.errors import FileFormatError, UserError
 from evodsp.reading.quoting import shown
 from evodsp.reading.text_files import read_json
@@ -38,9 +38,8 @@ class AlignmentDatabase:
     index: Path
     entries: dict[str, Any]
 
-    def files(self, key: str, is_wanted: Callable[[str], bool] | None = None) -> tuple[str, list[StoredFile]]:
-        """(name of the database, files sorted by name) of a chain that the index lists. `is_wanted`: the function that tells
-        from its name whether a file is among them; None takes the alignments of the chain's MSA and the template searches.
+    def files(self, key: str) -> tuple[str, list[StoredFile]]:
+        """(name of the database, alignments and template searches sorted by name) of a chain that the index lists.
 
         Raises FileFormatError for an entry that is not in OpenFold's format.
         """
@@ -56,12 +55,7 @@ class AlignmentDatabase:
             expected = '{"db": file, "files": [[name, offset, length], …]}'
             message = f"the entry of chain {shown(key)} is not {expected}; make it again"
             raise FileFormatError(self.index, message) from error
-        wanted = _is_alignment_or_search if is_wanted is None else is_wanted
-        return database, sorted(file for file in files if wanted(file.name))
-
-
-def _is_alignment_or_search(name: str) -> bool:
-    return is_alignment(name) or is_search_result(name)
+        return database, sorted(file for file in files if is_of_a_chain(file.name))
 
 
 def read_databases(folder: Path) -> list[AlignmentDatabase]:

@@ -26,7 +26,6 @@ from evodsp.data.sources.chain_folder import (
     alignment_files,
     chain_folders,
     file_of_chain,
-    files_of_chain,
     first_record,
     has_files,
     is_alignment,
@@ -203,8 +202,7 @@ class ChainFiles:
     def _has_own(self, key: str) -> bool:
         """Whether there are alignments of this name."""
         if self.index is not None:
-            row = self.index.keys.find(key)
-            return row is not None and bool(self.index.has_alignments()[row])
+            return self.index.alignments_of(key) is not None
         if self._databases:
             return any(key in database.entries for database in self._databases)
         return has_files(self.alignment_dir / key)
@@ -214,18 +212,16 @@ class ChainFiles:
     ) -> list[Alignment]:
         """The chain's alignments whose rows are paired with those of other chains, sorted by file name; none if there are none.
 
-        `query`: the chain's sequence. `reads`: the function that tells from the name of a file whether its rows are paired. An
-        index does not list such files, so the folder or the index of the database is read. Raises UserError if a first row is
-        not the query, and as `alignments` does.
+        `query`: the chain's sequence. `reads`: the function that tells from the name of a file whether its rows are paired.
+        Raises UserError if a first row is not the query, and as `alignments` does.
         """
-        owner = self.name_of(key)
-        owner = owner if self.index is None else self.index.alignment_files(self.index.row(owner))[0]
-        if self._databases:
-            parts = self._database_files(owner, lambda name: may_hold(name, reads))
-            files = [(source, data) for source, _, data in parts]
-            return matched_alignments(parse_alignments(files, reads), query)
-        paths = pairing_files(self.alignment_dir / owner, reads)
-        return matched_alignments(parse_alignments(((path, None) for path in paths), reads), query)
+        name = self.name_of(key)
+        if self.index is not None or self._databases:
+            found = parse_alignments(self._files(name, lambda file: may_hold(file, reads)), reads)
+        else:
+            paths = pairing_files(self.alignment_dir / name, reads)
+            found = parse_alignments(((path, None) for path in paths), reads)
+        return matched_alignments(found, query)
 
     def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
         """Hits of the chain's template searches (`SEARCH_RESULTS`), in the order of the files; empty if there are none.
@@ -236,8 +232,7 @@ class ChainFiles:
             return read_template_hits(self.alignment_dir / self.name_of(key), query)
         return [
             hit
-            for source, name, data in self._files(self.name_of(key))
-            if is_search_result(Path(name).name)
+            for source, data in self._files(self.name_of(key), is_search_result)
             for hit in parse_search_result(source, query, data)
         ]
 
@@ -249,16 +244,6 @@ class ChainFiles:
         return self.index.stale_sources(
             now_at if self.structure_dir is None else {**now_at, "structure_dir": self.structure_dir}
         )
-
-    def differs_from_index(self, key: str) -> bool:
-        """Whether the chain's folder has other files, or files of other sizes, than its index says; False without an index, and
-        for chains in a database. Lists the folder and reads no file."""
-        if self.index is None or (row := self.index.keys.find(self.name_of(key))) is None:
-            return False
-        owner, database, indexed = self.index.alignment_files(row)
-        if database is not None:
-            return False
-        return files_of_chain(self.alignment_dir / owner) != {file.name: file.length for file in indexed}
 
     def _read_alignments(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
         name = self.name_of(key)
@@ -277,8 +262,9 @@ class ChainFiles:
         return read_databases(self.alignment_dir)
 
     def _from_files(self, key: str, query: ProteinSequence | None) -> list[Alignment]:
-        files = [(source, data) for source, name, data in self._files(key) if is_alignment(Path(name).name)]
-        is_empty = not files and self.index is not None and self.index.has_empty_folder(self.index.row(key))
+        files = list(self._files(key, is_alignment))
+        listed = None if self.index is None else self.index.alignments_of(key)
+        is_empty = listed is not None and listed.is_empty
         if not files and not is_empty:
             where = f"{self.alignment_dir}: no alignment ({ALIGNMENTS}) of chain '{key}' in"
             raise UserError(
@@ -289,27 +275,28 @@ class ChainFiles:
             say_query_only(str(self.alignment_dir / key), "is empty" if is_empty else "empty alignments")
         return matched_alignments(alignments, query)
 
-    def _files(self, key: str) -> Iterator[tuple[str, str, bytes | None]]:
-        """(source for messages, name, content or None if it is a file) of a chain's alignments and template searches, sorted by
-        name, from the index or the database."""
-        if self.index is None:
-            return self._database_files(key)
-        owner, database, files = self.index.alignment_files(self.index.row(key))
-        if database is not None:
-            return read_parts(self.alignment_dir / database, owner, files, self.index.path.name)
-        folder = self.alignment_dir / owner
-        return ((str(file_of_chain(folder, file.name)), file.name, None) for file in files)
-
-    def _database_files(
-        self, key: str, is_wanted: Callable[[str], bool] | None = None
-    ) -> Iterator[tuple[str, str, bytes]]:
-        """(source for messages, name, content) of a chain's files, sorted by name. `is_wanted`: as for `AlignmentDatabase`."""
-        found = next((database for database in self._databases if key in database.entries), None)
-        if found is None:
-            indices = ", ".join(database.index.name for database in self._databases)
-            raise UserError(
-                f"{self.alignment_dir}: no alignments of chain '{key}' in {indices}; make the index again or drop the chain."
-                f"{nearest(key, self.keys())}"
-            )
-        database, files = found.files(key, is_wanted)
-        return read_parts(self.alignment_dir / database, key, files, found.index.name)
+    def _files(self, key: str, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes | None]]:
+        """(source for messages, content or None if it is a file) of a chain's files, sorted by name, from the index or the
+        database. `is_wanted`: tells by the name of a file whether it is one of them."""
+        if self.index is not None:
+            listed, listed_in = self.index.alignments_of(key), self.index.path.name
+            if listed is None:
+                self.index.row(key)  # it may be unknown
+                return
+            owner, database, files, _ = listed
+        else:
+            found = next((database for database in self._databases if key in database.entries), None)
+            if found is None:
+                indices = ", ".join(database.index.name for database in self._databases)
+                raise UserError(
+                    f"{self.alignment_dir}: no alignments of chain '{key}' in {indices}; make the index again or drop the "
+                    f"chain.{nearest(key, self.keys())}"
+                )
+            owner, listed_in = key, found.index.name
+            database, files = found.files(key)
+        wanted = [file for file in files if is_wanted(file_of_chain(owner, file.name).name)]
+        if database:
+            for source, _, data in read_parts(self.alignment_dir / database, owner, wanted, listed_in):
+                yield source, data
+        else:
+            yield from ((str(file_of_chain(self.alignment_dir / owner, file.name)), None) for file in wanted)

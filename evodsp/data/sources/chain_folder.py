@@ -81,6 +81,11 @@ def is_search_result(name: str) -> bool:
     return not name.startswith(".") and (name.endswith(".hhr") or name.removesuffix(".sto") in _HMMSEARCH)
 
 
+def is_of_a_chain(name: str) -> bool:
+    """Whether a file of that name has one of these roles: only such files are listed and read."""
+    return is_alignment(name) or is_for_pairing(name) or is_search_result(name)
+
+
 def chain_folders(alignment_dir: Path) -> list[str]:
     """The chains that have a folder, or alignments beside the place of one, in a folder of alignments, sorted."""
     found = [item for item in os.scandir(alignment_dir) if not item.name.startswith(".")]
@@ -135,8 +140,9 @@ def search_result_files(directory: str | Path) -> list[Path]:
 
 
 def files_of_chain(directory: Path) -> dict[str, int]:
-    """The alignments and template searches of a chain's folder, sorted by file name: name relative to the folder, and bytes."""
-    found = [path for path in _files(directory) if is_alignment(path.name) or is_search_result(path.name)]
+    """The alignments (for the MSA and for pairing) and template searches of a chain's folder, sorted by file name: each name,
+    relative to the folder, and bytes."""
+    found = [path for path in _files(directory) if is_of_a_chain(path.name)]
     beside = _beside(directory)
     return {beside.get(path) or str(path.relative_to(directory)): path.stat().st_size for path in found}
 

@@ -108,6 +108,10 @@ class StructureListing:
             (path for folder in folders for name in _names(entry) if (path := folder + name) in self._files), None
         )
 
+    def has_entry(self, entry: str) -> bool:
+        """Whether an entry has a structure file, of its own or in a folder of its name (an entry of one chain)."""
+        return self.of_entry(entry) is not None or self._has_nested(entry)
+
     def of_chain(self, key: str) -> str | None:
         """`structure_of_chain`, relative to the folder, without a look into the chain's own folder. Of the first chain that two
         files may have the structure of, a warning names both.

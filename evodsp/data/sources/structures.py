@@ -17,6 +17,7 @@ from evodsp.data.sources.layout import (
     chain_id_in,
     entry_of,
     names_of,
+    nested_structure,
     split_key,
     structure_file,
     structure_of_chain,
@@ -101,8 +102,10 @@ class StructureFolder:
         return read_structure(self._existing(pdb_id, pdb_id))
 
     def file_of_entry(self, pdb_id: str) -> Path:
-        """The structure file of an entry. Raises UserError, with the nearest name, if there is none."""
-        return self._existing(pdb_id, pdb_id)
+        """The structure file of an entry, or that in a folder of its name (an entry of one chain). Raises UserError, with the
+        nearest name, if there is none."""
+        found = structure_file(self.directory, pdb_id) or nested_structure(self.directory, pdb_id)
+        return found or self._existing(pdb_id, pdb_id)
 
     def release_date(self, pdb_id: str) -> date | None:
         """The release date of the entry: from the caches (`CACHE_NAMES`) if they list it, else from its file; None if neither
