@@ -144,17 +144,12 @@ class ListedChains:
         """The copies of each sequence."""
         return {letters: self.sequences.count(letters) for letters in self.sequences}
 
-    @property
-    def lenders(self) -> dict[str, str]:
-        """For each sequence the key of the chain whose alignments it has."""
-        return dict(zip(self.sequences, self.owners, strict=True))
-
 
 class ListedFiles(NamedTuple):
     """The alignments and template searches of a chain."""
 
     owner: str
-    """The key of the chain whose they are."""
+    """The key of the chain that has them."""
     database: str
     """The database that has them; '' if they lie in the owner's folder."""
     files: list[StoredFile]
@@ -246,9 +241,7 @@ class DataIndex:
     def chains(self, row: int) -> ListedChains:
         """The chains of a row."""
         content, rows = self.content, range(*self.content.first_chains[row : row + 2].tolist())
-        names, sequences = (
-            tuple(column[chain] for chain in rows) for column in (content.chain_names, content.sequences)
-        )
+        names, sequences = (tuple(map(column.__getitem__, rows)) for column in (content.chain_names, content.sequences))
         owners = content.chain_owners[rows.start : rows.stop].tolist()
         return ListedChains(names, sequences, tuple("" if row == NO_OWNER else content.owners[row] for row in owners))
 
