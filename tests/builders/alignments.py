@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 
 from evodsp.data.records import Alignment
+from evodsp.data.sources.chain_folder import parse_alignment_file
 from evodsp.geometry.alphabet import decode, encode_sequence
 
 
@@ -56,3 +58,30 @@ def preparsed(path: Path, alignments: dict[str, Alignment]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(path, **entries)  # type: ignore[arg-type]
     return path
+
+
+def in_folders(root: Path, chains: dict[str, list[Path]]) -> None:
+    """A folder for each chain, some of whose files lie in sub-folders."""
+    for key, files in chains.items():
+        for number, file in enumerate(files):
+            place = root / key / ("", file.suffix[1:])[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, place)
+
+
+def archives(root: Path, chains: dict[str, list[Path]]) -> None:
+    """OpenFold3's archives, beside the places of folders."""
+    for key, files in chains.items():
+        preparsed(root / f"{key}.npz", {path.stem: parse_alignment_file(path)[0] for path in files})
+
+
+def archives_in_folders(root: Path, chains: dict[str, list[Path]]) -> None:
+    """OpenFold3's archives, in folders."""
+    for key, files in chains.items():
+        preparsed(root / key / "alignment.npz", {path.stem: parse_alignment_file(path)[0] for path in files})
+
+
+def one_database(root: Path, chains: dict[str, list[Path]]) -> None:
+    """OpenFold's alignment database."""
+    root.mkdir()
+    database(root, {key: {path.name: path.read_text() for path in files} for key, files in chains.items()})

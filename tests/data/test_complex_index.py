@@ -27,9 +27,9 @@ from evodsp.data.sources import chain_files
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
+from tests.builders.alignments import archives, archives_in_folders, in_folders, one_database
 from tests.builders.bundled import dimers
 from tests.builders.complex_files import write_complex
-from tests.data.test_complex_source import archives, archives_in_folders, one_database
 
 Folders = tuple[Path, Path]
 
@@ -88,15 +88,6 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             os, name, lambda path, function=function: listed.append(os.path.basename(path)) or function(path)
         )
     return listed
-
-
-def in_folders(root: Path, chains: dict[str, list[Path]]) -> None:
-    """A folder for each chain, some of whose files lie in sub-folders."""
-    for key, files in chains.items():
-        for number, file in enumerate(files):
-            place = root / key / ("", file.suffix[1:])[number % 2]
-            place.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, place)
 
 
 @pytest.mark.parametrize("pack", [in_folders, archives, archives_in_folders, one_database])
@@ -195,16 +186,17 @@ def test_an_index_finds_the_names_that_folders_do(folders: Folders) -> None:
     for name in "BC":
         structure[0].remove_chain(name)
     structure.make_mmcif_document().write_file(str(folders[1] / "alone.cif"))
-    (folders[1] / "nested" / "cif").mkdir(parents=True)
-    shutil.copy(folders[1] / "alone.cif", folders[1] / "nested" / "cif" / "model.cif")
-    for key in ("alone", "nested_A"):
+    nested = folders[1] / "1abc-2"  # its chain stands before those of 1abc
+    (nested / "cif").mkdir(parents=True)
+    shutil.copy(folders[1] / "alone.cif", nested / "cif" / "model.cif")
+    for key in ("alone", "1abc-2_A"):
         shutil.copytree(folders[0] / "1abc_A", folders[0] / key)
     index = index_of(folders)
-    owners = [("1abc_A", "1abc_A", "1abc_C"), ("alone",), ("nested_A",)]
+    owners = [("1abc_A", "1abc_A", "1abc_C"), ("1abc-2_A",), ("alone",)]
     assert [index.chains(row).owners for row in range(3)] == owners
     for one in (None, index):
         files = ComplexFiles(*folders, index=one)
-        assert files.keys() == ["1abc", "alone", "nested"]
+        assert files.keys() == ["1abc", "1abc-2", "alone"]
         assert all(map(files.structure_lookup(), files.keys()))
         assert [len(files.parsed(key).chains[0].msa.msa) for key in files.keys()] == [3, 3, 3]  # noqa: SIM118
 

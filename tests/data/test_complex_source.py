@@ -12,10 +12,9 @@ import pytest
 from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, say_query_paired
 from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.sources.chain_folder import parse_alignment_file
 from evodsp.errors import UserError
 from evodsp.geometry.alphabet import decode
-from tests.builders.alignments import database, preparsed
+from tests.builders.alignments import archives, archives_in_folders, one_database
 from tests.builders.complex_files import write_complex
 
 
@@ -81,24 +80,6 @@ def test_rows_without_names_that_can_be_paired_are_said(
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"{folders[0] / '1abc_C'}: no rows to pair")
     assert "with names such as tr|" in said
-
-
-def archives(root: Path, chains: dict[str, list[Path]]) -> None:
-    """OpenFold3's archives, beside the places of folders."""
-    for key, files in chains.items():
-        preparsed(root / f"{key}.npz", {path.stem: parse_alignment_file(path)[0] for path in files})
-
-
-def archives_in_folders(root: Path, chains: dict[str, list[Path]]) -> None:
-    """OpenFold3's archives, in folders."""
-    for key, files in chains.items():
-        preparsed(root / key / "alignment.npz", {path.stem: parse_alignment_file(path)[0] for path in files})
-
-
-def one_database(root: Path, chains: dict[str, list[Path]]) -> None:
-    """OpenFold's alignment database."""
-    root.mkdir()
-    database(root, {key: {path.name: path.read_text() for path in files} for key, files in chains.items()})
 
 
 @pytest.mark.parametrize("pack", [archives, archives_in_folders, one_database])

@@ -90,7 +90,7 @@ class KeyTask:
     """Whether the folder of structures has a folder of this name, where the structure may lie."""
 
 
-class FoundChain(NamedTuple):
+class ScannedChain(NamedTuple):
     """A chain of a key; what is unknown is ''. `entry`: the key itself if its structure has one chain: alignments of that chain
     may have its name."""
 
@@ -140,7 +140,7 @@ class _Clusters:
         """Whether the number of each chain's entity is to be read."""
         self._clusters = clusters
 
-    def sizes(self, chains: Iterable[FoundChain]) -> Iterator[int]:
+    def sizes(self, chains: Iterable[ScannedChain]) -> Iterator[int]:
         """The size of each chain's cluster; UNKNOWN_CLUSTER where unknown."""
         if self.are_entities:
             return iter(EntityClusters(self._clusters).sizes(chain.entity for chain in chains))
@@ -215,7 +215,7 @@ def scan_key(alignment_dir: Path, structure_dir: Path, task: KeyTask) -> dict[st
     found: dict[str, Any] = {
         "aligned": [],
         "structure": task.structure,
-        "chains": [FoundChain(task.key, task.key)] if task.kind == CHAINS else [],
+        "chains": [ScannedChain(task.key, task.key)] if task.kind == CHAINS else [],
         "facts": dataclasses.astuple(ChainFacts()),
         "problem": "",
     }
@@ -254,7 +254,7 @@ def _read_chain(alignment_dir: Path, structure_dir: Path, task: KeyTask, found: 
         facts = ChainFacts(sequence=_first_row(alignment_dir, *found["aligned"]))
     if task.in_cache:
         facts = ChainFacts()
-    found["chains"] = [FoundChain(task.key, task.key, facts.sequence, entity)]
+    found["chains"] = [ScannedChain(task.key, task.key, facts.sequence, entity)]
     found["facts"] = dataclasses.astuple(facts)
 
 
@@ -279,7 +279,7 @@ def _read_complex(path: Path, task: KeyTask, found: dict[str, Any]) -> None:
     entities = {} if header is None else {name: f"{task.key}_{number}" for name, number in header.entities.items()}
     entry = task.key if header is not None and len(header.sequences) == 1 else ""
     found["chains"] = [
-        FoundChain(name, f"{task.key}_{one.chain_id}", one.sequence, entities.get(one.chain_id, ""), entry)
+        ScannedChain(name, f"{task.key}_{one.chain_id}", one.sequence, entities.get(one.chain_id, ""), entry)
         for name, one in zip(assembly.names, chains, strict=True)
     ]
     found["facts"] = dataclasses.astuple(facts_of_chains(chains))
@@ -298,11 +298,11 @@ def assemble(
     owner_of = _lent(listed, duplicates)
     owners = [key for key in sorted(listed) if owner_of[key] == key]
     row_of_owner = {key: row for row, key in enumerate(owners)} | {"": NO_OWNER}
-    sizes = clusters.sizes(FoundChain(*chain) for _, found in scanned() for chain in found["chains"])
+    sizes = clusters.sizes(ScannedChain(*chain) for _, found in scanned() for chain in found["chains"])
     keys, facts, structures, problems, first_chains = [], [], [], [], [0]
     names, sequences, chain_clusters, chain_owners = [], [], [], []
     for task, found in scanned():
-        chains = [FoundChain(*chain) for chain in found["chains"]]
+        chains = [ScannedChain(*chain) for chain in found["chains"]]
         known = [cached.get(chain.key, ChainFacts()) for chain in chains]
         letters = [chain.sequence or fact.sequence for chain, fact in zip(chains, known, strict=True)]
         own = [
