@@ -238,6 +238,11 @@ def test_an_index_of_something_else(folders: Folders) -> None:
         find_chains(config, arrangement="multimer")
     with pytest.raises(UserError, match="not an index of chains, but of complexes; make it again"):
         DataIndex(index.path)
+    of_chains = folders[0].parent / "store_of_chains"
+    build(BuildConfig(*folders, of_chains, workers=1))
+    config = DataConfig(store=str(of_chains), index=str(index.path), train_chains=["1abc_A"], sampling="alphafold2")
+    with pytest.raises(UserError, match="not an index of chains, but of complexes; make it again"):
+        find_chains(config)
     chains = folders[0].parent / "chains"
     where = [f"--alignment_dir={folders[0]}", f"--structure_dir={folders[1]}", f"--output={chains}"]
     assert main(["data", "index", "--workers=0", *where]) == 0

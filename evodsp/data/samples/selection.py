@@ -163,7 +163,7 @@ class Selection:
         if not self.is_applied:
             return None
         if self.index is not None:
-            index = DataIndex(self.index, kind=None)
+            index = DataIndex(self.index, store.kind)
             return KnownChains(index.table, self.index, index.frequencies)
         if self.sampling == "alphafold2":
             raise UserError(
