@@ -61,6 +61,15 @@ def doctor(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((folder / "doctor" / "doctor.json").read_text())
 
 
+def test_complexes_without_a_config(tmp_path: Path) -> None:
+    """Catches folders of complexes that only a config lets the doctor examine: their chains would be examined one by one."""
+    copy_dimers(tmp_path)
+    roots = ["--alignment_dir", f"{tmp_path}/alignments", "--structure_dir", f"{tmp_path}/mmcif_files", "--workers=0"]
+    assert main(["data", "doctor", *roots, "--complexes=true", "--sample=2", "--output", str(tmp_path / "doctor")]) == 0
+    report = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
+    assert report["summary"]["training complexes that can be used"] == "4 of 4"
+
+
 def test_good_complexes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a doctor that looks for chains, residues of one chain for all, and leaks and a bar of complexes that are not
     said."""

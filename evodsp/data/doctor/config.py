@@ -26,6 +26,8 @@ class DoctorConfig:
     """Folder of alignments."""
     structure_dir: str | None = None
     """Folder of structures."""
+    complexes: bool = False
+    """Examine complexes, as a config whose model.arrangement is multimer does."""
     index: str | None = None
     """Index of both folders, made by `evodsp data index`."""
     chains: str | list[str] | None = None

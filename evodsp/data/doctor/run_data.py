@@ -21,6 +21,7 @@ from evodsp.data.complexes.pairing import RULES
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.diagnosis import DataSet
 from evodsp.data.doctor.examination import Examiner
+from evodsp.data.records import COMPLEXES
 from evodsp.data.samples.distillation import open_predictions
 from evodsp.data.samples.selection import CountedStructures, Selection, chain_list, exclusion
 from evodsp.data.similarity.exclusion import Exclusion
@@ -93,7 +94,8 @@ def _records(settings: DoctorConfig, block: dict[str, Any], index: str | None) -
     pairing, assembly = block.get("pairing", "species"), block.get("assembly", "1")
     if pairing not in RULES:
         raise UserError(f"data.pairing is '{pairing}', but must be {' or '.join(RULES)}; correct the config")
-    unit = Unit(KIND_OF[_arrangement(settings.config)], None if assembly is None else str(assembly), pairing)
+    kind = COMPLEXES if settings.complexes else KIND_OF[_arrangement(settings.config)]
+    unit = Unit(kind, None if assembly is None else str(assembly), pairing)
     given = any(getattr(settings, name) for name in _FOLDERS)
     if (store := block.get("store")) is not None and not given:
         return open_store(store, unit, warn=_noted), unit
