@@ -54,7 +54,8 @@ class IndexConfig:
         check_numbers(self, {"workers": COUNT}, "--")
         if self.assembly != "1" and not self.complexes:
             raise UserError(
-                f"--assembly is {self.assembly}, but the index is of single chains; give --complexes true, or leave it out"
+                f"--assembly is {self.assembly or 'null'}, but the index is of single chains; give --complexes true, or leave "
+                "it out"
             )
         if self.scheduler is not None and self.workers == 0:
             raise UserError(

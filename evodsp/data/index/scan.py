@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -110,17 +110,17 @@ def make_index(config: IndexConfig) -> int:
     kind = COMPLEXES if config.complexes else CHAINS
     sources = sources_of(config)
     duplicates = [] if config.duplicates is None else read_sets(config.duplicates)
-    clusters = _Clusters([] if config.cluster_file is None else read_sets(config.cluster_file))
+    clusters = [] if config.cluster_file is None else read_sets(config.cluster_file)
     obsolete = {} if config.obsolete is None else parse_obsolete(config.obsolete)
     listed = {} if config.chain_data_cache is None else read_chain_cache(config.chain_data_cache)
     facts = {} if config.mmcif_cache is None else read_entry_cache(config.mmcif_cache)
     facts |= {key: _filled(known, facts.get(key, ChainFacts())) for key, known in listed.items()}
-    aligned = _aligned(config.alignment_dir)
+    aligned, needs_entities = _aligned(config.alignment_dir), bool(clusters) and are_entities(clusters)
     if config.complexes:
-        tasks = _complexes(config, aligned, duplicates, clusters.are_entities)
+        tasks = _complexes(config, aligned, duplicates, needs_entities)
     else:
         named = {*listed, *(key for same in duplicates for key in same)}  # mmcif_cache lists all entries of the PDB
-        tasks = _chains(config, aligned, named, facts, clusters.are_entities)
+        tasks = _chains(config, aligned, named, facts, needs_entities)
     if not any(task.aligned for task in tasks):
         raise UserError(f"{config.alignment_dir}: no chains with alignments in it; give another --alignment_dir")
     parts = Parts(config, scan_key, tasks, sources, _FORM)
@@ -130,22 +130,6 @@ def make_index(config: IndexConfig) -> int:
     write_index(config.output, content, sources, obsolete, kind, config.assembly)
     parts.remove()
     return len(content.table)
-
-
-class _Clusters:
-    """The clusters of a list, of chains or of entities."""
-
-    def __init__(self, clusters: list[list[str]]) -> None:
-        self.are_entities = bool(clusters) and are_entities(clusters)
-        """Whether the number of each chain's entity is to be read."""
-        self._clusters = clusters
-
-    def sizes(self, chains: Iterable[ScannedChain]) -> Iterator[int]:
-        """The size of each chain's cluster; UNKNOWN_CLUSTER where unknown."""
-        if self.are_entities:
-            return iter(EntityClusters(self._clusters).sizes(chain.entity for chain in chains))
-        of_chains = ClusterSizes(self._clusters)
-        return (of_chains.of(chain.key) for chain in chains)
 
 
 def _filled(known: ChainFacts, other: ChainFacts) -> ChainFacts:
@@ -290,22 +274,27 @@ Scanned = Callable[[], Iterable[tuple[KeyTask, dict[str, Any]]]]
 
 
 def assemble(
-    scanned: Scanned, cached: Mapping[str, ChainFacts], clusters: _Clusters, duplicates: Iterable[list[str]]
+    scanned: Scanned, cached: Mapping[str, ChainFacts], clusters: list[list[str]], duplicates: list[list[str]]
 ) -> IndexContent:
-    """The columns of an index. `cached`: facts about chains that go before those that were found; sequences that were found go
-    before those in a cache. `duplicates`: sets of identical chains."""
+    """The columns of an index. `cached`: facts about chains that go before those that were found, but for sequences.
+    `clusters`: of chains or of entities. `duplicates`: sets of identical chains."""
     listed = {one[0]: ListedFiles(*one) for _, found in scanned() for one in found["aligned"]}
     owner_of = _lent(listed, duplicates)
-    owners = [key for key in sorted(listed) if owner_of[key] == key]
+    own = [one for key, one in sorted(listed.items()) if owner_of[key] == key]
+    owners = [one.owner for one in own]
     row_of_owner = {key: row for row, key in enumerate(owners)} | {"": NO_OWNER}
-    sizes = clusters.sizes(ScannedChain(*chain) for _, found in scanned() for chain in found["chains"])
+    all_chains = (ScannedChain(*chain) for _, found in scanned() for chain in found["chains"])
+    if are_entities(clusters):
+        sizes = iter(EntityClusters(clusters).sizes(chain.entity for chain in all_chains))
+    else:
+        sizes = map(ClusterSizes(clusters).of, (chain.key for chain in all_chains))
     keys, facts, structures, problems, first_chains = [], [], [], [], [0]
     names, sequences, chain_clusters, chain_owners = [], [], [], []
     for task, found in scanned():
         chains = [ScannedChain(*chain) for chain in found["chains"]]
         known = [cached.get(chain.key, ChainFacts()) for chain in chains]
         letters = [chain.sequence or fact.sequence for chain, fact in zip(chains, known, strict=True)]
-        own = [
+        of_clusters = [
             fact.cluster_size if size == UNKNOWN_CLUSTER else size
             for size, fact in zip(islice(sizes, len(chains)), known, strict=True)
         ]
@@ -316,25 +305,21 @@ def assemble(
         is_lacking = bool(without) and task.kind == COMPLEXES
         entry = _filled(known[0] if known else ChainFacts(), ChainFacts(*found["facts"]))
         keys.append(task.key)
-        facts.append(replace(entry, sequence="".join(letters), cluster_size=smallest_cluster(own)))
+        facts.append(replace(entry, sequence="".join(letters), cluster_size=smallest_cluster(of_clusters)))
         structures.append(found["structure"])
         problems.append(found["problem"] or (f"no alignments of {', '.join(without)}" if is_lacking else ""))
         names += [chain.name for chain in chains]
         sequences += letters
-        chain_clusters += own
+        chain_clusters += of_clusters
         chain_owners += [row_of_owner[owner] for owner in taken]
         first_chains.append(len(names))
     row_of = {key: row for row, key in enumerate(keys)}
     representatives = [row_of.get(owner_of.get(key, key), row) for row, key in enumerate(keys)]
-    databases: dict[str, int] = {}
+    databases = {name: row for row, name in enumerate(sorted({one.database for one in own} - {""}))}
+    places = [databases.get(one.database, EMPTY_FOLDER if one.is_empty else FOLDER_OF_ITS_OWN) for one in own]
     file_names: dict[str, int] = {}
-    files = [
-        (file_names.setdefault(name, len(file_names)), offset, length)
-        for key in owners
-        for name, offset, length in listed[key].files
-    ]
+    files = [(file_names.setdefault(name, len(file_names)), *place) for one in own for name, *place in one.files]
     name_rows, offsets, lengths = np.array(files, np.int64).reshape(-1, 3).T
-    places = [_place(listed[key], databases) for key in owners]
     return IndexContent(
         table=replace(table_of(PackedTexts.of(keys), facts), representatives=np.array(representatives, np.int32)),
         structures=PackedTexts.of(structures),
@@ -348,7 +333,7 @@ def assemble(
         chain_clusters=np.array(chain_clusters, np.int64),
         chain_owners=np.array(chain_owners, np.int32),
         owner_databases=np.array(places, np.int32),
-        first_files=np.cumsum([0, *(len(listed[key].files) for key in owners)]),
+        first_files=np.cumsum([0, *(len(one.files) for one in own)]),
         file_name_rows=name_rows.astype(np.int32),
         file_offsets=np.ascontiguousarray(offsets),
         file_lengths=np.ascontiguousarray(lengths),
@@ -364,10 +349,3 @@ def _lent(listed: Mapping[str, ListedFiles], duplicates: Iterable[list[str]]) ->
         if lender is not None:
             owner_of |= {key: lender for key in same if key not in listed or listed[key].is_empty}
     return owner_of
-
-
-def _place(listed: ListedFiles, databases: dict[str, int]) -> int:
-    """Its entry of `owner_databases`."""
-    if listed.database:
-        return databases.setdefault(listed.database, len(databases))
-    return EMPTY_FOLDER if listed.is_empty else FOLDER_OF_ITS_OWN
