@@ -278,10 +278,17 @@ def assemble(
 ) -> IndexContent:
     """The columns of an index. `cached`: facts about chains that go before those that were found, but for sequences.
     `clusters`: of chains or of entities. `duplicates`: sets of identical chains."""
-    listed = {one[0]: ListedFiles(*one) for _, found in scanned() for one in found["aligned"]}
-    owner_of = _lent(listed, duplicates)
-    own = [one for key, one in sorted(listed.items()) if owner_of[key] == key]
-    owners = [one.owner for one in own]
+    databases: dict[str, int] = {}
+    file_names: dict[str, int] = {}
+    places: dict[str, int] = {}
+    files: dict[str, list[tuple[int, int, int]]] = {}
+    for _, found in scanned():
+        for key, database, listed, is_empty in found["aligned"]:
+            place = EMPTY_FOLDER if is_empty else FOLDER_OF_ITS_OWN
+            places[key] = databases.setdefault(database, len(databases)) if database else place
+            files[key] = [(file_names.setdefault(name, len(file_names)), *where) for name, *where in listed]
+    owner_of = _lent(places, duplicates)
+    owners = [key for key in sorted(places) if owner_of[key] == key]
     row_of_owner = {key: row for row, key in enumerate(owners)} | {"": NO_OWNER}
     all_chains = (ScannedChain(*chain) for _, found in scanned() for chain in found["chains"])
     if are_entities(clusters):
@@ -315,11 +322,8 @@ def assemble(
         first_chains.append(len(names))
     row_of = {key: row for row, key in enumerate(keys)}
     representatives = [row_of.get(owner_of.get(key, key), row) for row, key in enumerate(keys)]
-    databases = {name: row for row, name in enumerate(sorted({one.database for one in own} - {""}))}
-    places = [databases.get(one.database, EMPTY_FOLDER if one.is_empty else FOLDER_OF_ITS_OWN) for one in own]
-    file_names: dict[str, int] = {}
-    files = [(file_names.setdefault(name, len(file_names)), *place) for one in own for name, *place in one.files]
-    name_rows, offsets, lengths = np.array(files, np.int64).reshape(-1, 3).T
+    of_owners = [file for key in owners for file in files[key]]
+    name_rows, offsets, lengths = np.array(of_owners, np.int64).reshape(-1, 3).T
     return IndexContent(
         table=replace(table_of(PackedTexts.of(keys), facts), representatives=np.array(representatives, np.int32)),
         structures=PackedTexts.of(structures),
@@ -332,20 +336,20 @@ def assemble(
         first_chains=np.array(first_chains, np.int64),
         chain_clusters=np.array(chain_clusters, np.int64),
         chain_owners=np.array(chain_owners, np.int32),
-        owner_databases=np.array(places, np.int32),
-        first_files=np.cumsum([0, *(len(one.files) for one in own)]),
+        owner_databases=np.array([places[key] for key in owners], np.int32),
+        first_files=np.cumsum([0, *(len(files[key]) for key in owners)]),
         file_name_rows=name_rows.astype(np.int32),
         file_offsets=np.ascontiguousarray(offsets),
         file_lengths=np.ascontiguousarray(lengths),
     )
 
 
-def _lent(listed: Mapping[str, ListedFiles], duplicates: Iterable[list[str]]) -> dict[str, str]:
+def _lent(places: Mapping[str, int], duplicates: list[list[str]]) -> dict[str, str]:
     """The chain whose alignments each chain has: itself, or an identical one if it has none. A chain to which nobody lends has
-    its own folder, which is empty. Chains that have neither are absent."""
-    owner_of = {key: key for key in listed}
+    its own folder, which is empty. Chains that have neither are absent. `places`: entries of `owner_databases`."""
+    owner_of = {key: key for key in places}
     for same in duplicates:
-        lender = next((key for key in same if key in listed and not listed[key].is_empty), None)
+        lender = next((key for key in same if places.get(key, EMPTY_FOLDER) != EMPTY_FOLDER), None)
         if lender is not None:
-            owner_of |= {key: lender for key in same if key not in listed or listed[key].is_empty}
+            owner_of |= {key: lender for key in same if places.get(key, EMPTY_FOLDER) == EMPTY_FOLDER}
     return owner_of
