@@ -210,6 +210,16 @@ def test_the_doctor_notices_files_that_an_index_of_complexes_does_not_list(folde
     assert examiner.differs_from_index("1abc")
 
 
+def test_an_entry_that_was_broken_when_it_was_scanned(folders: Folders) -> None:
+    """Catches an entry whose chains the index does not know and whose alignments are not looked for, as its own, either."""
+    path, text = folders[1] / "1abc.cif", (folders[1] / "1abc.cif").read_text()
+    path.write_text(text[:4000])
+    index = index_of(folders)
+    assert index.chains(0).owners == ()
+    path.write_text(text)
+    assert [len(chain.msa.msa) for chain in ComplexFiles(*folders, index=index).parsed("1abc").chains] == [3, 3, 3]
+
+
 def test_files_that_the_index_contradicts(folders: Folders) -> None:
     """Catches a run on a structure that was replaced since the index was made."""
     index = index_of(folders)
