@@ -6,7 +6,6 @@ dtype of the published files, is bitwise identical; other floats are converted t
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -21,11 +20,10 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.quoting import quoted
-from evodsp.weights.names import Name, block_probes, parameter_names
+from evodsp.weights.names import Name, block_probes, is_fused, parameter_names, with_blocks
 from evodsp.weights.parameter_file import container
 from evodsp.weights.sizes import check_arrangement, check_arrays, check_finite
 
-FUSED_MARK = "/triangle_multiplication_outgoing/projection//weights"  # only newer files have this array
 MULTIMER_MARK = "/~_relative_encoding/"  # a scope that monomer models do not have
 
 
@@ -64,10 +62,10 @@ def set_parameters(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: s
     `source`: the file, for error messages. Raises UserError that names the first array which is missing, unknown or of another
     shape; the model is then unchanged.
     """
-    load_arrays(model, check_fit(model, arrays, source), arrays)
+    load_arrays(model, fitting(model, arrays, source), arrays)
 
 
-def check_fit(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: str) -> list[Name]:
+def fitting(model: AlphaFold, arrays: Mapping[str, np.ndarray], source: str) -> list[Name]:
     """The names of the parameters of `model`, which may be on the meta device. Raises UserError as `set_parameters` does."""
     check_arrangement(model.config, any(MULTIMER_MARK in key for key in arrays), source)
     names = parameter_names(model.config, fused=is_fused(arrays))
@@ -92,18 +90,12 @@ def export_deepmind(model: AlphaFold, fused: bool = False) -> dict[str, np.ndarr
     return single | {key: np.stack(blocks) for key, blocks in stacked.items()}
 
 
-def is_fused(arrays: Iterable[str]) -> bool:
-    """Whether these keys have the layout that keeps both sides of triangle multiplication in one array."""
-    return any(key.endswith(FUSED_MARK) for key in arrays)
-
-
 def with_blocks_of(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> ModelConfig:
     """`config` with as many blocks in each stack as the arrays have along their leading axis."""
-    for stack, key in block_probes(config.arrangement).items():
-        if key in arrays and arrays[key].ndim:
-            sizes = dataclasses.replace(getattr(config, stack), blocks=len(arrays[key]))
-            config = dataclasses.replace(config, **{stack: sizes})
-    return config
+    probes = block_probes(config.arrangement)
+    return with_blocks(
+        config, {stack: len(arrays[key]) for stack, key in probes.items() if key in arrays and arrays[key].ndim}
+    )
 
 
 def expected_shapes(module: nn.Module, names: Iterable[Name]) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from evodsp.printing import counted
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
 from evodsp.weights.hub import located
-from evodsp.weights.names import parameter_names
+from evodsp.weights.names import is_fused, parameter_names
 from evodsp.weights.parameter_file import container, parameter_file
 from evodsp.weights.pretrained_folder import check_sum, is_pretrained
 from evodsp.weights.published import is_parameter_file
@@ -129,8 +129,7 @@ def initialise(model: AlphaFold, path: str | Path, raw: bool = False) -> Initial
     """
     path = located(path)
     check_initial(path, model.config)
-    read = _own if not is_parameter_file(path) else _deepmind if container(parameter_file(path)) == "npz" else _openfold
-    found, left_out, zeros = read(model, path, raw)
+    found, left_out, zeros = (_others if is_parameter_file(path) else _own)(model, path, raw)
     parameters = dict(model.named_parameters())
     if not found:
         raise UserError(f"--init_from {path}: holds none of the model's parameters; give a file of an AlphaFold2 model")
@@ -210,35 +209,27 @@ def _count(stack: str, names: Iterable[str]) -> int:
     return len({found["number"] for name in names if (found := _OF_BLOCK.match(name)) and found["stack"] == stack})
 
 
-def _deepmind(model: AlphaFold, path: str | Path, raw: bool) -> Found:
-    arrays = deepmind.read_npz(path)
-    fused = deepmind.is_fused(arrays)
+def _others(model: AlphaFold, path: str | Path, raw: bool) -> Found:
+    """What DeepMind's or OpenFold's parameters have of the model."""
+    is_deepmind = container(parameter_file(path)) == "npz"
+    program = deepmind if is_deepmind else openfold
+    arrays: Mapping[str, np.ndarray | Tensor]
+    arrays = deepmind.read_npz(path) if is_deepmind else openfold.read_openfold(path, raw)
+    fused = is_fused(arrays)
+    _check_blocks(path, model.config, program.with_blocks_of(model.config, arrays))
     names = parameter_names(model.config, fused)
-    _check_blocks(path, model.config, deepmind.with_blocks_of(model.config, arrays))
+    keys = {name: name.keys if is_deepmind else name.openfold for name in names}
+    known = {key for own in keys.values() for key in own}
+    if not is_deepmind:
+        file_names = openfold.present_names(arrays, known, str(path))
+        arrays = {present: arrays[key] for present, key in file_names.items()}
 
     def shapes(config: ModelConfig) -> Shapes:
-        return deepmind.expected_shapes(on_meta(config, "--init_from"), parameter_names(config, fused))
-
-    _check_shapes(path, {key: value.shape for key, value in arrays.items()}, shapes, model.config)
-    found = {name.ours: deepmind.our_array(name, arrays) for name in names if _has(path, arrays, name.keys)}
-    known = {key for name in names for key in name.keys}
-    return found, [key for key in arrays if key not in known], {}
-
-
-def _openfold(model: AlphaFold, path: str | Path, raw: bool) -> Found:
-    arrays = openfold.read_openfold(path, raw)
-    fused = openfold.is_fused(arrays)
-    names = parameter_names(model.config, fused)
-    _check_blocks(path, model.config, openfold.with_blocks_of(model.config, arrays))
-    known = {key for name in names for key in name.openfold}
-    file_names = openfold.present_names(arrays, known, str(path))
-    arrays = {present: arrays[key] for present, key in file_names.items()}
-
-    def shapes(config: ModelConfig) -> Shapes:
-        return openfold.expected_shapes(parameter_names(config, fused), _our_shapes(config))
+        found: Shapes = program.expected_shapes(on_meta(config, "--init_from"), parameter_names(config, fused))
+        return found
 
     _check_shapes(path, {key: tuple(value.shape) for key, value in arrays.items()}, shapes, model.config)
-    found = {name.ours: openfold.our_array(name, arrays) for name in names if _has(path, arrays, name.openfold)}
+    found = {name.ours: program.our_array(name, arrays) for name, own in keys.items() if _has(path, arrays, own)}
     return found, [key for key in arrays if key not in known], {}
 
 

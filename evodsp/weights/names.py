@@ -19,7 +19,7 @@ incoming triangle multiplication OpenFold calls DeepMind's right operand a and t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,7 +31,10 @@ Keys = str | tuple[str, ...]
 ROOT = "alphafold/alphafold_iteration"
 EXTRA_STACK, STACK = "evoformer/extra_msa_stack", "evoformer/evoformer_iteration"
 TEMPLATES = "evoformer/template_embedding"
-CHAIN_TEMPLATE_STACK = "template_embedding_iteration"
+TEMPLATE_STACK: dict[ArrangementName, str] = {
+    "monomer": "template_pair_stack/__layer_stack_no_state",
+    "multimer": "template_embedding_iteration",
+}
 PAIR_HEADS = TemplateConfig().pair_heads
 
 _BLOCK = r"^((?:evoformer|extra_msa_stack)\.blocks\.\d+\.)"
@@ -43,6 +46,21 @@ OLDER: tuple[tuple[str, str], ...] = (
     (r"^(structure_module\.ipa\.linear_(?:q|kv)_points)\.linear\.", r"\1."),
 )
 """OpenFold's present names and their older forms: pattern and replacement. The first pattern that matches is used."""
+
+
+FUSED_MARKS = ("/triangle_multiplication_outgoing/projection//weights", ".linear_ab_p.weight")
+"""DeepMind's and OpenFold's arrays that only newer files have: both sides of triangle multiplication in one."""
+
+
+def is_fused(arrays: Iterable[str]) -> bool:
+    """Whether these keys, of either program, have the layout with both sides of triangle multiplication in one array."""
+    return any(key.endswith(FUSED_MARKS) for key in arrays)
+
+
+def with_blocks(config: ModelConfig, blocks: Mapping[str, int]) -> ModelConfig:
+    """`config` with these numbers of blocks in its stacks."""
+    sizes = {stack: replace(getattr(config, stack), blocks=number) for stack, number in blocks.items()}
+    return replace(config, **sizes)
 
 
 def older(key: str) -> str:
@@ -131,9 +149,23 @@ def _norm(ours: str, scope: str, openfold: str) -> Iterator[Name]:
     yield _name(f"{ours}.bias", f"{scope}//offset", f"{openfold}.bias", "vector")
 
 
-def _output(ours: str, scope: str, openfold: str, heads: int) -> Iterator[Name]:
-    yield _name(f"{ours}.output.weight", f"{scope}//output_w", f"{openfold}.linear_o.weight", "output_last", heads)
-    yield _name(f"{ours}.output.bias", f"{scope}//output_b", f"{openfold}.linear_o.bias", "vector")
+def _output(ours: str, scope: str, openfold: str, split: int, letter: str = "o") -> Iterator[Name]:
+    theirs = f"{openfold}.linear_{letter}"
+    yield _name(f"{ours}.output.weight", f"{scope}//output_w", f"{theirs}.weight", "output_last", split)
+    yield _name(f"{ours}.output.bias", f"{scope}//output_b", f"{theirs}.bias", "vector")
+
+
+def _key_value(ours: str, scope: str, openfold: str, heads: int | None = None) -> Iterator[Name]:
+    scopes, theirs = (
+        (f"{scope}//key_w", f"{scope}//value_w"),
+        (f"{openfold}.linear_k.weight", f"{openfold}.linear_v.weight"),
+    )
+    yield _name(f"{ours}.key_value.weight", scopes, theirs, "input_first", heads)
+
+
+def _blocks(number: int, names_of: Callable[[int], Iterator[Name]]) -> Iterator[Name]:
+    """The names of a stack. `names_of`: those of the block of a number."""
+    return (replace(name, block=n) for n in range(number) for name in names_of(n))
 
 
 def _gate_and_output(ours: str, scope: str, openfold: str, heads: int) -> Iterator[Name]:
@@ -169,10 +201,7 @@ def global_attention(
     attention, theirs = f"{scope}/attention", f"{openfold}.global_attention"
     yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}.layer_norm_m")
     yield _name(f"{ours}.query.weight", f"{attention}//query_w", f"{theirs}.linear_q.weight", "input_first", heads)
-    # One head's keys and values serve all heads: no axis of heads here.
-    key_value = tuple(f"{attention}//{part}_w" for part in ("key", "value"))
-    both = tuple(f"{theirs}.linear_{part}.weight" for part in "kv")
-    yield _name(f"{ours}.key_value.weight", key_value, both, "input_first")
+    yield from _key_value(ours, attention, theirs)  # one head's serve all heads: no axis of heads here
     yield from _gate_and_output(ours, attention, theirs, heads)
 
 
@@ -191,8 +220,7 @@ def outer_product_mean(
         (f"{scope}/left_projection", f"{scope}/right_projection"),
         (f"{openfold}.linear_1", f"{openfold}.linear_2"),
     )
-    yield _name(f"{ours}.output.weight", f"{scope}//output_w", f"{openfold}.linear_out.weight", "output_last", channels)
-    yield _name(f"{ours}.output.bias", f"{scope}//output_b", f"{openfold}.linear_out.bias", "vector")
+    yield from _output(ours, scope, openfold, channels, "out")
 
 
 def triangle_multiplication(
@@ -250,14 +278,11 @@ def evoformer_block(
 ) -> Iterator[Name]:
     config = config or EvoformerConfig()
     msa, heads = f"{ours}.msa_stack", config.msa_heads
-    column = f"{msa}.column_attention", f"{openfold}.msa_att_col"
+    column, theirs = (global_attention, "column_global") if extra else (column_attention, "column")
     yield from row_attention(
         f"{msa}.row_attention", f"{scope}/msa_row_attention_with_pair_bias", heads, f"{openfold}.msa_att_row"
     )
-    if extra:
-        yield from global_attention(column[0], f"{scope}/msa_column_global_attention", heads, column[1])
-    else:
-        yield from column_attention(column[0], f"{scope}/msa_column_attention", heads, column[1])
+    yield from column(f"{msa}.column_attention", f"{scope}/msa_{theirs}_attention", heads, f"{openfold}.msa_att_col")
     yield from transition(f"{msa}.transition", f"{scope}/msa_transition", f"{openfold}.msa_transition")
     yield from outer_product_mean(
         f"{msa}.outer_product_mean",
@@ -270,10 +295,11 @@ def evoformer_block(
 
 def stack(ours: str, scope: str, config: EvoformerConfig, extra: bool = False, fused: bool = False) -> Iterator[Name]:
     """OpenFold's two stacks are called as ours."""
-    for n in range(config.blocks):
-        block = f"{ours}.blocks.{n}"
-        for name in evoformer_block(block, scope, extra, config, fused, openfold=block):
-            yield replace(name, block=n)
+
+    def block(n: int) -> Iterator[Name]:
+        return evoformer_block(f"{ours}.blocks.{n}", scope, extra, config, fused, openfold=f"{ours}.blocks.{n}")
+
+    return _blocks(config.blocks, block)
 
 
 def invariant_point_attention(ours: str, scope: str, openfold: str = "") -> Iterator[Name]:
@@ -293,36 +319,24 @@ def point_attention_of_chains(
     ours: str, scope: str, config: StructureModuleConfig, openfold: str = ""
 ) -> Iterator[Name]:
     """Invariant point attention of multimer files: no scalar biases; keys and values apart; points by heads."""
-    heads, key, value = config.heads, config.scalar_query_width, config.scalar_value_width
-    scalars = {"query": ("q",), "key_value": ("k", "v")}
-    points = {"query_points": ("q",), "key_value_points": ("k", "v")}
-    for part, letters in scalars.items():
-        widths = [value if letter == "v" else key for letter in letters]
-        yield replace(
-            _name(
-                f"{ours}.{part}.weight",
-                tuple(f"{scope}/{letter}_scalar_projection//weights" for letter in letters),
-                tuple(f"{openfold}.linear_{letter}.weight" for letter in letters),
-                "input_first",
-                heads,
-            ),
-            outputs=tuple(heads * width for width in widths),
-            order=_order(heads, 1, widths),
-        )
-    for part, letters in points.items():
-        widths = [config.value_points if letter == "v" else config.query_points for letter in letters]
-        for kind, theirs, layout in (("weight", "weights", "input_first"), ("bias", "bias", "vector")):
-            yield replace(
-                _name(
-                    f"{ours}.{part}.{kind}",
-                    tuple(f"{scope}/{letter}_point_projection/point_projection//{theirs}" for letter in letters),
-                    tuple(f"{openfold}.linear_{letter}_points.linear.{kind}" for letter in letters),
-                    layout,  # type: ignore[arg-type]
-                    heads,
-                ),
-                outputs=tuple(3 * heads * width for width in widths),
-                order=_order(heads, 3, widths),
-            )
+    heads = config.heads
+    scalars = "scalar_projection", "", 1, config.scalar_query_width, config.scalar_value_width, (("weight", "weights"),)
+    parts = ("weight", "weights"), ("bias", "bias")
+    points = "point_projection/point_projection", "_points", 3, config.query_points, config.value_points, parts
+    for projection, suffix, planes, width_of_keys, width_of_values, kinds in (scalars, points):
+        module = suffix and f"{suffix}.linear"
+        for part, letters in (("query", "q"), ("key_value", "kv")):
+            widths = [width_of_values if letter == "v" else width_of_keys for letter in letters]
+            for kind, theirs in kinds:
+                yield Name(
+                    f"{ours}.{part}{suffix}.{kind}",
+                    tuple(f"{scope}/{letter}_{projection}//{theirs}" for letter in letters),
+                    "input_first" if kind == "weight" else "vector",
+                    split=heads,
+                    openfold=tuple(f"{openfold}.linear_{letter}{module}.{kind}" for letter in letters),
+                    outputs=tuple(planes * heads * width for width in widths),
+                    order=_order(heads, planes, widths),
+                )
     yield from _linear(f"{ours}.pair_bias", f"{scope}/attention_2d", f"{openfold}.linear_b")
     yield from _linear(f"{ours}.output", f"{scope}/output_projection", f"{openfold}.linear_out")
     yield _name(f"{ours}.point_weight", f"{scope}//trainable_point_weights", f"{openfold}.head_weights", "vector")
@@ -341,9 +355,8 @@ def _order(heads: int, planes: int, widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def structure_module(ours: str, scope: str, config: ModelConfig, openfold: str = "structure_module") -> Iterator[Name]:
-    layer = f"{scope}/fold_iteration"
+    layer, chains = f"{scope}/fold_iteration", config.arrangement == "multimer"
     attention = f"{ours}.attention", f"{layer}/invariant_point_attention"
-    chains = config.arrangement == "multimer"
     yield from _norm(f"{ours}.single_norm", f"{scope}/single_layer_norm", f"{openfold}.layer_norm_s")
     yield from _norm(f"{ours}.pair_norm", f"{scope}/pair_layer_norm", f"{openfold}.layer_norm_z")
     yield from _linear(f"{ours}.initial", f"{scope}/initial_projection", f"{openfold}.linear_in")
@@ -431,37 +444,30 @@ def heads(config: ModelConfig) -> Iterator[Name]:
 def template_pair_stack(
     ours: str, scope: str, blocks: int, heads: int = PAIR_HEADS, fused: bool = False, openfold: str = ""
 ) -> Iterator[Name]:
-    for n in range(blocks):
-        block, theirs = f"{ours}.blocks.{n}", f"{openfold}.blocks.{n}"
-        for name in pair_stack(block, f"{scope}/__layer_stack_no_state", heads, fused, theirs):
-            yield replace(name, block=n)
+    """`scope`: that of a block. DeepMind's arrays have all blocks."""
+
+    def block(n: int) -> Iterator[Name]:
+        return pair_stack(f"{ours}.blocks.{n}", scope, heads, fused, f"{openfold}.blocks.{n}")
+
+    return _blocks(blocks, block)
 
 
 def template_pointwise_attention(
     ours: str, scope: str, heads: int = TemplateConfig.attention_heads, openfold: str = ""
 ) -> Iterator[Name]:
     yield _name(f"{ours}.query.weight", f"{scope}//query_w", f"{openfold}.linear_q.weight", "input_first", heads)
-    key_value = tuple(f"{scope}//{part}_w" for part in ("key", "value"))
-    both = tuple(f"{openfold}.linear_{part}.weight" for part in "kv")
-    yield _name(f"{ours}.key_value.weight", key_value, both, "input_first", heads)
+    yield from _key_value(ours, scope, openfold, heads)
     yield from _output(ours, scope, openfold, heads)
 
 
 def template_embedder(
-    ours: str,
-    scope: str,
-    blocks: int,
-    config: TemplateConfig | None = None,
-    fused: bool = False,
-    openfold: str = "template_embedder",
+    ours: str, scope: str, config: TemplateConfig, fused: bool = False, openfold: str = "template_embedder"
 ) -> Iterator[Name]:
-    """`scope`: the template embedding's scope; `blocks`: number of blocks of the template pair stack."""
-    config = config or TemplateConfig()
+    """`scope`: the template embedding's scope."""
     single, theirs = f"{scope}/single_template_embedding", f"{openfold}.template_pair_stack"
     yield from _linear(f"{ours}.embedding", f"{single}/embedding2d", f"{openfold}.template_pair_embedder.linear")
-    yield from template_pair_stack(
-        f"{ours}.stack", f"{single}/template_pair_stack", blocks, config.pair_heads, fused, theirs
-    )
+    stack_of = f"{single}/{TEMPLATE_STACK['monomer']}"
+    yield from template_pair_stack(f"{ours}.stack", stack_of, config.blocks, config.pair_heads, fused, theirs)
     yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm", f"{theirs}.layer_norm")
     yield from template_pointwise_attention(
         f"{ours}.attention", f"{scope}/attention", config.attention_heads, f"{openfold}.template_pointwise_att.mha"
@@ -469,11 +475,15 @@ def template_embedder(
 
 
 def template_torsion_embedder(
-    ours: str, scope: str, openfold: str = "template_embedder.template_single_embedder"
+    ours: str, scope: str, layers: Sequence[str] = ("linear_1", "linear_2"), openfold: str = "template_embedder"
 ) -> Iterator[Name]:
-    """`scope`: the Evoformer's scope, which holds these two layers directly."""
-    yield from _linear(f"{ours}.embedding", f"{scope}/template_single_embedding", f"{openfold}.linear_1")
-    yield from _linear(f"{ours}.projection", f"{scope}/template_projection", f"{openfold}.linear_2")
+    """`scope`: the Evoformer's scope, which holds these two layers directly. `layers`: OpenFold's names of them."""
+    for part, theirs, layer in zip(
+        ("embedding", "projection"), ("single_embedding", "projection"), layers, strict=True
+    ):
+        yield from _linear(
+            f"{ours}.{part}", f"{scope}/template_{theirs}", f"{openfold}.template_single_embedder.{layer}"
+        )
 
 
 def chain_template_embedder(
@@ -497,55 +507,37 @@ def chain_template_embedder(
             is_weight = name.layout == "input_first"
             yield replace(name, layout="no_input") if without_input and is_weight else name
     yield from _norm(f"{ours}.query_norm", f"{single}/query_embedding_norm", f"{pair}.query_embedding_layer_norm")
-    for n in range(config.blocks):
-        block, their_block = f"{ours}.stack.blocks.{n}", f"{theirs}.blocks.{n}"
-        for name in pair_stack(block, f"{single}/{CHAIN_TEMPLATE_STACK}", config.pair_heads, fused, their_block):
-            yield replace(name, block=n)
+    stack_of = f"{single}/{TEMPLATE_STACK['multimer']}"
+    yield from template_pair_stack(f"{ours}.stack", stack_of, config.blocks, config.pair_heads, fused, theirs)
     yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm", f"{theirs}.layer_norm")
     yield from _linear(f"{ours}.output", f"{scope}/output_linear", f"{openfold}.linear_t")
 
 
-def chain_templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:
-    if config.enabled:
-        yield from chain_template_embedder("template_embedder", TEMPLATES, config, fused)
-        if config.torsions:
-            openfold = "template_embedder.template_single_embedder"
-            yield from _linear(
-                "template_torsion_embedder.embedding",
-                "evoformer/template_single_embedding",
-                f"{openfold}.template_single_embedder",
-            )
-            yield from _linear(
-                "template_torsion_embedder.projection",
-                "evoformer/template_projection",
-                f"{openfold}.template_projector",
-            )
-
-
-def templates(config: TemplateConfig, fused: bool) -> Iterator[Name]:
-    if config.enabled:
-        yield from template_embedder("template_embedder", TEMPLATES, config.blocks, config, fused)
-        if config.torsions:
-            yield from template_torsion_embedder("template_torsion_embedder", "evoformer")
+def templates(config: ModelConfig, fused: bool) -> Iterator[Name]:
+    own, chains = config.templates, config.arrangement == "multimer"
+    if own.enabled:
+        yield from (chain_template_embedder if chains else template_embedder)(
+            "template_embedder", TEMPLATES, own, fused
+        )
+        if own.torsions:
+            layers = ("template_single_embedder", "template_projector") if chains else ("linear_1", "linear_2")
+            yield from template_torsion_embedder("template_torsion_embedder", "evoformer", layers)
 
 
 def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
     """Every parameter of a model with this configuration, once. `fused`: triangle multiplication's layout in newer files."""
-    of_templates = chain_templates if config.arrangement == "multimer" else templates
     return [
         *embedders("evoformer", config.arrangement),
         *stack("extra_msa_stack", EXTRA_STACK, config.extra_msa, extra=True, fused=fused),
         *stack("evoformer", STACK, config.evoformer, fused=fused),
         *structure_module("structure_module", "structure_module", config),
-        *of_templates(config.templates, fused),
+        *templates(config, fused),
         *heads(config),
     ]
 
 
 def block_probes(arrangement: ArrangementName) -> dict[str, str]:
     """For every stack of the configuration, DeepMind's key of an array whose leading axis counts the stack's blocks."""
-    transition_scale = "pair_transition/input_layer_norm//scale"
-    own = CHAIN_TEMPLATE_STACK if arrangement == "multimer" else "template_pair_stack/__layer_stack_no_state"
-    template_stack = f"{TEMPLATES}/single_template_embedding/{own}"
+    template_stack = f"{TEMPLATES}/single_template_embedding/{TEMPLATE_STACK[arrangement]}"
     stacks = {"extra_msa": EXTRA_STACK, "evoformer": STACK, "templates": template_stack}
-    return {stack: f"{ROOT}/{scope}/{transition_scale}" for stack, scope in stacks.items()}
+    return {stack: f"{ROOT}/{scope}/pair_transition/input_layer_norm//scale" for stack, scope in stacks.items()}

@@ -13,20 +13,19 @@ must have exactly the model's arrays. Values are copied, so the round trip of fl
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.names import Name, older, parameter_names
+from evodsp.weights.names import Name, is_fused, older, parameter_names, with_blocks
 from evodsp.weights.parameter_file import container, parameter_file
 from evodsp.weights.sizes import (
     check_arrangement,
@@ -39,7 +38,6 @@ from evodsp.weights.sizes import (
 )
 from evodsp.weights.untrusted import load_untrusted
 
-FUSED_MARK = ".linear_ab_p.weight"  # only newer models with fused projections have this array
 MARKS = ("structure_module.ipa.head_weights", "evoformer.linear.weight")  # all of OpenFold's models have these
 MULTIMER_MARK = "structure_module.ipa.linear_k.weight"  # monomer models keep keys and values in one array, linear_kv
 TRANSITION_LAYERS = 3
@@ -119,7 +117,7 @@ def fitting(model: AlphaFold, arrays: Mapping[str, Tensor], source: str) -> tupl
     """
     check_arrangement(model.config, MULTIMER_MARK in arrays, source)
     names = parameter_names(model.config, fused=is_fused(arrays))
-    shapes = expected_shapes(names, {name: tuple(value.shape) for name, value in model.named_parameters()})
+    shapes = expected_shapes(model, names)
     renamed = present_names(arrays, shapes, source)
     is_older = any(known != key for known, key in renamed.items())
     known_arrays = {known: arrays[key] for known, key in renamed.items()}
@@ -170,26 +168,19 @@ def export_openfold(model: AlphaFold, legacy: bool = False, fused: bool = False)
     return arrays
 
 
-def is_fused(arrays: Iterable[str]) -> bool:
-    """Whether these keys have the layout that keeps a and b of triangle multiplication in one array."""
-    return any(key.endswith(FUSED_MARK) for key in arrays)
-
-
 def with_blocks_of(config: ModelConfig, arrays: Iterable[str]) -> ModelConfig:
     """`config` with as many blocks in each stack as there are block numbers in these keys."""
     keys = list(arrays)
-    for stack, pattern in _STACKS.items():
-        if blocks := len({found[1] for key in keys if (found := pattern.match(key))}):
-            sizes = dataclasses.replace(getattr(config, stack), blocks=blocks)
-            config = dataclasses.replace(config, **{stack: sizes})
-    return config
+    numbers = {stack: {found[1] for key in keys if (found := own.match(key))} for stack, own in _STACKS.items()}
+    return with_blocks(config, {stack: len(blocks) for stack, blocks in numbers.items() if blocks})
 
 
-def expected_shapes(names: Iterable[Name], parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shape of each of OpenFold's arrays, from the shapes of our parameters."""
+def expected_shapes(module: nn.Module, names: Iterable[Name]) -> dict[str, tuple[int, ...]]:
+    """The shape of each of OpenFold's arrays."""
+    parameters = dict(module.named_parameters())
     shapes: dict[str, tuple[int, ...]] = {}
     for name in names:
-        outputs, *inputs = parameters[name.ours]
+        outputs, *inputs = parameters[name.ours].shape
         shapes |= {key: (size, *inputs) for key, size in zip(name.openfold, name.sizes(outputs), strict=True)}
     return shapes
 

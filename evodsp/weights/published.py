@@ -57,16 +57,10 @@ def load_parameters(
     kind = container(path)
     if path.is_file() and kind is None:
         raise UserError(f"{path}: neither DeepMind's .npz nor OpenFold's .pt (or cut short); give one of these")
-    if kind == "npz":
-        arrays = deepmind.read_npz(path)
-        config = deepmind.with_blocks_of(config, arrays) if any_depth else config
-        deepmind.check_fit(on_meta(config, str(path)), arrays, str(path))
-        model = AlphaFold(config)
-        deepmind.set_parameters(model, arrays, str(path))
-        return model, len(arrays)
-    tensors = openfold.read_openfold(path, raw)
-    config = openfold.with_blocks_of(config, tensors) if any_depth else config
-    openfold.fitting(on_meta(config, str(path)), tensors, str(path))
+    program = deepmind if kind == "npz" else openfold
+    arrays = deepmind.read_npz(path) if kind == "npz" else openfold.read_openfold(path, raw)
+    config = program.with_blocks_of(config, arrays) if any_depth else config
+    program.fitting(on_meta(config, str(path)), arrays, str(path))
     model = AlphaFold(config)
-    openfold.set_parameters(model, tensors, str(path))
-    return model, len(tensors)
+    program.set_parameters(model, arrays, str(path))
+    return model, len(arrays)

@@ -27,7 +27,8 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.deepmind import export_deepmind, is_fused, set_parameters, write_npz
+from evodsp.weights.deepmind import export_deepmind, set_parameters, write_npz
+from evodsp.weights.names import is_fused
 from evodsp.weights.openfold import export_openfold, write_openfold
 from evodsp.weights.openfold import set_parameters as set_openfold_parameters
 

@@ -15,8 +15,8 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outer_product_first import OuterProductFirstBlock
 from evodsp.model.outputs import ModelOutput
-from evodsp.weights.deepmind import is_fused, set_parameters, their_arrays
-from evodsp.weights.names import parameter_names
+from evodsp.weights.deepmind import set_parameters, their_arrays
+from evodsp.weights.names import is_fused, parameter_names
 
 # DeepMind's loss weights of the fine-tuned models. The confidence terms are computed apart: see `losses`.
 STRUCTURE = LossConfig(plddt=0.0, violation=1.0, experimentally_resolved=0.01, scale_by_length=False)

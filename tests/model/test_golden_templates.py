@@ -66,7 +66,8 @@ def test_pair_stack_matches_alphafold(recompute: bool, golden: Path) -> None:
     """Catches the Evoformer's order of updates (multiplication before attention), and a wrong mask or width."""
     data, params = load(golden / "modules" / "template_pair_stack.npz"), load(golden / "params.npz")
     module = TemplatePairStack(replace(SIZES, checkpoint=recompute))
-    loaded(module, names.template_pair_stack("x", f"{SCOPE}/single_template_embedding/template_pair_stack", 1), params)
+    stack = f"{SCOPE}/single_template_embedding/{names.TEMPLATE_STACK['monomer']}"
+    loaded(module, names.template_pair_stack("x", stack, 1), params)
     x = batched(data)
     check(module(x["t"].requires_grad_(), x["pair_mask"]), x, data)
 
@@ -84,7 +85,7 @@ def test_embedding_matches_alphafold(golden: Path) -> None:
     """Catches a wrong order of the 88 features, swapped rows and columns, wrong bins, and gaps treated as neighbours."""
     data, params = load(golden / "modules" / "template_embedding.npz"), load(golden / "params.npz")
     module = TemplateEmbedder(128, SIZES)
-    loaded(module, names.template_embedder("x", SCOPE, 1), params)
+    loaded(module, names.template_embedder("x", SCOPE, SIZES), params)
     x = batched(data)
     pair = Sharded.whole(x["z"].requires_grad_(), "j", x["mask_2d"])
     check(module(pair, Templates.from_features(x)).x, x, data)
@@ -104,7 +105,7 @@ def test_torsion_rows_match_alphafold(golden: Path) -> None:
 
 def test_every_template_parameter_of_the_file_has_a_name(golden: Path) -> None:
     """Catches an array in DeepMind's file that nothing reads."""
-    rows = [*names.template_embedder("x", SCOPE, 1), *names.template_torsion_embedder("x", "evoformer")]
+    rows = [*names.template_embedder("x", SCOPE, SIZES), *names.template_torsion_embedder("x", "evoformer")]
     read = [key for row in rows for key in row.keys]
     assert len(read) == len(set(read))
     assert set(read) == {key for key in load(golden / "params.npz") if "/template_" in key}
