@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
 import re
@@ -52,6 +53,12 @@ def write_json_lines(path: Path | None, entries: Sequence[Any]) -> None:
     """
     if path is not None and (entries or path.exists()):
         write_text(path, "".join(json.dumps(dataclasses.asdict(entry)) + "\n" for entry in entries))
+
+
+def digest_of_file(path: Path, kind: str) -> str:
+    """The checksum of a file's content, in hexadecimal. `kind`: its name in hashlib, such as sha256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, kind).hexdigest()
 
 
 @contextmanager

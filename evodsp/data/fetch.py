@@ -8,7 +8,6 @@ whole of botocore.
 from __future__ import annotations
 
 import gzip
-import hashlib
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -26,6 +25,7 @@ from evodsp.data.samples.selection import chain_list, chains_and_lines
 from evodsp.data.sources.layout import split_key
 from evodsp.download import BLOCK, fetch_file
 from evodsp.errors import FileFormatError, UserError
+from evodsp.files import digest_of_file
 from evodsp.printing import tell
 from evodsp.progress import progress
 from evodsp.reading.answers import PASSING, BadAnswerError, ask, content_of
@@ -116,10 +116,8 @@ def fetch(wanted: Wanted) -> str | None:
 
 def _damage(wanted: Wanted, path: Path) -> str | None:
     """The fault of a fetched file, or None."""
-    if wanted.md5 is not None:
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "md5").hexdigest() != wanted.md5:
-                return "has another MD5 sum"
+    if wanted.md5 is not None and digest_of_file(path, "md5") != wanted.md5:
+        return "has another MD5 sum"
     if wanted.name.endswith(".gz"):
         try:
             with gzip.open(path) as archive:

@@ -28,7 +28,7 @@ from evodsp.model.primitives import use_kernels
 from evodsp.printing import show
 from evodsp.rng import Draws
 from evodsp.weights.checkpoint import checkpoint_entries, load_weights, own_weights, read_checkpoint
-from evodsp.weights.sizes import check_weights
+from evodsp.weights.sizes import check_weights, on_meta
 
 if TYPE_CHECKING:
     from evodsp.training.module import TrainingModule
@@ -91,7 +91,7 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
     if not isinstance(entry, dict):
         raise UserError(f"{path}: a checkpoint, but not of a sample; give a file of <output>/replays")
     weights, config = own_weights(path, checkpoint, raw=True), ModelConfig.from_dict(checkpoint["model_config"])
-    check_weights(config, weights, str(path))
+    check_weights(on_meta(config, str(path)), weights, str(path))
     model = AlphaFold(config).to(next(iter(weights.values())).dtype)
     load_weights(model, weights, str(path))
     model.to(device).train()

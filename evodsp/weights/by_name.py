@@ -8,7 +8,6 @@ file's sum as well.
 
 from __future__ import annotations
 
-import hashlib
 import lzma
 import os
 import struct
@@ -26,6 +25,7 @@ from urllib.error import HTTPError
 
 from evodsp.download import LARGEST, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
+from evodsp.files import digest_of_file
 from evodsp.lock import waited_lock
 from evodsp.printing import tell
 from evodsp.progress import progress
@@ -224,11 +224,8 @@ def _sum(address: str, file: str, deadline: float) -> str | None:
 
 def _damage(path: Path, sha256: str | None) -> str | None:
     """What is wrong with a file of parameters, or None."""
-    if sha256 is not None:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != sha256:
-            return f"its SHA-256 is {found[:12]}…, but {SUMS} says {sha256[:12]}…"
+    if sha256 is not None and (found := digest_of_file(path, "sha256")) != sha256:
+        return f"its SHA-256 is {found[:12]}…, but {SUMS} says {sha256[:12]}…"
     try:
         with zipfile.ZipFile(path) as archive:
             if sum(member.file_size for member in archive.infolist()) > LARGEST:

@@ -34,7 +34,7 @@ from evodsp.weights.hub import located
 from evodsp.weights.parameter_file import archive_damage, container, parameter_file
 from evodsp.weights.pretrained_folder import check_sum, is_pretrained, read_pretrained
 from evodsp.weights.published import is_parameter_file, load_published
-from evodsp.weights.sizes import check_bytes, check_finite, check_weights, compare, is_array, unwrapped
+from evodsp.weights.sizes import check_bytes, check_finite, check_weights, is_array, on_meta, unwrapped
 from evodsp.weights.untrusted import load_checked, refuse_foreign
 from evodsp.weights.versions import FORMAT_VERSION, upgrade
 
@@ -54,8 +54,8 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     """The checkpoint's dictionary, on the CPU, memory-mapped. Raises UserError if the file is not an evodsp checkpoint."""
     path = Path(path)
     checkpoint = read_pretrained(path, PREFIX) if is_pretrained(path) else _read_file(path)
-    lacking = [key for key in ("format_version", "model_config", "state_dict") if key not in _keys(checkpoint)]
-    if lacking:
+    known = checkpoint if isinstance(checkpoint, dict) else {}
+    if lacking := [key for key in ("format_version", "model_config", "state_dict") if key not in known]:
         raise UserError(
             f"{path}: not an evodsp checkpoint, it lacks {', '.join(lacking)}; give one written by `evodsp fit`"
         )
@@ -118,7 +118,7 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
         raise UserError(f"{path}: damaged ({problem}); copy it again, or use another checkpoint")
     checkpoint = _own_checkpoint(path, preset)
     config, weights = _config(path, checkpoint), own_weights(path, checkpoint, raw)
-    check_weights(config, weights, str(path))
+    check_weights(on_meta(config, str(path)), weights, str(path))
     if is_pretrained(path):
         check_sum(path)
     check_finite(weights, path)
@@ -174,7 +174,7 @@ def _features(path: str | Path, checkpoint: Mapping[str, Any]) -> FeatureConfig:
 
 def load_weights(model: AlphaFold, weights: Mapping[str, Tensor], source: str) -> None:
     """Copy `weights` into `model`. Raises UserError that names the first one which is missing, unknown or of another shape."""
-    compare(model.state_dict(), weights, source)
+    check_weights(model, weights, source)
     model.load_state_dict(dict(weights))
 
 
@@ -238,7 +238,3 @@ def _config(path: str | Path, checkpoint: Mapping[str, Any]) -> ModelConfig:
 def sizes_by_name(config: ModelConfig) -> dict[str, Any]:
     """All sizes of a model by their dotted names, such as 'evoformer.blocks'."""
     return dict(leaves(config))
-
-
-def _keys(value: Any) -> set[str]:
-    return set(value) if isinstance(value, dict) else set()

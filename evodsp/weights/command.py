@@ -27,28 +27,7 @@ from evodsp.weights.published import is_parameter_file, load_parameters, load_pu
 
 
 def run_import(settings: ImportConfig, words: list[str]) -> int:
-    """`evodsp weights import`: the exit code. `words`: the command line (not needed here)."""
-    tell(import_weights(settings))
-    return 0
-
-
-def run_export(settings: ExportConfig, words: list[str]) -> int:
-    """`evodsp weights export`: the exit code. `words`: the command line (not needed here)."""
-    tell(export_weights(settings))
-    return 0
-
-
-def run_fetch(settings: WeightsFetchConfig, words: list[str]) -> int:
-    """`evodsp weights fetch`: the exit code. `words`: the command line (not needed here)."""
-    for name in settings.names:
-        check_name(name)
-    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED, hours=settings.hours):
-        show(str(path))
-    return 0
-
-
-def import_weights(settings: ImportConfig) -> str:
-    """Write a checkpoint from DeepMind's or OpenFold's parameters; returns a line that says what was done.
+    """`evodsp weights import`: the exit code. `words`: the command line (not needed here).
 
     Raises UserError if the output exists, or the parameters are not exactly the model's.
     """
@@ -65,11 +44,12 @@ def import_weights(settings: ImportConfig) -> str:
         features = published_features(sizes)
         model, arrays = load_published(path, sizes, settings.raw)
     save_model(settings.output, model, features=features)
-    return f"{settings.output}: sizes of {sizes}, {_count(model):,} parameters from {arrays} arrays"
+    tell(f"{settings.output}: sizes of {sizes}, {_count(model):,} parameters from {arrays} arrays")
+    return 0
 
 
-def export_weights(settings: ExportConfig) -> str:
-    """Write DeepMind's or OpenFold's parameter file, or a folder, from a checkpoint; returns a line that says what was done.
+def run_export(settings: ExportConfig, words: list[str]) -> int:
+    """`evodsp weights export`: the exit code. `words`: the command line (not needed here).
 
     Raises UserError if the output exists, or the checkpoint cannot be read.
     """
@@ -87,7 +67,17 @@ def export_weights(settings: ExportConfig) -> str:
         tensors = export_openfold(model, kind == "openfold-legacy", settings.fused)
         write_openfold(settings.output, tensors)
         count = len(tensors)
-    return f"{settings.output}: {kind}, {_count(model):,} parameters in {count} arrays"
+    tell(f"{settings.output}: {kind}, {_count(model):,} parameters in {count} arrays")
+    return 0
+
+
+def run_fetch(settings: WeightsFetchConfig, words: list[str]) -> int:
+    """`evodsp weights fetch`: the exit code. `words`: the command line (not needed here)."""
+    for name in settings.names:
+        check_name(name)
+    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED, hours=settings.hours):
+        show(str(path))
+    return 0
 
 
 def _refuse_checkpoint(path: Path) -> None:

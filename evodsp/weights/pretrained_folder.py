@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -22,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from evodsp.errors import UserError, nearest
-from evodsp.files import whole_file, write_text
+from evodsp.files import digest_of_file, whole_file, write_text
 from evodsp.reading.quoting import quoted, shown
-from evodsp.reading.text_files import check_text, json_of
+from evodsp.reading.text_files import read_json
 from evodsp.version import __version__
 from evodsp.weights.safetensors_file import map_tensors
 from evodsp.weights.sizes import check_finite
@@ -34,7 +33,6 @@ WEIGHTS, CONFIG, CARD = FILES = ("model.safetensors", "config.json", "README.md"
 _KIND, _TYPE = "model_type", "evodsp"
 _WRITER, _SUM = "evodsp_version", "sha256"
 _OF_CHECKPOINTS = ("format_version", "model_config", "features")
-_LARGEST_CONFIG = 1 << 20
 _COPY = "copy it again, or write it with `evodsp weights export --format safetensors`"
 
 
@@ -59,7 +57,7 @@ def check_sum(folder: str | Path) -> None:
     """Raise UserError if the weights have another SHA-256 than `config.json` says. One without a sum is not compared."""
     folder = Path(folder)
     expected = _config(folder).get(_SUM)
-    if expected is not None and (found := _sum(folder / WEIGHTS)) != expected:
+    if expected is not None and (found := digest_of_file(folder / WEIGHTS, "sha256")) != expected:
         raise UserError(
             f"{folder / WEIGHTS}: damaged, or not the weights of {CONFIG} beside it: its SHA-256 is {found[:12]}…, but there "
             f"{_SUM} is {quoted(expected, 12)}; copy both again (if you changed the weights yourself, remove {_SUM} there)"
@@ -81,7 +79,7 @@ def write_pretrained(folder: str | Path, entries: Mapping[str, Any], weights: Ma
         arrays = {name: value.detach().cpu().contiguous().clone() for name, value in weights.items()}
         save_file(arrays, partial, metadata={"format": "pt"})
         shutil.copymode(folder / CARD, partial)
-    config = {_KIND: _TYPE, _WRITER: __version__, **entries, _SUM: _sum(folder / WEIGHTS)}
+    config = {_KIND: _TYPE, _WRITER: __version__, **entries, _SUM: digest_of_file(folder / WEIGHTS, "sha256")}
     write_text(folder / CONFIG, json.dumps(config, indent=1) + "\n")
 
 
@@ -98,11 +96,7 @@ def check_new_folder(folder: Path, overwrite: bool) -> None:
 def _config(folder: Path) -> dict[str, Any]:
     """The content of `config.json`. Raises UserError unless it is that of a model which this evodsp can read."""
     path = _file(folder, CONFIG)
-    with path.open("rb") as file:
-        data = file.read(_LARGEST_CONFIG + 1)
-    if len(data) > _LARGEST_CONFIG:
-        raise UserError(f"{path}: larger than {_LARGEST_CONFIG >> 20} MiB, so no model's config.json; {_COPY}")
-    config = json_of(path, check_text(path, data), _COPY)
+    config = read_json(path, _COPY)
     if not isinstance(config, dict) or config.get(_KIND) != _TYPE:
         kind = config.get(_KIND) if isinstance(config, dict) else None
         raise UserError(
@@ -129,8 +123,3 @@ def _file(folder: Path, name: str) -> Path:
         there = [other for other in FILES if (folder / other).is_file()]
         raise UserError(f"{folder}: has {' and '.join(there)}, but no file {name}; copy the folder again, whole")
     return path
-
-
-def _sum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """Reading safetensors files: the only place that opens those of models. They hold arrays by name, and nothing that could run.
 
 The library compares what the header says with the file's size, and maps the arrays into memory, so that none takes any before
-it is used. The length of the header itself is compared first.
+it is used.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from torch import Tensor
 from evodsp.errors import FileFormatError
 from evodsp.reading.quoting import quoted
 
-_LARGEST_HEADER = 1 << 24
-"""Bytes. AlphaFold2's parameters need 0.8 million."""
-
 
 def map_tensors(path: Path, fix: str) -> dict[str, Tensor]:
     """The arrays of a safetensors file, on the CPU, mapped into memory.
@@ -24,10 +21,6 @@ def map_tensors(path: Path, fix: str) -> dict[str, Tensor]:
     `fix` ends the message of the FileFormatError for any other file, and for one that is cut short or too long.
     """
     try:
-        with path.open("rb") as file:
-            header = int.from_bytes(file.read(8), "little")
-        if header > _LARGEST_HEADER:
-            raise ValueError(f"a header of {header:,} bytes")
         with safe_open(path, framework="pt") as arrays:
             return {name: arrays.get_tensor(name) for name in arrays.keys()}  # noqa: SIM118, it is no dictionary
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError, AttributeError, TypeError) as error:

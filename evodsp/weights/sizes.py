@@ -50,24 +50,9 @@ def on_meta(config: ModelConfig, source: str) -> AlphaFold:
         raise UserError(f"{source}: unreadable model sizes: {quoted(error)}") from error
 
 
-def check_weights(config: ModelConfig, weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise UserError unless `weights` are the parameters of a model of these sizes, by name and shape."""
-    compare(on_meta(config, source).state_dict(), weights, source)
-
-
-def compare(expected: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str) -> None:
-    """Raise UserError that names the first of `weights` which is missing, unknown or of another shape."""
-    lacking, unknown = expected.keys() - weights.keys(), weights.keys() - expected.keys()
-    for what, names in (("lacks", lacking), ("has the unknown", unknown)):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"{source}: {what} parameter '{min(names)}'{more}; it belongs to another model")
-    for name, value in expected.items():
-        if value.shape != weights[name].shape:
-            raise UserError(
-                f"{source}: parameter '{name}' has the shape {tuple(weights[name].shape)}, "
-                f"the model {tuple(value.shape)}; it belongs to another model"
-            )
+def check_weights(model: AlphaFold, weights: Mapping[str, Tensor], source: str) -> None:
+    """Raise UserError unless `weights` are the parameters of a model, which may be `on_meta`, by name and shape."""
+    check_arrays(weights, {name: tuple(value.shape) for name, value in model.state_dict().items()}, source)
 
 
 def unwrapped(arrays: Mapping[Any, Any], source: str) -> dict[str, Any]:

@@ -118,8 +118,8 @@ def test_what_does_not_fit_is_named(model: AlphaFold, tmp_path: Path) -> None:
     weights = torch.load(path, weights_only=True)["state_dict"]
     first = min(weights)
     cases = {
-        "lacks parameter": {name: value for name, value in weights.items() if name != first},
-        "has the unknown parameter": {**weights, "model.extra": torch.zeros(1)},
+        f"no array '{first.removeprefix('model.')}'": {name: value for name, value in weights.items() if name != first},
+        "no parameter for array 'extra'": {**weights, "model.extra": torch.zeros(1)},
         "has the shape": {**weights, first: torch.zeros(99)},
     }
     for expected, state in cases.items():

@@ -84,7 +84,7 @@ def test_entries_of_other_types(
     [
         ("evoformer", {"blocks": 10**9}, "evoformer.blocks is 1000000000, but no model has more than 512"),
         ("structure_module", {"angle_blocks": 10**9}, "angle_blocks is 1000000000, but no model"),
-        ("evoformer", {"blocks": 3}, "lacks parameter 'evoformer.blocks.2"),
+        ("evoformer", {"blocks": 3}, "no array 'evoformer.blocks.2"),
         ("channels", {"pair": 10**6}, "has the shape"),
         ("channels", {"pair": 10**15}, "unreadable model sizes"),
     ],
@@ -125,6 +125,6 @@ def test_a_parameter_file_is_compared_before_a_model_is_built(
 def test_an_average_without_arrays_is_no_reason_to_take_other_weights(model: AlphaFold, tmp_path: Path) -> None:
     """Catches a moving average that a file has lost, and the raw weights taken in its place without a word."""
     torch.save(checkpoint_of(model, ema_state_dict={}), path := tmp_path / "x.ckpt")
-    with pytest.raises(UserError, match=r"x\.ckpt.*lacks parameter"):
+    with pytest.raises(UserError, match=r"x\.ckpt.*no array"):
         load_model(path)
     assert load_model(path, raw=True).config == CONFIG

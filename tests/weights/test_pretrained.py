@@ -148,7 +148,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.safetensors: not a readable safetensors file",
     ),
     "empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "not a readable safetensors file"),
-    "a header of any size": (_header(1 << 40), "a header of 1,099,511,627,776 bytes"),
+    "a header of any size": (_header(1 << 40), "not a readable safetensors file"),
     "a pickle": (lambda folder: torch.save({"a": torch.zeros(3)}, folder / WEIGHTS), "not a readable safetensors file"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "but no file model.safetensors; copy the folder again"),
     "no config": (lambda folder: (folder / CONFIG).unlink(), "has model.safetensors and README.md, but no file config"),
@@ -159,7 +159,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda folder: (folder / CONFIG).write_text("[1]"), "model_type is None, but must be 'evodsp'"),
     "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "config.json:1: not JSON"),
     "deep JSON": (lambda folder: (folder / CONFIG).write_text("[" * 200_000), "JSON that is nested too deeply"),
-    "large JSON": (lambda folder: (folder / CONFIG).write_text(" " * (2 << 20)), "config.json: larger than 1 MiB"),
     "an unknown key": (
         lambda folder: with_config(folder, feature={}),
         "unknown key 'feature'. Did you mean 'features'?",
@@ -175,9 +174,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a strange sum": (lambda folder: with_config(folder, sha256=[1]), "damaged, or not the weights of config.json"),
     "an unknown array": (
         lambda folder: with_weights(folder, lambda w: {**w, "x": torch.zeros(1)}),
-        "unknown parameter 'x'",
+        "the model has no parameter for array 'x'",
     ),
-    "an array less": (lambda folder: with_weights(folder, lambda w: dict(sorted(w.items())[1:])), "lacks parameter"),
+    "an array less": (lambda folder: with_weights(folder, lambda w: dict(sorted(w.items())[1:])), "no array"),
     "whole numbers": (
         lambda folder: with_weights(folder, lambda w: {name: value.int() for name, value in w.items()}),
         "is not an array of floats",
