@@ -40,7 +40,7 @@ from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is
 from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.model.confidence import complex_ranking
 from evodsp.reading.array_files import read_archive
-from evodsp.reading.text_files import json_of, read_bytes, read_json
+from evodsp.reading.text_files import json_of, read_json, text_of
 from evodsp.version import __version__
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
@@ -148,7 +148,7 @@ def plddt_of(scores: Path) -> Float32[np.ndarray, " R"]:
 
     The aligned errors behind it in the file are not parsed: of thousands of long targets that would take minutes.
     """
-    data = read_bytes(scores)
+    data = text_of(scores)
     start = data.find(b"[", data.find(b'"plddt"'))
     end = data.find(b"]", start) + 1
     if b'"plddt"' not in data or not 0 <= start < end:

@@ -29,16 +29,12 @@ BLOCK = 1 << 20
 """Bytes of a block of `text_blocks`."""
 
 
-def read_bytes(path: str | Path) -> bytes:
+def text_of(path: str | Path, data: bytes | None = None) -> bytes:
     """The text of a file as bytes, unpacked if it is gzipped (whatever its name), without a byte-order mark.
 
-    Raises UserError if the file cannot be read, FileFormatError if it is empty, binary or a broken gzip archive.
+    `data`: the file's content, if it was read already. Raises UserError if the file cannot be read, FileFormatError if it is
+    empty, binary or a broken gzip archive.
     """
-    return text_of(path)
-
-
-def text_of(path: str | Path, data: bytes | None = None) -> bytes:
-    """`read_bytes(path)`, or the same unpacking and checks of `data`, the file's content, if it was read already."""
     return check_text(path, content_of(path, data))
 
 
@@ -143,7 +139,7 @@ def _checked(source: str | Path, blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 def read_json(path: str | Path, fix: str) -> Any:
     """The content of a JSON file. `fix` ends the message of the FileFormatError that a broken or hostile file raises."""
-    return json_of(path, read_bytes(path), fix)
+    return json_of(path, text_of(path), fix)
 
 
 def json_of(path: str | Path, data: bytes, fix: str) -> Any:

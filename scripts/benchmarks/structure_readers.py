@@ -32,7 +32,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_TYPES
 from evodsp.geometry.residues import CA as ORDER_OF_CA
-from evodsp.reading.text_files import read_bytes
+from evodsp.reading.text_files import text_of
 
 SUFFIXES = (".pdb", ".cif", ".ent", ".mmcif", ".pdb.gz", ".cif.gz", ".ent.gz")
 OUTCOMES = ("agree", "differ with a line", "refused", "out of time", "silent", "no amino acids")
@@ -50,7 +50,7 @@ Sites = list[list[Residue]]
 def theirs(path: Path) -> Iterator[Sites]:
     """The amino acids of the first model, as gemmi and Biopython read them."""
     try:
-        text = read_bytes(path).decode("utf-8", "replace")
+        text = text_of(path).decode("utf-8", "replace")
     except UserError:
         return
     is_pdb = ".pdb" in path.name.lower() or ".ent" in path.name.lower()

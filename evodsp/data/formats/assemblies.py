@@ -78,7 +78,8 @@ def copies_in(path: str | Path, block: cif.Block, assembly: str) -> list[tuple[s
                 motion = motion.after(operators[identifier])
             copies += [(asym, motion) for asym in asyms]
             if len(copies) > MOST_COPIES:
-                raise _too_many(path, assembly)
+                found = f"assembly {assembly} has more than {MOST_COPIES:,} copies of chains"
+                raise FileFormatError(path, f"{found}; take the asymmetric unit instead")
     return copies
 
 
@@ -140,10 +141,4 @@ def _operators(path: str | Path, block: cif.Block) -> dict[str, Motion]:
 def _no_expression(path: str | Path, expression: str) -> FileFormatError:
     return FileFormatError(
         path, f"'{quoted(expression)}' is no expression of operators, such as 1,2 or (1-60)(61-88); correct the file"
-    )
-
-
-def _too_many(path: str | Path, assembly: str) -> FileFormatError:
-    return FileFormatError(
-        path, f"assembly {assembly} has more than {MOST_COPIES:,} copies of chains; take the asymmetric unit instead"
     )

@@ -7,7 +7,7 @@ it comes in pieces.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -88,7 +88,7 @@ def read_fasta(
 
     Raises FileFormatError for a file that is not FASTA.
     """
-    records = split_records(path, text_of(path, data), "a FASTA")
+    (records,) = record_pieces(path, [text_of(path, data)], "a FASTA")
     found: list[FastaRecord] = []
     line_of_name: dict[str, int] = {}
     for index, name in enumerate(records.names()):
@@ -113,17 +113,12 @@ def read_record(
 
 
 def _substituted(record: Records) -> Records:
-    table = bytes.maketrans(*("".join(letters).encode() for letters in _both_cases(SUBSTITUTES)))
+    both = SUBSTITUTES | {letter.lower(): instead for letter, instead in SUBSTITUTES.items()}
+    table = bytes.maketrans("".join(both).encode(), "".join(both.values()).encode())
     body = [line.translate(table) for line in record.bodies[0]]
     if body and body[-1].rstrip().endswith(_STOP):
         body[-1] = body[-1].rstrip().removesuffix(_STOP)
     return Records(record.path, record.headers, record.header_lines, [body], [b"".join(body)])
-
-
-def _both_cases(substitutes: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Letters and their replacements, in both cases."""
-    letters = [*substitutes, *(letter.lower() for letter in substitutes)]
-    return letters, [*substitutes.values()] * 2
 
 
 def _sequence(
@@ -206,18 +201,13 @@ class Records:
         )
 
 
-def split_records(path: str | Path, data: bytes, kind: str) -> Records:
-    """The records of `data`. `kind` ('a FASTA') names the format in messages. Lines before the first header may be comments.
+def record_pieces(path: str | Path, blocks: Iterable[bytes], kind: str) -> Iterator[Records]:
+    """The records of a text that comes in blocks, in pieces. `kind` ('a FASTA') names the format in messages. Lines before the
+    first header may be comments.
 
     Raises FileFormatError for text before the first header, for a file without headers, and for ColabFold's alignment of a
     complex, which begins with a line '#lengths copies'.
     """
-    (records,) = record_pieces(path, [data], kind)
-    return records
-
-
-def record_pieces(path: str | Path, blocks: Iterable[bytes], kind: str) -> Iterator[Records]:
-    """The records of a text that comes in blocks, in pieces; the others are as in `split_records`."""
     header, header_line, letters = "", 0, 0
     for number, lines in _lines_of(path, blocks):
         starts = [k for k, line in enumerate(lines) if line[:1] == b">"]

@@ -104,12 +104,11 @@ Way = Sequence[int | None]
 """The listed residue of each site, in ascending order; None for a site that is not listed."""
 
 
-def _differ(own: set[str], listed: set[str]) -> bool:
-    return own.isdisjoint(listed) and "X" not in own | listed
-
-
 def _differences(way: Way, own: list[set[str]], letters: list[set[str]]) -> int:
-    return sum(at is None or _differ(one, letters[at]) for at, one in zip(way, own, strict=True))
+    return sum(
+        at is None or (one.isdisjoint(letters[at]) and "X" not in one | letters[at])
+        for at, one in zip(way, own, strict=True)
+    )
 
 
 def _by_number(sites: list[Site], own: list[set[str]], letters: list[set[str]]) -> list[int | None] | None:

@@ -37,7 +37,7 @@ from evodsp.geometry.monomers import monomer_letter
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
 from evodsp.printing import logger
 from evodsp.reading.quoting import LONGEST_REASON, quoted, shown
-from evodsp.reading.text_files import read_bytes
+from evodsp.reading.text_files import text_of
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)
 _CD, _NH1, _NH2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
@@ -132,7 +132,7 @@ def read_header(path: str | Path) -> Header:
 
     Truncated tables of atoms and chains without coordinates are not noticed. Raises FileFormatError as `read_structure` does.
     """
-    block = None if is_pdb(path) else block_without_atoms(path, read_bytes(path))
+    block = None if is_pdb(path) else block_without_atoms(path, text_of(path))
     if block is None:
         whole = read_structure(path)
         sequences = {name: chain.sequence for name, chain in whole.chains.items()}

@@ -11,7 +11,6 @@ import contextlib
 import io
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from jaxtyping import Int8, Integer
 
 from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
-from evodsp.errors import FileFormatError
+from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.alphabet import GAP
 from evodsp.reading import text_files
 from evodsp.reading.quoting import quoted
@@ -50,23 +49,15 @@ def parse_preparsed(
             wanted = sorted(
                 name for name, entry in entries.items() if entry.filename.endswith(_ENTRY) and is_wanted(name)
             )
-            _check_archive(path, [entries[name] for name in wanted])
+            # An entry is not read beyond the size that the archive gives for it.
+            if sum(entries[name].file_size for name in wanted) > text_files.LARGEST_UNPACKED:
+                limit = f"{text_files.LARGEST_UNPACKED / 2**30:.3g} GiB"
+                raise FileFormatError(path, f"unpacks to more than {limit}: this is no alignment; remove it")
             return [_alignment(f"{path}:{quoted(name)}", archive.read(entries[name])) for name in wanted]
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, NotImplementedError) as error:
-        raise FileFormatError(path, f"not a readable NumPy archive ({error}); {_FIX}") from error
-
-
-def _check_archive(path: str | Path, entries: list[zipfile.ZipInfo]) -> None:
-    """Raise FileFormatError for entries that NumPy would not write, or that are larger than an alignment is."""
-    if any(
-        entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-        for entry in entries
-    ):
-        raise FileFormatError(path, f"packed or encrypted as NumPy does not; {_FIX}")
-    # An entry is not read beyond the size that the archive gives for it.
-    if sum(entry.file_size for entry in entries) > text_files.LARGEST_UNPACKED:
-        limit = f"{text_files.LARGEST_UNPACKED / 2**30:.3g} GiB"
-        raise FileFormatError(path, f"unpacks to more than {limit}: this is no alignment; remove it")
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # zipfile raises any exception at all
+        raise FileFormatError(path, f"not a readable NumPy archive ({quoted(error)}); {_FIX}") from error
 
 
 def _alignment(source: str, entry: bytes) -> Alignment:

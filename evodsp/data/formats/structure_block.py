@@ -23,7 +23,7 @@ from evodsp.data.formats.record_parts import AtomRecord, ChainPart, PartPlace, a
 from evodsp.data.formats.unlisted_chains import is_known
 from evodsp.errors import FileFormatError, UserError
 from evodsp.reading.quoting import LONGEST_REASON, quoted
-from evodsp.reading.text_files import read_bytes
+from evodsp.reading.text_files import text_of
 
 _NEEDED = (
     *(f"_atom_site.{tag}" for tag in ("label_atom_id", "label_comp_id", "label_asym_id", "label_seq_id")),
@@ -71,7 +71,7 @@ _DEFAULTS = {
 
 def read_block(path: str | Path) -> Completed:
     """The mmCIF block with the atoms of a file, whatever its format."""
-    data = read_bytes(path)
+    data = text_of(path)
     try:
         read = _read_pdb(data.decode()) if is_pdb(path) else _read_cif(path, data)
     except UserError:
