@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections import Counter
 from datetime import date
 from pathlib import Path
 
@@ -120,8 +121,8 @@ def test_pairs_and_filters_golden(golden: Path, real_data: Path):
         assert (found.pdb_id, found.chain_id) == (wanted["pdb_id"], wanted["chain"])
         assert found.pairs.tolist() == wanted["query_to_hit_mapping"]
         assert reject_alignment(found, query, HitLimits()) is reasons[wanted["prefilter_error"]]
-    selection = select_hits(hits, query, {}, HitLimits())
-    assert selection.counts() == {Rejection.LOW_COVERAGE: 1}
+    selection = select_hits(hits, query, bool, lambda _: None, HitLimits())
+    assert Counter(reason for _, reason in selection.rejected) == {Rejection.LOW_COVERAGE: 1}
     assert [h.sum_probs for h in selection.kept] == sorted((h.sum_probs for h in selection.kept), reverse=True)
 
 
@@ -333,7 +334,7 @@ def test_select_hits_orders_counts_and_names_every_reason():
     dates = dict.fromkeys(("1aaa", "1que", "1rep", "1dup", "1sho", "1cov"), early) | {"1new": date(2019, 1, 1)}
     limits = HitLimits(max_date=date(2018, 4, 30), drop_duplicate_chains=True)
     obsolete = {"1old": "1rep", "1wit": None, "1aaa": "1que"}
-    found = select_hits(hits, query, dates, limits, query_pdb_id="1QUE", obsolete=obsolete)
+    found = select_hits(hits, query, dates.__contains__, dates.get, limits, query_pdb_id="1QUE", obsolete=obsolete)
     assert [h.key for h in found.kept] == ["1rep_A", "1aaa_A", "1aaa_C"]
     assert [(h.key, reason) for h, reason in found.rejected] == [
         ("1que_A", Rejection.SAME_ENTRY),
@@ -345,14 +346,14 @@ def test_select_hits_orders_counts_and_names_every_reason():
         ("1non_A", Rejection.UNKNOWN_DATE),
         ("1aaa_B", Rejection.DUPLICATE_CHAIN),
     ]
-    assert found.counts() == dict.fromkeys(Rejection, 1)
+    assert Counter(reason for _, reason in found.rejected) == dict.fromkeys(Rejection, 1)
 
 
 def test_duplicate_chains_stay_by_default_as_in_af2(real_data: Path):
     """Catches 5kc1_J dropped by default: AF2 keeps both chains."""
     hits = parse_hhr(real_data / "alignments" / "query73_A" / "pdb70_hits.hhr")
-    kept = select_hits(hits, "X" * 73, {}, HitLimits()).kept
+    kept = select_hits(hits, "X" * 73, bool, lambda _: None, HitLimits()).kept
     assert [h.key for h in kept if h.pdb_id == "5kc1"] == ["5kc1_F", "5kc1_J"]
-    dropped = select_hits(hits, "X" * 73, {}, HitLimits(drop_duplicate_chains=True))
-    assert dropped.counts() == {Rejection.DUPLICATE_CHAIN: 1}
+    dropped = select_hits(hits, "X" * 73, bool, lambda _: None, HitLimits(drop_duplicate_chains=True))
+    assert Counter(reason for _, reason in dropped.rejected) == {Rejection.DUPLICATE_CHAIN: 1}
     assert len(kept) == 10

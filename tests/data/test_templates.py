@@ -17,7 +17,7 @@ from evodsp.data.templates.filters import HitLimits, select_hits
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection, match_hit, realign
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.alphabet import GAP, UNKNOWN, encode
+from evodsp.geometry.alphabet import GAP, UNKNOWN, decode, encode
 from evodsp.geometry.residues import CA, N
 from tests.builders.chains import straight_chain
 from tests.builders.templates import (
@@ -55,7 +55,7 @@ def test_features_golden(golden: Path, real_data: Path):
     wanted = from_raw(expected)
     assert rejected == {}
     assert found.names == wanted.names
-    assert found.sequences == tuple(row.decode() for row in expected["template_sequence"])
+    assert list(map(decode, found.aatype)) == [row.decode() for row in expected["template_sequence"]]
     for name in ("aatype", "mask", "sum_probs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name), err_msg=name)
     for number, hit in enumerate(hits):
@@ -75,7 +75,7 @@ def test_atoms_golden(golden: Path, real_data: Path):
         hit = make_hit(sequence[8:], sequence[8:], first_hit=1, key=key)
         found, rejected = template_features(ProteinSequence("piece", sequence[8:]), [hit], store)
         assert rejected == {}
-        assert found.sequences == (sequence[8:],)
+        assert list(map(decode, found.aatype)) == [sequence[8:]]
         np.testing.assert_array_equal(found.aatype[0], arrays[f"{chain_id}/aatype"][8:])
         np.testing.assert_array_equal(found.mask[0], arrays[f"{chain_id}/all_atom_mask"][8:])
         np.testing.assert_array_equal(found.positions[0], arrays[f"{chain_id}/all_atom_positions"][8:])
@@ -115,7 +115,7 @@ def test_query73(golden: Path, real_data: Path):
     """Catches a real search that fails: 1hf9, whose file is missing, must be counted and named."""
     query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
     hits = parse_hhr(real_data / "alignments" / "query73_A" / "pdb70_hits.hhr")
-    selection = select_hits(hits, query.letters, {}, HitLimits())
+    selection = select_hits(hits, query.letters, bool, lambda _: None, HitLimits())
     store = StructureFolder(real_data / "mmcif_files")
     found, rejected = template_features(query, selection.kept, store)
     assert found.names == ("3u8v_A", "2crb_A", "4zey_A", "1psm_A", "3zee_A", "4i6p_A", "2q2k_A")
@@ -130,7 +130,7 @@ def test_query73(golden: Path, real_data: Path):
     assert (np.diff(found.sum_probs) <= 0).all()
     assert not found.mask[found.aatype == GAP].any()
     assert not found.positions[found.mask == 0].any()
-    assert found.sequences[1] == "-" * 10 + "EEAISCHRKATTYLSEAMKL" + "-" * 43
+    assert decode(found.aatype[1]) == "-" * 10 + "EEAISCHRKATTYLSEAMKL" + "-" * 43
     limited, rejected = template_features(query, selection.kept, store, limit=1)
     assert limited.names == ("3u8v_A",)
 
@@ -139,7 +139,7 @@ def test_gaps_on_both_sides():
     """Catches residues shifted after a gap of the query or of the template, and masks left on in gaps."""
     hit = make_hit("KTA--YIAKQ", "KTAGGY--KQ", first_query=1, first_hit=30)
     found, _ = template_features(QUERY, [hit], MemoryStructures(straight_chain("SSKTAGGYKQSS")))
-    assert found.sequences == ("-KTAY--KQ" + "-" * 23,)
+    assert list(map(decode, found.aatype)) == ["-KTAY--KQ" + "-" * 23]
     x = found.positions[0, :9, CA, 0] / np.float32(3.8)
     np.testing.assert_allclose(x, [0, 2, 3, 4, 7, 0, 0, 8, 9], atol=1e-5)
     np.testing.assert_array_equal(found.mask[0, :, CA], [0, 1, 1, 1, 1, 0, 0, 1, 1] + [0] * 23)
@@ -151,7 +151,7 @@ def test_hits_of_hmmsearch():
     (hit,) = parse_hmmsearch("a.sto", text.encode(), query=LETTERS)
     found, rejected = template_features(QUERY, [hit], MemoryStructures(straight_chain("MKTAGGYIAK")))
     assert rejected == {}
-    assert found.sequences == ("--TAYI" + "-" * 26,)
+    assert list(map(decode, found.aatype)) == ["--TAYI" + "-" * 26]
     np.testing.assert_allclose(found.positions[0, 2:6, CA, 0] / np.float32(3.8), [2, 3, 6, 7], atol=1e-5)
 
 
@@ -174,7 +174,7 @@ def test_realigned_where_the_structure_lacks_residues():
     hit = make_hit(LETTERS, LETTERS)
     found, rejected = template_features(QUERY, [hit], MemoryStructures(straight_chain(theirs)))
     assert rejected == {}
-    assert found.sequences == (LETTERS[:10] + "--" + LETTERS[12:20].replace("F", "Y", 1) + LETTERS[20:],)
+    assert list(map(decode, found.aatype)) == [LETTERS[:10] + "--" + LETTERS[12:20].replace("F", "Y", 1) + LETTERS[20:]]
     x = found.positions[0, :, CA, 0] / np.float32(3.8)
     np.testing.assert_allclose(x, [*range(2, 12), 0, 0, *range(12, 32)], atol=1e-5)
 

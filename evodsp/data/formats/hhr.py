@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, say_left_out
+from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, of_chains
 from evodsp.errors import FileFormatError
 from evodsp.reading.text_files import lines_of
 
@@ -44,9 +44,7 @@ def parse_hhr(path: str | Path, data: bytes | None = None) -> list[TemplateHit]:
             path, f"the table lists {listed} hits, {len(starts)} alignments follow; {_SEARCH_AGAIN}", len(lines)
         )
     found = [_hit(path, lines, start, end) for start, end in pairwise([*starts, len(lines)])]
-    if others := tuple(hit for hit in found if isinstance(hit, str)):
-        say_left_out(str(path), others)
-    return [hit for hit in found if not isinstance(hit, str)]
+    return of_chains(path, found)
 
 
 def _hit(path: str | Path, lines: list[str], start: int, end: int) -> TemplateHit | str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.data.formats.stockholm import alignment_end
-from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, say_left_out
+from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, of_chains
 from evodsp.errors import FileFormatError
 from evodsp.reading.text_files import text_of
 
@@ -51,9 +51,7 @@ def parse_hmmsearch(
         for rank, (name, parts) in enumerate(chunks.items(), 1)
         if not re.search(r"\bmol:(?!protein\b)", descriptions.get(name, ""))
     ]
-    if others := tuple(hit for hit in found if isinstance(hit, str)):
-        say_left_out(str(path), others)
-    return [hit for hit in found if not isinstance(hit, str)]
+    return of_chains(path, found)
 
 
 def _hit(

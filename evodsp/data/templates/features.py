@@ -6,12 +6,10 @@ Shapes: T templates, R residues of the query, 37 atom types.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float32, Int8, Int64
 
-from evodsp.geometry.alphabet import decode
 from evodsp.geometry.residues import PSEUDO_BETA_SLOT
 
 
@@ -42,11 +40,6 @@ class TemplateFeatures:
     def nbytes(self) -> int:
         """Size of the arrays in bytes."""
         return self.aatype.nbytes + self.positions.nbytes + self.mask.nbytes + self.sum_probs.nbytes
-
-    @cached_property
-    def sequences(self) -> tuple[str, ...]:
-        """One-letter codes of each template along the query, '-' for a gap."""
-        return tuple(decode(row) for row in self.aatype)
 
     @classmethod
     def none(cls, residues: int) -> TemplateFeatures:

@@ -6,13 +6,11 @@ Structures are not read here.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from enum import Enum
 from types import MappingProxyType
-from typing import Protocol, runtime_checkable
 
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError
@@ -91,26 +89,12 @@ class HitSelection:
     kept: tuple[TemplateHit, ...]
     rejected: tuple[tuple[TemplateHit, Rejection], ...]
 
-    def counts(self) -> dict[Rejection, int]:
-        """Number of rejected hits for each reason that occurred."""
-        return dict(Counter(reason for _, reason in self.rejected))
-
-
-@runtime_checkable
-class ReleaseDates(Protocol):
-    """Release dates by lower-case PDB id: a dictionary, or an object that reads them from files on demand."""
-
-    def __contains__(self, pdb_id: object, /) -> bool:
-        """Whether the entry is known."""
-
-    def get(self, pdb_id: str, /) -> date | None:
-        """The entry's release date; None if it is not known."""
-
 
 def select_hits(
     hits: list[TemplateHit],
     query: str,
-    release_dates: ReleaseDates,
+    is_known: Callable[[str], bool],
+    released_on: Callable[[str], date | None],
     limits: HitLimits,
     *,
     query_release_date: date | None = None,
@@ -119,16 +103,18 @@ def select_hits(
 ) -> HitSelection:
     """Apply all filters to all hits, sorted by falling `sum_probs` (file order among equals and for hmmsearch).
 
-    `query`: the query's one-letter codes. `query_release_date`, `query_pdb_id`: the release date and the entry of a query of
-    known structure (training). `obsolete` (`parse_obsolete`) replaces withdrawn entries that `release_dates` does not have;
-    kept hits have the new `pdb_id`. The reason of a rejection is the first that applies, in the order of `Rejection`.
+    `query`: the query's one-letter codes. `is_known`: whether an entry (lower case) is there. `released_on`: its release date,
+    None if that is not known; it is asked only under a limit, because it may read a file. `query_release_date`,
+    `query_pdb_id`: the release date and the entry of a query of known structure (training). `obsolete` (`parse_obsolete`)
+    replaces withdrawn entries that are not known; kept hits have the new `pdb_id`. The reason of a rejection is the first that
+    applies, in the order of `Rejection`.
     """
     last_date = limits.last_date(query_release_date)
     kept: list[TemplateHit] = []
     rejected: list[tuple[TemplateHit, Rejection]] = []
     seen: set[tuple[str, str, bytes, bytes]] = set()
     for hit in sorted(hits, key=lambda hit: -(hit.sum_probs or 0.0)):
-        pdb_id = hit.pdb_id if hit.pdb_id in release_dates else obsolete.get(hit.pdb_id, hit.pdb_id)
+        pdb_id = hit.pdb_id if is_known(hit.pdb_id) else obsolete.get(hit.pdb_id, hit.pdb_id)
         if pdb_id is None:
             rejected.append((hit, Rejection.OBSOLETE))
             continue
@@ -137,8 +123,7 @@ def select_hits(
         if query_pdb_id is not None and pdb_id == query_pdb_id.lower():
             reason: Rejection | None = Rejection.SAME_ENTRY
         else:
-            # Looking up a date may read a file, so it is not done without a limit.
-            released = None if last_date is None else release_dates.get(pdb_id)
+            released = None if last_date is None else released_on(pdb_id)
             reason = reject_date(released, last_date) or reject_alignment(hit, query, limits)
         if reason is None and limits.drop_duplicate_chains and alignment in seen:
             reason = Rejection.DUPLICATE_CHAIN

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int32
@@ -15,9 +17,17 @@ CHAIN = r"(?:pdb_0000)?([A-Za-z0-9]{4})_([A-Za-z0-9.]+)"
 """The name of a PDB chain: 1abc_A, or pdb_00001abc_A of the same entry. Groups: its entry of four letters, its chain."""
 
 
+def of_chains(path: str | Path, found: Sequence[TemplateHit | str]) -> list[TemplateHit]:
+    """The hits of a file. Those that are named as no PDB chain, of which `found` has the name alone, are left out with a
+    warning."""
+    if others := tuple(hit for hit in found if isinstance(hit, str)):
+        _say_left_out(str(path), others)
+    return [hit for hit in found if not isinstance(hit, str)]
+
+
 @cache
-def say_left_out(path: str, names: tuple[str, ...]) -> None:
-    """Warn, once in a process, of hits whose names are those of no PDB chains."""
+def _say_left_out(path: str, names: tuple[str, ...]) -> None:
+    """Warn, once in a process."""
     hits = "a hit is" if len(names) == 1 else f"{len(names)} hits are"
     logger(__name__).warning(
         f"{path}: {hits} left out as templates: '{quoted(names[0], 30)}' is no name of a PDB chain such as 1abc_A"

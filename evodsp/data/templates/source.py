@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from evodsp.data.formats import parse_obsolete
-from evodsp.data.records import Chain, ProteinSequence, Structure
+from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_folder import read_template_hits
 from evodsp.data.sources.structures import StructureFolder, TemplateStructures
 from evodsp.data.templates.build import MAX_TEMPLATES, template_features
@@ -116,7 +116,8 @@ class TemplateSource:
         selection = select_hits(
             hits,
             query.letters,
-            _ReleaseDates(self.structures),
+            self._is_known,
+            lambda entry: self.structures.release_date(entry) if self._is_known(entry) else None,
             self.limits,
             query_release_date=release_date,
             query_pdb_id=pdb_id,
@@ -128,36 +129,28 @@ class TemplateSource:
             lacks_file = reason is Rejection.UNKNOWN_DATE and not self.structures.has_structure(hit.key)
             shown = TemplateRejection.NO_STRUCTURE if lacks_file else reason
             rejected[shown] = (*rejected.get(shown, ()), hit.key)
-        # A broken structure among the user's chains must not cost all chains that are like it.
-        structures = self.structures if self.reads_hits else _Readable(self.structures)
-        features, unusable = template_features(query, selection.kept, structures, self.limit)
+        kept = selection.kept
+        if not self.reads_hits:  # a broken structure among the user's chains must not cost all chains that are like it
+            kept = tuple(hit for hit in selection.kept if _is_readable(self.structures, hit.key))
+            if lost := tuple(hit.key for hit in selection.kept if hit not in kept):
+                rejected[TemplateRejection.NO_STRUCTURE] = (*rejected.get(TemplateRejection.NO_STRUCTURE, ()), *lost)
+        features, unusable = template_features(query, kept, self.structures, self.limit)
         for unused, keys in unusable.items():
             rejected[unused] = (*rejected.get(unused, ()), *keys)
         return FoundTemplates(query.name, features, len(hits), rejected)
 
+    def _is_known(self, pdb_id: str) -> bool:
+        return self.structures.has_structure(f"{pdb_id}_A")  # any chain id will do: only the entry's file is looked for
 
-@dataclass(frozen=True)
-class _Readable:
-    """Structures of which those that cannot be read do not exist. A warning names each of them once."""
 
-    inner: TemplateStructures
-
-    def has_structure(self, key: str) -> bool:
-        try:
-            self.inner.chain(key)
-        except (UserError, OSError) as error:
-            _say_unreadable(key, one_line(str(error)))
-            return False
-        return True
-
-    def chain(self, key: str) -> Chain:
-        return self.inner.chain(key)
-
-    def structure(self, pdb_id: str) -> Structure:
-        return self.inner.structure(pdb_id)
-
-    def release_date(self, pdb_id: str) -> date | None:
-        return self.inner.release_date(pdb_id)
+def _is_readable(structures: TemplateStructures, key: str) -> bool:
+    """Whether a structure can be read. A warning names one that cannot, once."""
+    try:
+        structures.chain(key)
+    except (UserError, OSError) as error:
+        _say_unreadable(key, one_line(str(error)))
+        return False
+    return True
 
 
 @cache
@@ -165,16 +158,3 @@ def _say_unreadable(key: str, reason: str) -> None:
     logger(__name__).warning(
         f"'{quoted(key, 30)}' is no template of other chains, because it cannot be read ({reason})"
     )
-
-
-@dataclass(frozen=True)
-class _ReleaseDates:
-    """Release dates of the entries that have a structure, each looked up only when it is asked for."""
-
-    structures: TemplateStructures
-
-    def __contains__(self, pdb_id: object, /) -> bool:
-        return self.structures.has_structure(f"{pdb_id}_A")  # any chain id will do: only the entry's file is looked for
-
-    def get(self, pdb_id: str, /) -> date | None:
-        return self.structures.release_date(pdb_id) if pdb_id in self else None
