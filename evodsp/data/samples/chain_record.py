@@ -9,9 +9,8 @@ Shapes: L residues of the chain.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -47,22 +46,22 @@ class Drawing:
     cycles: int
     training: bool
 
-
-@runtime_checkable
-class Record(Protocol):
-    """Parsed data that is cached between samples."""
-
     @property
-    def nbytes(self) -> int:
-        """Size of the arrays in bytes."""
+    def is_clamped(self) -> bool:
+        """Whether backbone FAPE is clamped. Not in validation: a clamped error hides how far a prediction is off."""
+        return self.training and bool(self.draws.at("clamp").uniform(1)[0] < self.config.clamp_fape_fraction)
 
-    def sample(self, drawing: Drawing) -> Sample:
-        """A sample. Everything random about it depends on `drawing.draws` alone."""
-
-
-Recipe = Callable[[Parsed, Mapping[str, FoundTemplates], float | None, int | None], Record]
-"""Makes a record of what was parsed, the templates of each sequence, the resolution that a structure without one is given, and
-the most rows of an MSA that a sample has; see `ChainRecord.of`."""
+    def sample_of(self, features: Mapping[str, np.ndarray], labels: dict[str, Tensor], crop: Crop) -> Sample:
+        """Features that are cropped already, and the labels of the crop, padded with zeros to the crop size. Labels are copied:
+        those of a record, which is cached, must not change with the sample."""
+        sample = {name: torch.from_numpy(values) for name, values in features.items()}
+        for name, label in labels.items():
+            if name in SCALAR_LABELS:
+                sample[name] = label.clone()
+                continue
+            sample[name] = label.new_zeros(self.config.crop_size or len(crop), *label.shape[1:])
+            sample[name][: len(crop)] = label[crop.index]
+        return sample | {"use_clamped_fape": torch.tensor(float(self.is_clamped))}
 
 
 @dataclass(frozen=True)
@@ -108,20 +107,14 @@ class ChainRecord:
         config, draws, msa = drawing.config, drawing.draws, self.msa
         if (rows := sampled_rows(msa.num_alignments, self.max_rows, draws)) is not None:
             msa = MsaFeatures(msa.msa[rows], msa.deletions[rows], msa.profile)  # the profile stays that of all rows
-        length, crop_size = len(self.aatype), config.crop_size
-        # Not clamped in validation: a clamped error hides how far a prediction is off.
-        clamped, crop = False, centre_crop(length, crop_size)
+        crop = centre_crop(len(self.aatype), config.crop_size)
         if drawing.training:
-            clamped = bool(draws.at("clamp").uniform(1)[0] < config.clamp_fape_fraction)
-            crop = training_crop(length, crop_size, clamped, draws)
+            crop = training_crop(len(self.aatype), config.crop_size, drawing.is_clamped, draws)
         templates = None if self.templates is None else self.templates.features
         if templates is not None and drawing.training:
             templates = draw_templates(templates, config.max_templates, draws)
         features = raw_features(self.aatype, msa, config, draws, drawing.cycles, crop, templates)
-        sample = {name: torch.from_numpy(values) for name, values in features.items()}
-        sample |= cropped(self.labels, crop, crop_size or len(crop))
-        sample["use_clamped_fape"] = torch.tensor(float(clamped))
-        return sample
+        return drawing.sample_of(features, self.labels, crop)
 
 
 def sampled_rows(rows: int, most: int | None, draws: Draws) -> Int64[np.ndarray, " n"] | None:
@@ -157,21 +150,6 @@ def draw_templates(templates: TemplateFeatures, most: int, draws: Draws) -> Temp
     """
     number = min(draws.at("template_number").integer(0, len(templates) + 1), most)
     return templates.select(draws.at("template_order").permutation(len(templates))[:number])
-
-
-def cropped(labels: dict[str, Tensor], crop: Crop, size: int) -> dict[str, Tensor]:
-    """The labels of the crop, padded with zeros to `size` residues. Copies: cached labels must not change with the sample."""
-    return {
-        name: label.clone() if name in SCALAR_LABELS else _crop_label(label, crop, size)
-        for name, label in labels.items()
-    }
-
-
-def _crop_label(label: Tensor, crop: Crop, size: int) -> Tensor:
-    """The residues of the crop, padded with zeros to `size`. A copy: the cached label must not change with the sample."""
-    cropped = label.new_zeros(size, *label.shape[1:])
-    cropped[: len(crop)] = label[crop.index]
-    return cropped
 
 
 def observed_atoms(labels: Mapping[str, Tensor]) -> Tensor:

@@ -24,12 +24,11 @@ from evodsp.data.samples.chain_record import (
     Drawing,
     Sample,
     chain_labels,
-    cropped,
     draw_templates,
     observed_atoms,
     sampled_rows,
 )
-from evodsp.data.samples.crop import complex_crop, contiguous_crop, piece
+from evodsp.data.samples.crop import complex_crop, contiguous_crop
 from evodsp.data.samples.raw_features import complex_features
 from evodsp.data.sources.parsed import Parsed
 from evodsp.data.templates.features import TemplateFeatures
@@ -93,25 +92,17 @@ class ComplexRecord:
 
     def sample(self, drawing: Drawing) -> Sample:
         """A random crop, half of the time around an interface; in validation pieces of all chains, the same in every epoch."""
-        config, draws, size = drawing.config, drawing.draws, drawing.config.crop_size
-        total, clamped = sum(self.lengths), False
-        if size is None or total <= size:
-            crop = piece(0, total)
-        elif drawing.training:
-            positions, mask = (self.labels[f"all_atom_{name}"][:, CA].numpy() for name in ("positions", "mask"))
-            crop = complex_crop(self.lengths, positions, mask, size, draws, config.spatial_crop_fraction)
-        else:
-            crop = contiguous_crop(self.lengths, size, draws)
+        config, draws = drawing.config, drawing.draws
+        crop = contiguous_crop(self.lengths, config.crop_size or sum(self.lengths), draws)
         if drawing.training:
-            clamped = bool(draws.at("clamp").uniform(1)[0] < config.clamp_fape_fraction)
+            positions, mask = (self.labels[f"all_atom_{name}"][:, CA].numpy() for name in ("positions", "mask"))
+            crop = complex_crop(self.lengths, positions, mask, config.crop_size, draws, config.spatial_crop_fraction)
         merged = self.merged
         if (rows := sampled_rows(len(merged.msa), self.max_rows, draws)) is not None:
             merged = merged.of_rows(rows)
         features = complex_features(merged, config, draws, drawing.cycles, crop, self._templates(drawing))
-        sample = {name: torch.from_numpy(values) for name, values in features.items()}
-        sample |= cropped(self.labels, crop, size or total)
-        sample |= {name: values.clone() for name, values in self.copies.items()}  # the record is cached
-        return sample | {"use_clamped_fape": torch.tensor(float(clamped))}
+        copies = {name: values.clone() for name, values in self.copies.items()}  # the record is cached
+        return drawing.sample_of(features, self.labels, crop) | copies
 
     def _templates(self, drawing: Drawing) -> TemplateFeatures | None:
         """The templates of a sample: of each sequence the best, in training random ones, the same for all of its chains."""

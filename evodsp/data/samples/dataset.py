@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.templates import find_templates
 from evodsp.data.records import CHAINS, COMPLEXES, Kind
-from evodsp.data.samples.chain_record import ChainRecord, Drawing, Recipe, Record, Sample, observed_atoms
+from evodsp.data.samples.chain_record import ChainRecord, Drawing, Sample, observed_atoms
 from evodsp.data.samples.complex_record import ComplexRecord
 from evodsp.data.samples.distillation import DistillationSet
 from evodsp.data.samples.feature_axes import check_config
@@ -31,7 +31,9 @@ from evodsp.errors import UserError
 from evodsp.printing import logger
 from evodsp.rng import Draws
 
-RECIPES: dict[Kind, Recipe] = {CHAINS: ChainRecord.of, COMPLEXES: ComplexRecord.of}
+Record = ChainRecord | ComplexRecord
+"""Parsed data that is cached between samples."""
+RECIPES: dict[Kind, type[Record]] = {CHAINS: ChainRecord, COMPLEXES: ComplexRecord}
 """How records are made: as in AlphaFold2 of single chains, as in AlphaFold-Multimer of complexes."""
 
 
@@ -50,7 +52,7 @@ def load_record(
     parsed, found = parsed_with_templates(source, key, templates)
     for of_sequence in found.values():
         logger(__name__).info("templates of %s", of_sequence.log_line)
-    return RECIPES[source.kind](parsed, found, assumed_resolution, max_rows)
+    return RECIPES[source.kind].of(parsed, found, assumed_resolution, max_rows)
 
 
 def parsed_with_templates(

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from datetime import date
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float64
@@ -63,14 +62,6 @@ def left_out_by_filters(
     return reasons
 
 
-@runtime_checkable
-class ChainChoice(Protocol):
-    """Decides which chain a sample is made of."""
-
-    def choose(self, sample: int, left_out: Container[str]) -> str:
-        """The chain of `sample`, none of `left_out`. Raises UserError if all chains are left out."""
-
-
 class ChainDraws:
     """Draws chains. Without `weights` each epoch of n samples is a permutation of the n keys, so that all are seen equally
     often; with them each sample is drawn independently in proportion to its chain's weight.
@@ -100,7 +91,7 @@ class ChainDraws:
         return self.keys[min(int(at), len(self.keys) - 1)]  # rounding may reach the very end
 
     def choose(self, sample: int, left_out: Container[str]) -> str:
-        """See `ChainChoice.choose`."""
+        """The chain of `sample`, none of `left_out`. Raises UserError if all chains are left out."""
         attempt = 0
         while (key := self.candidate(sample, attempt)) in left_out:
             attempt += 1
@@ -129,11 +120,13 @@ class MixedDraws:
         self._draws, self._chains, self._distilled, self._fraction = draws, chains, distilled, fraction
 
     def choose(self, sample: int, left_out: Container[str]) -> str:
-        """See `ChainChoice.choose`."""
+        """As `ChainDraws.choose`."""
         is_distilled = precise_uniform(self._draws.at("source", sample), 0) < self._fraction
         return (self._distilled if is_distilled else self._chains).choose(sample, left_out)
 
 
+ChainChoice = ChainDraws | MixedDraws
+"""Decides which chain a sample is made of."""
 _ATTEMPTS_UNTIL_COUNTED = 64
 """Number of left-out candidates after which it is checked that there are others."""
 
