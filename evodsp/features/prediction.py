@@ -14,7 +14,7 @@ from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
 from evodsp.data.samples.raw_features import complex_features, raw_features
-from evodsp.data.sources.msa import merge_alignments, query_only
+from evodsp.data.sources.parsed import msa_of
 from evodsp.data.sources.query_check import check_alignments
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import with_features
@@ -39,11 +39,8 @@ def prediction_sample(
     Raises UserError if the first row of an alignment is not the query.
     """
     aatype = encode_sequence(query.letters)
-    if alignments:
-        check_alignments(alignments, query)
-        msa = merge_alignments(alignments)
-    else:
-        msa = query_only(aatype.astype(np.int8))
+    check_alignments(alignments, query)
+    msa = msa_of(alignments, query)
     sets = (config.recycles + 1) * ensembles
     whole = replace(config, crop_size=None)
     raw = raw_features(aatype, msa, whole, _draws(seed), sets, piece(0, len(aatype)), templates)

@@ -117,7 +117,6 @@ class ChainFiles:
         return self.has_structure
 
     def absence(self, key: str, lacking: Lacking) -> str:
-        """See `Store`."""
         if lacking == "structure":
             there = [] if self.structure_dir is None else map(entry_of, self.structure_dir.iterdir())
             return f"no structure of chain '{key}' in {self.structure_dir}; add it or leave the chain out.{nearest(key, there)}"

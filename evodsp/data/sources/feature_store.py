@@ -48,6 +48,8 @@ class FeatureStore:
     """
 
     unknown: Lacking = "record"
+    index = structure_dir = None
+    """A store is its own index, and has the structures in its records."""
 
     def __init__(self, address: str, kind: Kind = CHAINS, warn: Callable[[str, str], None] = say_query_paired) -> None:
         self.address, self.kind, self._warn = address, kind, warn
@@ -105,9 +107,6 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._records)
 
-    def __contains__(self, key: object, /) -> bool:
-        return key in self._records
-
     def keys(self) -> list[str]:
         """All keys, sorted."""
         return self._records.keys()
@@ -130,11 +129,9 @@ class FeatureStore:
         return self.assembly_of(key).chains[0]
 
     def sequences_of(self, key: str) -> tuple[str, ...]:
-        """See `Store`. Raises UserError as `parsed` does."""
         return tuple(chain.sequence for chain in self.assembly_of(key).chains)
 
     def facts(self, key: str) -> ChainFacts:
-        """See `Store`. Raises UserError as `parsed` does."""
         return facts_of_chains(self.assembly_of(key).chains)
 
     @property
@@ -147,8 +144,8 @@ class FeatureStore:
         """The biological assembly of complexes; None: the asymmetric unit."""
         return self.plan.get("assembly")
 
-    def _record(self, key: str) -> bytes:
-        """Raises UserError, with the nearest key, if the store does not have it."""
+    def _decoded(self, key: str, decode: Callable[[bytes], R]) -> R:
+        """The record of a key. Raises UserError, with the nearest key, if there is none, or if it is damaged."""
         data = self._records.read(key)
         if data is None:
             names = self.keys() if len(self) <= _MOST_COMPARED else []
@@ -156,36 +153,19 @@ class FeatureStore:
                 f"{self.address}: no {ONE_OF[self.kind]} '{key}' in the feature store; leave it out or build the store with it."
                 f"{nearest(key, names)}"
             )
-        return data
-
-    def _decoded(self, key: str, decode: Callable[[bytes], R]) -> R:
-        """The record of a key. Raises UserError if there is none, or if it is damaged."""
-        return decoded(self.address, key, decode, self._record(key))
-
-    @property
-    def index(self) -> None:
-        """None: a feature store is its own index."""
-        return None
-
-    @property
-    def structure_dir(self) -> None:
-        """None: the structures are in the records."""
-        return None
+        return decoded(self.address, key, decode, data)
 
     def stale_sources(self) -> list[str]:
         """None: a store is checked against its checksums when it is opened."""
         return []
 
     def name_of(self, key: str) -> str:
-        """See `Store`: keys have the names that they were built with."""
-        return key
+        return key  # as it was built
 
     def structure_lookup(self) -> Callable[[str], bool]:
-        """See `Store`: every record has a structure."""
-        return frozenset(self.keys()).__contains__
+        return frozenset(self.keys()).__contains__  # every record has a structure
 
     def absence(self, key: str, lacking: Lacking) -> str:
-        """See `Store`."""
         fix = "leave it out or build the store with it"
         return f"no {ONE_OF[self.kind]} '{key}' in {self.address}; {fix}.{nearest(key, self.keys())}"
 

@@ -56,6 +56,14 @@ class Parsed:
     chains: tuple[ChainMsas, ...]
     hits: Mapping[str, tuple[TemplateHit, ...]] = field(default_factory=dict)
 
+    @property
+    def of_each_sequence(self) -> dict[str, ChainMsas]:
+        """The first chain of each sequence, in their order."""
+        first: dict[str, ChainMsas] = {}
+        for own in self.chains:
+            first.setdefault(own.query.letters, own)
+        return first
+
 
 @runtime_checkable
 class RecordSource(Protocol):

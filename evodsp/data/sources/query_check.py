@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int8, Int32, Int64, Integer
+from jaxtyping import Bool, Int8, Int32, Int64, Integer
 
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
@@ -37,7 +37,7 @@ def check_query(
     """
     if len(found) != len(query):
         raise QueryMismatch(f"{where} has {len(found)} residues, {query_name} has {len(query)}; {fix}", found)
-    differs = np.flatnonzero((found != query) & (found != UNKNOWN) & (query != UNKNOWN))
+    differs = np.flatnonzero(_differ(found, query))
     if differs.size:
         at = int(differs[0])
         letter, expected = decode(found[at : at + 1]), decode(query[at : at + 1])
@@ -47,6 +47,11 @@ def check_query(
             f"({differs.size} {'position differs' if differs.size == 1 else 'positions differ'}); {fix}",
             found,
         )
+
+
+def _differ(found: Int8[np.ndarray, " L"], expected: Int8[np.ndarray, " L"]) -> Bool[np.ndarray, " L"]:
+    """Where codes differ. X on either side matches all."""
+    return (found != expected) & (found != UNKNOWN) & (expected != UNKNOWN)
 
 
 def matched_alignments(alignments: Sequence[Alignment], query: ProteinSequence | None = None) -> list[Alignment]:
@@ -66,7 +71,7 @@ def _without_alternatives(alignment: Alignment, query: ProteinSequence) -> Align
     first = alignment.residues[0]
     if len(kept) == len(listed) or len(first) != len(listed):
         return alignment
-    if ((first != listed) & (first != UNKNOWN) & (listed != UNKNOWN)).any():
+    if _differ(first, listed).any():
         return alignment
     # What was deleted before a dropped column was deleted before the next one that stays.
     first = np.concatenate(([0], kept[:-1] + 1))
@@ -96,7 +101,7 @@ def _agrees(hit: TemplateHit, query: Int8[np.ndarray, " M"]) -> bool:
     if at.size and at.max() >= len(query):
         return False
     found, expected = encode(hit.query.replace("-", "")), query[at]
-    return len(found) == len(expected) and not ((found != expected) & (found != UNKNOWN) & (expected != UNKNOWN)).any()
+    return len(found) == len(expected) and not _differ(found, expected).any()
 
 
 def _renumbered(hit: TemplateHit, place: Int32[np.ndarray, " M"]) -> TemplateHit:

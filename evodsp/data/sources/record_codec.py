@@ -52,7 +52,7 @@ def encode_record(parsed: Parsed) -> bytes:
         of_chain, fields = chain_arrays(chain)
         header["chains"].append(fields)
         arrays |= _named(f"chain{number}", of_chain)
-    for number, own in enumerate(_of_each_sequence(parsed)):
+    for number, own in enumerate(parsed.of_each_sequence.values()):
         name = f"sequence{number}"
         of_hits, hits = hit_arrays(parsed.hits.get(own.query.letters, ()))
         arrays |= _named(name, {**row_arrays(own.msa.msa, own.msa.deletions), "profile": own.msa.profile, **of_hits})
@@ -218,14 +218,6 @@ def _joined(indices: Sequence[np.ndarray]) -> Int32[np.ndarray, " C"]:
 def _narrow(values: np.ndarray) -> np.ndarray:
     """Non-negative integers in the smallest unsigned type that holds them."""
     return values.astype(np.min_scalar_type(int(values.max(initial=0))))
-
-
-def _of_each_sequence(parsed: Parsed) -> list[ChainMsas]:
-    """The first chain of each sequence."""
-    first: dict[str, ChainMsas] = {}
-    for own in parsed.chains:
-        first.setdefault(own.query.letters, own)
-    return list(first.values())
 
 
 def _assembly(arrays: Arrays, header: dict[str, Any]) -> Assembly:
