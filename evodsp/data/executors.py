@@ -12,27 +12,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from evodsp.data.pool import Pool, WorkerEndedError
 from evodsp.errors import UserError
+from evodsp.progress import progress
 
 LOCAL = "local"
 """The word that stands for a Dask cluster of this machine, in place of a scheduler's address."""
 
 Piece = tuple[Any, ...]
-
-
-@runtime_checkable
-class Executor(Protocol):
-    """Calls a function with many pieces, in other processes."""
-
-    def map(self, function: Callable[..., Any], pieces: Sequence[Piece]) -> Iterator[tuple[int, Any]]:
-        """Call `function(*piece)` for every piece. Yields the number of each finished piece and its result, in any order.
-
-        The result of a piece that ended its process is a WorkerEndedError. An error that the function raises is raised, after
-        which no more pieces are begun. If the caller stops, the processes are ended.
-        """
 
 
 @dataclass(frozen=True)
@@ -43,7 +32,11 @@ class LocalProcesses:
     isolated: bool = False
 
     def map(self, function: Callable[..., Any], pieces: Sequence[Piece]) -> Iterator[tuple[int, Any]]:
-        """See `Executor.map`."""
+        """Call `function(*piece)` for every piece. Yields the number of each finished piece and its result, in any order.
+
+        The result of a piece that ended its process is a WorkerEndedError. An error that the function raises is raised, after
+        which no more pieces are begun. If the caller stops, the processes are ended.
+        """
         workers = min(self.workers, len(pieces))
         if workers <= 1 and not self.isolated:
             yield from ((number, function(*piece)) for number, piece in enumerate(pieces))
@@ -61,6 +54,16 @@ class LocalProcesses:
             pool.close()
 
 
+def with_progress(
+    what: str, function: Callable[..., Any], pieces: Sequence[Piece], workers: int
+) -> Iterator[tuple[int, Any]]:
+    """What `LocalProcesses(workers)` yields of the pieces, with a line of progress, which calls them `what`."""
+    with progress(what, len(pieces)) as advance:
+        for done in LocalProcesses(workers).map(function, pieces):
+            yield done
+            advance(1)
+
+
 @dataclass(frozen=True)
 class DaskCluster:
     """The workers of the Dask scheduler at `address`, which must see the same folders.
@@ -72,7 +75,7 @@ class DaskCluster:
     workers: int
 
     def map(self, function: Callable[..., Any], pieces: Sequence[Piece]) -> Iterator[tuple[int, Any]]:
-        """See `Executor.map`. Raises UserError if distributed is not installed or the scheduler does not answer."""
+        """As `LocalProcesses.map`. Raises UserError if distributed is not installed or the scheduler does not answer."""
         try:
             from distributed import Client, KilledWorker, LocalCluster
             from distributed import as_completed as completed
@@ -100,10 +103,19 @@ class DaskCluster:
                 yield number_of[future], result
 
 
+Executor = LocalProcesses | DaskCluster
+"""Calls a function with many pieces, in other processes."""
+
+
 def processes(asked: int | None) -> int:
     """The number of processes to use: as many as are asked for, or one per core."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if asked is None else asked
+
+
+def processes_for(pieces: int, most: int) -> int:
+    """One process for up to `most` pieces, which are done before others have started; otherwise one per core."""
+    return 1 if pieces <= most else processes(None)
 
 
 def executor(scheduler: str | None, workers: int | None, isolated: bool = False) -> Executor:

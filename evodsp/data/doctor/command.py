@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from rich.table import Table
 
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.copying import COPYING
-from evodsp.data.doctor.diagnosis import DataSet, Diagnosis, diagnose, filter_reasons
+from evodsp.data.doctor.diagnosis import Diagnosis, diagnose, filter_reasons
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.doctor.run_data import data_of_run
 from evodsp.files import write_text
 from evodsp.output import check_output_folder
-from evodsp.printing import counted
-from evodsp.reading.quoting import printable
+from evodsp.printing import counted, show
+from evodsp.progress import duration
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
 
@@ -31,31 +32,17 @@ def run(settings: DoctorConfig, words: list[str]) -> int:
     """Examine and report; 0 if training can start, 1 if not."""
     check_output_folder(settings.output)
     data = data_of_run(settings)
+    for part in (data.training, data.distillation):
+        if part is not None and (index := part.examiner.store.index) is not None:
+            index.check()
     held_out = [key for keys in data.scored.values() for key in keys]
-    predictions = None if data.distillation is None else _examined(data.distillation, {}, settings, held_out)
-    found = _examined(data.training, data.scored, settings, held_out, predictions)
+    how = settings.sample, settings.seed, settings.workers, settings.max_bad
+    predictions = None if data.distillation is None else diagnose(data.distillation, {}, *how, None, held_out)
+    found = diagnose(data.training, data.scored, *how, predictions, held_out)
     write_text(settings.output / "doctor.json", json.dumps(_as_json(found), indent=1) + "\n")
     write_text(settings.output / "doctor.html", _page(found).html())
     _print(found, settings.output / "doctor.html")
     return 1 if found.obstacles else 0
-
-
-def _examined(
-    data: DataSet,
-    scored: dict[str, list[str]],
-    settings: DoctorConfig,
-    held_out: list[str],
-    distillation: Diagnosis | None = None,
-) -> Diagnosis:
-    if (index := data.examiner.store.index) is not None:
-        index.check()
-    how = settings.sample, settings.seed, settings.workers, settings.max_bad
-    return diagnose(data, scored, *how, distillation, held_out)
-
-
-def _sets(found: Diagnosis) -> list[Diagnosis]:
-    """The training set, and the self-distillation set if there is one."""
-    return [found] if found.distillation is None else [found, found.distillation]
 
 
 def _summary(found: Diagnosis) -> dict[str, str]:
@@ -65,7 +52,7 @@ def _summary(found: Diagnosis) -> dict[str, str]:
     can_be_built = found.data.examiner.store.unknown != "record"
     of_store = {
         "size of a feature store, about": _bytes(found.store_bytes()),
-        f"time to build it on {counted(found.workers, 'core')}, about": _duration(found.store_seconds()),
+        f"time to build it on {counted(found.workers, 'core')}, about": duration(found.store_seconds()),
     }
     return {
         f"{kind} {units} that can be used": f"{usable:,} of {usable + len(found.missing):,}",
@@ -84,12 +71,6 @@ def _bytes(number: int) -> str:
         ((unit, size) for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if number >= size), ("kB", 1e3)
     )
     return f"{number / size:,.3g} {unit}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
 
 
 def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
@@ -144,10 +125,8 @@ def _set_as_json(found: Diagnosis) -> dict[str, Any]:
 
 def _overlap_as_json(part: Overlap) -> dict[str, Any]:
     """The overlap of two sets; `covered` is absent for chains."""
-    pairs = {"nearest": [vars(near) for near in part.nearest]}
-    pairs |= {} if part.covered is None else {"covered": [vars(near) for near in part.covered]}
-    others = {name: value for name, value in vars(part).items() if name != "covered"}
-    return {**others, "highest": part.highest, **pairs}
+    known = {name: value for name, value in asdict(part).items() if name != "covered" or value is not None}
+    return {**known, "highest": part.highest}
 
 
 def _page(found: Diagnosis) -> Page:
@@ -233,16 +212,15 @@ def _add_overlaps(page: Page, found: Diagnosis) -> None:
     pairs = [(part, *pair) for part in overlaps for pair in _alike(part)]
     if len(pairs) > _SHOWN:
         page.note(f"The first {_SHOWN} of {len(pairs):,} pairs; doctor.json lists all.")
-    if pairs:
-        named = [(" and ".join(part.sets), *names, _percent(share)) for part, *names, share in pairs[:_SHOWN]]
-        page.table(["sets", f"{unit} of the first", f"{unit} of the second", "identity"], named, numbers=("identity",))
-    covered = [(" and ".join(part.sets), near) for part in overlaps for near in part.covered or ()]
-    if covered:
-        page.note(
-            f"The known ones, with the identity of the chain that has least ({min(_SHOWN, len(covered)):,} shown)."
-        )
-        known = [(sets, near.first, near.second, _percent(near.identity)) for sets, near in covered[:_SHOWN]]
-        page.table(["sets", f"{unit} of the first", f"{unit} of the second", "identity"], known, numbers=("identity",))
+    covered = [(part, near.first, near.second, near.identity) for part in overlaps for near in part.covered or ()]
+    of_known = f"The known ones, with the identity of the chain that has least ({min(_SHOWN, len(covered)):,} shown)."
+    for note, several in (("", pairs), (of_known, covered)):
+        if several and note:
+            page.note(note)
+        if several:
+            rows = [(" and ".join(part.sets), *names, _percent(share)) for part, *names, share in several[:_SHOWN]]
+            titles = ["sets", f"{unit} of the first", f"{unit} of the second", "identity"]
+            page.table(titles, rows, numbers=titles[3:])
 
 
 def _add_copied(page: Page, found: Diagnosis) -> None:
@@ -322,18 +300,15 @@ def _charts(found: Diagnosis) -> dict[str, Markup]:
 
 
 def _print(found: Diagnosis, page: Path) -> None:
-    console = Console()
-    for part in _sets(found):
-        _print_set(console, part)
+    _print_set(found)
+    if found.distillation is not None:
+        show(f"self-distillation set: {found.distillation.data.place}")
+        _print_set(found.distillation)
     verdict = "training can start" if not found.obstacles else f"training cannot start: {'; '.join(found.obstacles)}"
-    console.print(printable(f"{verdict}; report: {page}"), markup=False, highlight=False, soft_wrap=True)
+    show(f"{verdict}; report: {page}")
 
 
-def _print_set(console: Console, found: Diagnosis) -> None:
-    if found.data.kind == "distillation":
-        console.print(
-            printable(f"self-distillation set: {found.data.place}"), markup=False, highlight=False, soft_wrap=True
-        )
+def _print_set(found: Diagnosis) -> None:
     figures = Table(box=None, show_header=False)
     for name, value in _summary(found).items():
         figures.add_row(name, value)
@@ -343,14 +318,13 @@ def _print_set(console: Console, found: Diagnosis) -> None:
     for reason, count in filter_reasons(found).items():
         if count:
             figures.add_row(reason, f"{count:,} of {len(found.table):,} {found.data.units}")
-    console.print(figures)
-    for key, state, reason in _bad_rows(found)[:5]:
-        console.print(printable(f"{key}: {state}: {reason}"), markup=False, highlight=False, soft_wrap=True)
-    lines = [f"the index is older than {source}" for source in found.stale]
+    Console().print(figures)
+    lines = [f"{key}: {state}: {reason}" for key, state, reason in _bad_rows(found)[:5]]
+    lines += [f"the index is older than {source}" for source in found.stale]
     lines += [] if found.uncounted is None else [found.uncounted]
     lines += [f"warning: {line}" for line in found.trained_on]
     overlaps = [_overlap_line(part, found.data.examiner.unit) for part in found.overlaps]
     lines += [*overlaps, found.data.examiner.definition] if overlaps else []
     lines += [part.line for part in found.copied if part.readable]
     for line in lines:
-        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+        show(line)

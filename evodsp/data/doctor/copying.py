@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evodsp.data.doctor.examination import Examiner
-from evodsp.data.similarity.nearest import Bar, counted_bar
+from evodsp.data.similarity.nearest import Bar, bar
 from evodsp.data.similarity.sequences import Letters
 from evodsp.printing import counted
 
@@ -84,5 +84,6 @@ def copied(
     drawn = set(random.Random(seed).sample(keys, MOST_COPIED)) if len(keys) > MOST_COPIED else set(keys)
     targets = {key: letters[key] for key in keys if key in drawn}
     known = {key: letters[key] for key in training}
-    made = examiner.comparison.copies(targets, known, workers)
-    return Copied(kind, len(keys), counted_bar(f"{kind} {examiner.unit}", made, targets, known), examiner.unit)
+    read = examiner.store.assembly_of
+    made = bar(f"{kind} {examiner.unit}", targets, known, read, read, workers)
+    return Copied(kind, len(keys), made, examiner.unit)

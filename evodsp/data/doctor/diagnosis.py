@@ -19,7 +19,7 @@ import numpy as np
 from evodsp.data.doctor.copying import Copied, copied
 from evodsp.data.doctor.examination import Examined, Examiner
 from evodsp.data.doctor.leaks import Overlap, overlap
-from evodsp.data.executors import LocalProcesses, processes
+from evodsp.data.executors import processes, with_progress
 from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, day_of
 from evodsp.data.index.metadata import ChainFacts, table_of
 from evodsp.data.pool import WorkerEndedError
@@ -27,7 +27,6 @@ from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.samples.selection import CountedStructures, Presence, Selected, Selection, select
 from evodsp.data.similarity.sequences import Letters
 from evodsp.data.sources.store import Lacking, Store
-from evodsp.progress import progress
 from evodsp.report.runs import overlap_line
 
 
@@ -187,11 +186,6 @@ class Diagnosis:
         return float(np.mean(good) * len(self.training) / max(1, self.workers)) if good else 0.0
 
 
-def examine(examiner: Examiner, key: str) -> Examined:
-    """Read one chain or complex. Runs in a process of its own."""
-    return examiner.examine(key)
-
-
 def diagnose(
     data: DataSet,
     scored: Mapping[str, list[str]],
@@ -219,14 +213,20 @@ def diagnose(
     wanted = list(dict.fromkeys([*drawn, *(key for key, lacking in lacking_of.items() if lacking is None)]))
     found: dict[str, Examined] = {}
     number = min(processes(workers), len(wanted))
-    with progress(f"read {data.kind} {data.units}", len(wanted)) as advance:
-        for at, chain in LocalProcesses(number).map(examine, [(data.examiner, key) for key in wanted]):
-            ended = isinstance(chain, WorkerEndedError)
-            found[wanted[at]] = Examined(wanted[at], "unreadable", str(chain)) if ended else chain
-            advance(1)
+    pieces = [(data.examiner, key) for key in wanted]
+    for at, chain in with_progress(f"read {data.kind} {data.units}", Examiner.examine, pieces, number):
+        ended = isinstance(chain, WorkerEndedError)
+        found[wanted[at]] = Examined(wanted[at], "unreadable", str(chain)) if ended else chain
     examined = [found[key] for key in sorted(drawn)]
     sets = {name: keys for name, keys in {data.kind: selected.keys, **scored}.items() if keys}
-    letters = {} if len(sets) < 2 else _sequences(data, sets, found, number)
+    letters: dict[str, tuple[str, ...]] = {}
+    if len(sets) > 1:
+        keys = dict.fromkeys(key for keys in sets.values() for key in keys)
+        letters = data.examiner.sequences(keys, {key: one.sequences for key, one in found.items()}, number)
+    readable = {
+        kind: [key for key in keys if lacking_of[key] is None and found[key].state == "good"]
+        for kind, keys in scored.items()
+    }
     table, known_from = _known(data, store, usable, selected, examined)
     overlaps = _overlaps(sets, letters)
     trained_on = {part.sets[1] for part in overlaps if part.sets[0] == data.kind and part.both}
@@ -250,29 +250,16 @@ def diagnose(
         max_bad,
         max(1, number),
         _unreadable_headers(store, listed),
-        _unaligned(store, presence),
+        [] if store.structure_dir is None else presence.structures_without_alignments(store.structure_dir),
         overlaps,
         [
-            copied(kind, _readable(keys, lacking_of, found), letters, selected.keys, data.examiner, seed, number)
-            for kind, keys in scored.items()
+            copied(kind, keys, letters, selected.keys, data.examiner, seed, number)
+            for kind, keys in readable.items()
             if letters and kind not in trained_on
         ],
         distillation,
         len(presence.keys) - len(listed) if data.training is None else 0,
     )
-
-
-def _readable(keys: list[str], lacking: Mapping[str, Lacking | None], found: Mapping[str, Examined]) -> list[str]:
-    return [key for key in keys if lacking[key] is None and found[key].state == "good"]
-
-
-def _sequences(
-    data: DataSet, sets: Mapping[str, list[str]], found: Mapping[str, Examined], workers: int
-) -> dict[str, tuple[str, ...]]:
-    """The sequences of the chains of each key of the sets, none if they are unknown."""
-    known = {key: one.sequences for key, one in found.items()}
-    keys = dict.fromkeys(key for keys in sets.values() for key in keys)
-    return data.examiner.comparison.sequences(keys, known, workers)
 
 
 def _overlaps(sets: Mapping[str, list[str]], letters: Letters) -> list[Overlap]:
@@ -313,12 +300,6 @@ def _unreadable_headers(store: Store, listed: list[str]) -> list[str]:
         return []
     rows = np.array([row for key in listed if (row := index.keys.find(key)) is not None], np.int64)
     return [index.content.problems[int(row)] for row in rows[index.content.problems.lengths()[rows] > 0]]
-
-
-def _unaligned(store: Store, presence: Presence) -> list[str]:
-    if store.structure_dir is None:
-        return []
-    return presence.structures_without_alignments(store.structure_dir)
 
 
 def read_table(chains: list[Examined]) -> ChainTable:

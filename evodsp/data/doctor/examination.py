@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
@@ -17,7 +17,6 @@ from evodsp.data.doctor.leaks import DEFINITION, DEFINITION_OF_COMPLEXES
 from evodsp.data.records import CHAINS, ONE_OF, Assembly
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.opening import Records
 from evodsp.data.sources.parsed import Parsed
 from evodsp.data.sources.query_check import QueryMismatch
 from evodsp.errors import UserError
@@ -56,22 +55,13 @@ class Examined:
 
 
 @dataclass(frozen=True)
-class Examiner:
-    """Looks at the keys of a store. Processes can be sent it. `cache`: OpenFold's chain_data_cache.json, which has sequences of
-    chains."""
-
-    store: Records
-    cache: str | None = None
+class Examiner(Compared):
+    """Looks at the keys of a store. Processes can be sent it."""
 
     @property
     def unit(self) -> str:
         """What a key stands for, in the singular."""
         return ONE_OF[self.store.kind]
-
-    @property
-    def comparison(self) -> Compared:
-        """How keys are compared."""
-        return Compared(self.store, self.cache)
 
     @property
     def definition(self) -> str:
@@ -94,12 +84,15 @@ class Examiner:
         try:
             parsed = self.store.parsed(key)
         except UserError as error:
-            return _bad(key, error)
+            return Examined(
+                key, "mismatching" if isinstance(error, QueryMismatch) else "unreadable", one_line(str(error))
+            )
         seconds = time.perf_counter() - begun
         assembly, chains = parsed.assembly, parsed.assembly.chains
         # Chains of one sequence have one MSA, which a store keeps once, as it does the rows for pairing.
-        of_sequence = {own.query.letters: own for own in parsed.chains}.values()
+        of_sequence = parsed.of_each_sequence.values()
         rows = [one.msa for own in of_sequence for one in (own.msa, own.pairing) if one is not None]
+        kept = [*(one.astype(np.uint8) for one in rows), *(chain.positions for chain in chains)]
         where = ("" if assembly.key is not None else f"chain {chain.chain_id}: " for chain in chains)
         notes = [f"{place}{note}" for place, chain in zip(where, chains, strict=True) for note in chain.notes]
         released = chains[0].release_date
@@ -110,9 +103,7 @@ class Examiner:
             resolution=chains[0].resolution or 0.0,
             release_date="" if released is None else released.isoformat(),
             depth=sum(own.msa.num_alignments for own in of_sequence),
-            packed_bytes=_packed_size(
-                [*(one.astype(np.uint8) for one in rows), *(chain.positions for chain in chains)]
-            ),
+            packed_bytes=sum(len(zlib.compress(array.tobytes(), 1)) for array in kept),
             seconds=seconds,
             notes=(*dict.fromkeys(notes), *copies_in_one_place(assembly)),
             pairing_notes=tuple(self._of_pairing(parsed)),
@@ -127,11 +118,10 @@ class Examiner:
 
     def _of_pairing(self, parsed: Parsed) -> Iterator[str]:
         """What is wrong with the rows that pair the chains of several sequences, one remark for each sequence."""
-        first_of = {own.query.letters: own for own in reversed(parsed.chains)}
-        rule = self.store.rule
+        rule, first_of = self.store.rule, parsed.of_each_sequence
         if rule is None or len(first_of) == 1:
             return  # copies are not paired
-        for own in reversed(first_of.values()):
+        for own in first_of.values():
             rows = 0 if own.pairing is None else len(own.pairing.keys) - 1
             nameless = 0 if own.pairing is None else sum(not key for key in own.pairing.keys[1:])
             if not rows:
@@ -153,14 +143,3 @@ def copies_in_one_place(assembly: Assembly) -> list[str]:
             found.append(f"chains {name} and {other_name} lie in the same place ({same:,} of {both.sum():,} CA atoms)")
     more = [f"{len(found) - _MOST_NOTED:,} more pairs of chains lie in the same place"] if found[_MOST_NOTED:] else []
     return found[:_MOST_NOTED] + more
-
-
-def _bad(key: str, error: UserError) -> Examined:
-    """A chain or complex that could not be read."""
-    state: State = "mismatching" if isinstance(error, QueryMismatch) else "unreadable"
-    return Examined(key, state, one_line(str(error)))
-
-
-def _packed_size(arrays: Iterable[np.ndarray]) -> int:
-    """The estimated bytes of arrays in a store."""
-    return sum(len(zlib.compress(array.tobytes(), 1)) for array in arrays)

@@ -17,8 +17,9 @@ decides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -43,6 +44,8 @@ DEFINITION_OF_COMPLEXES = (
     f"has, for each of its chains of at least {SHORTEST} residues, a chain with more than {NEAR:.0%} identity."
 )
 
+_MOST_KEPT = 1000
+"""Sequences whose shared words are kept: complexes of a family share chains."""
 _Chains = Mapping[str, tuple[str, ...]]
 """The distinct sequences of at least `SHORTEST` residues of each complex."""
 
@@ -117,10 +120,19 @@ def _nearest(first: _Chains, second: _Chains, name: str) -> tuple[list[Near], in
     alignments."""
     owner = {letters: key for key in reversed(list(first)) for letters in first[key]}
     wanted = dict.fromkeys(letters for chains in second.values() for letters in chains)
-    new = {letters: letters for letters in wanted if letters not in owner}
-    aligned, alignments = _nearest_sequences({letters: letters for letters in owner}, new, name)
     near = {letters: (owner[letters], 1.0) for letters in wanted if letters in owner}
-    near |= {one.second: (owner[one.first], one.identity) for one in aligned}
+    known, new, alignments = list(owner), [letters for letters in wanted if letters not in owner], 0
+    if known and new:
+        candidates = _candidates([(one,) for one in known], [(one,) for one in new], ALIGNED_WITH)
+        with progress(f"compared {name}", len(new)) as advance:
+            for letters, rows in zip(new, candidates, strict=True):
+                others = [known[row] for row in rows if len(known[row]) * len(letters) <= MOST_CELLS]
+                alignments += len(others)
+                if others:
+                    near[letters] = max(
+                        ((owner[one], identity(one, letters)) for one in others), key=lambda one: one[1]
+                    )
+                advance(1)
     found = []
     for key, chains in second.items():
         if ranked := [near[letters] for letters in chains if letters in near]:
@@ -146,8 +158,11 @@ def _covered(first: _Chains, second: _Chains, name: str) -> tuple[list[Near], in
         return known[one, other]
 
     entries, found = list(first), []
+    candidates = _candidates(
+        list(first.values()), list(second.values()), max(FEWEST_ALIGNED, PAIRS_ALIGNED // len(second))
+    )
     with progress(f"compared {name}", len(second)) as advance:
-        for (key, chains), rows in zip(second.items(), _candidates(first, second), strict=True):
+        for (key, chains), rows in zip(second.items(), candidates, strict=True):
             share, nearest = NEAR, ""
             for entry in (entries[row] for row in rows):
                 least = 1.0
@@ -162,59 +177,22 @@ def _covered(first: _Chains, second: _Chains, name: str) -> tuple[list[Near], in
     return sorted(found, key=lambda one: -one.identity), len(known)
 
 
-def _candidates(first: _Chains, second: _Chains) -> list[list[int]]:
-    """For each complex of `second` the rows of the complexes of `first` with most words for each of its chains, best first."""
-    letters = list(dict.fromkeys(letters for chains in second.values() for letters in chains))
-    words, row_of = Words(letters), {one: row for row, one in enumerate(letters)}
-    starts = np.cumsum([0, *map(len, second.values())])[:-1]
-    columns = np.array([row_of[one] for chains in second.values() for one in chains])
-    shares: dict[str, np.ndarray] = {}
-    most_aligned = max(FEWEST_ALIGNED, PAIRS_ALIGNED // len(second))
-    best = np.zeros((len(second), 0))
-    rows = np.zeros((len(second), 0), np.int64)
-    for row, chains in enumerate(first.values()):
-        for one in chains:
-            if one not in shares:
-                own, shared = words.shared_with(one)
-                shares[one] = (shared / np.maximum(1, np.minimum(words.counts, own))).astype(np.float32)
-        most = np.max([shares[one] for one in chains], axis=0)[columns]
+def _candidates(first: Sequence[tuple[str, ...]], second: Sequence[tuple[str, ...]], most: int) -> list[list[int]]:
+    """For the chains of each complex of `second` the rows of the complexes of `first` with most words for each of them, best
+    first, at most `most`."""
+    letters = list(dict.fromkeys(one for chains in second for one in chains))
+    words, column_of = Words(letters), {one: column for column, one in enumerate(letters)}
+    shares_with = lru_cache(_MOST_KEPT)(words.shares_with)
+    starts = np.cumsum([0, *map(len, second)])[:-1]
+    columns = np.array([column_of[one] for chains in second for one in chains])
+    best, best_rows = np.zeros((len(second), most)), np.full((len(second), most), -1)
+    for row, chains in enumerate(first):
+        shared = np.max([shares_with(one) for one in chains], axis=0)[columns]
         # The chain that shares least decides, of equals all chains together.
-        points = np.minimum.reduceat(most, starts) + 1e-3 * np.add.reduceat(most, starts)
-        best = np.concatenate([best, points[:, None]], 1)
-        rows = np.concatenate([rows, np.full((len(second), 1), row)], 1)
-        order = np.argsort(-best, axis=1, kind="stable")[:, :most_aligned]
-        best, rows = np.take_along_axis(best, order, 1), np.take_along_axis(rows, order, 1)
-    return [[int(row) for row, points in zip(*one, strict=True) if points > 0] for one in zip(rows, best, strict=True)]
-
-
-def _nearest_sequences(first: Mapping[str, str], second: Mapping[str, str], name: str) -> tuple[list[Near], int]:
-    """For each chain of `second`, the nearest chain of `first` that was aligned with it; and the number of alignments."""
-    if not first or not second:
-        return [], 0
-    keys, candidates = list(first), _candidates_of_chains(list(first.values()), list(second.values()))
-    found, alignments = [], 0
-    with progress(f"compared {name}", len(second)) as advance:
-        for (key, sequence), rows in zip(second.items(), candidates, strict=True):
-            pairs = [(keys[row], first[keys[row]]) for row in rows]
-            pairs = [(other, letters) for other, letters in pairs if len(letters) * len(sequence) <= MOST_CELLS]
-            alignments += len(pairs)
-            nears = [Near(other, key, identity(letters, sequence)) for other, letters in pairs]
-            found += [max(nears, key=lambda near: near.identity)] if nears else []
-            advance(1)
-    return found, alignments
-
-
-def _candidates_of_chains(first: list[str], second: list[str]) -> list[list[int]]:
-    """For each sequence of `second`, the rows of the sequences of `first` that share most words with it, best first."""
-    words = Words(second)
-    best = np.zeros((len(second), ALIGNED_WITH))
-    best_rows = np.full((len(second), ALIGNED_WITH), -1)
-    for row, sequence in enumerate(first):
-        own, shared = words.shared_with(sequence)
-        share = shared / np.maximum(1, np.minimum(words.counts, own))
-        better = np.flatnonzero(share > best[:, -1])
-        best[better, -1], best_rows[better, -1] = share[better], row
+        points = np.minimum.reduceat(shared, starts) + 1e-3 * np.add.reduceat(shared, starts)
+        better = np.flatnonzero(points > best[:, -1])
+        best[better, -1], best_rows[better, -1] = points[better], row
         ranks = np.argsort(-best[better], axis=1, kind="stable")
         best[better] = np.take_along_axis(best[better], ranks, 1)
         best_rows[better] = np.take_along_axis(best_rows[better], ranks, 1)
-    return [[int(row) for row in found if row >= 0] for found in best_rows]
+    return [[row for row in found if row >= 0] for found in best_rows.tolist()]

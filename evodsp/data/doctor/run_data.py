@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, cast
 
 from evodsp.config import (
@@ -33,6 +32,7 @@ from evodsp.run_config_file import read_run_config
 _EPOCH, _FRACTION, _MIN_PLDDT, _IDENTITY = 1000, 0.75, 50.0, 0.4
 _OVERRIDING = ("validation_chains", "test_chains", "exclude_like", "exclude_identity")
 """Options that replace the settings of the same name."""
+_FOLDERS = ("alignment_dir", "structure_dir")
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,19 @@ class RunData:
 
 def data_of_run(settings: DoctorConfig) -> RunData:
     """The data that a run with these settings would read. Raises UserError that names a wrong setting."""
-    block, loss = _block(settings.config), _loss(settings.config)
+    content = read_run_config(settings.config)
+    block, model = content.get("data", {}), _mapping(content, "model", "config")
+    if not isinstance(block, dict) or (settings.config is not None and not block):
+        raise UserError(f"--config {settings.config}: has no block 'data'; give a config of 'evodsp fit'")
+    loss = _loss(_mapping(model, "loss", "model"))
     given = {name: value for name in _OVERRIDING if (value := getattr(settings, name)) is not None}
     block = {**block, **given, **({} if settings.chains is None else {"train_chains": settings.chains})}
     index = settings.index or block.get("index")
-    records, unit = _records(settings, block, index)
+    records, unit = _records(settings, block, index, model)
     examiner = Examiner(records, block.get("chain_data_cache"))
     share = float(block.get("exclude_identity", _IDENTITY))
     check_exclusion(block.get("exclude_like") is not None, share != _IDENTITY, "data.")
-    excluded = exclusion(block.get("exclude_like"), share, examiner.comparison)
+    excluded = exclusion(block.get("exclude_like"), share, examiner)
     of_set = _mapping(block, "distillation", "data")
     alignment_dir, structure_dir = of_set.get("alignment_dir"), of_set.get("structure_dir")
     min_plddt, fraction = float(of_set.get("min_plddt", _MIN_PLDDT)), float(of_set.get("fraction", _FRACTION))
@@ -66,7 +70,7 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     distillation = None
     if predictions is not None:
         predicted = Examiner(predictions, of_set.get("chain_data_cache"))
-        others = None if excluded is None else replace(excluded, comparison=predicted.comparison)
+        others = None if excluded is None else replace(excluded, comparison=predicted)
         selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation", others)
         distillation = DataSet(
             predicted,
@@ -89,57 +93,41 @@ def data_of_run(settings: DoctorConfig) -> RunData:
     return RunData(training, {kind: chains for kind, chains in scored.items() if chains}, distillation)
 
 
-def _records(settings: DoctorConfig, block: dict[str, Any], index: str | None) -> tuple[Records, Unit]:
+def _records(
+    settings: DoctorConfig, block: dict[str, Any], index: str | None, model: dict[str, Any]
+) -> tuple[Records, Unit]:
     """The records that the run reads, and what they are of."""
     pairing, assembly = block.get("pairing", "species"), block.get("assembly", "1")
     if pairing not in RULES:
         raise UserError(f"data.pairing is '{pairing}', but must be {' or '.join(RULES)}; correct the config")
-    kind = COMPLEXES if settings.complexes else KIND_OF[_arrangement(settings.config)]
+    kind = COMPLEXES if settings.complexes else KIND_OF[_arrangement(model)]
     unit = Unit(kind, None if assembly is None else str(assembly), pairing)
     given = any(getattr(settings, name) for name in _FOLDERS)
     if (store := block.get("store")) is not None and not given:
         return open_store(store, unit, warn=_noted), unit
-    alignment_dir, structure_dir = _folders(settings, block)
+    roots = {name: getattr(settings, name) or block.get(name) for name in _FOLDERS}
+    for name, root in roots.items():
+        if root is None:
+            raise UserError(f"the data to examine has no {name}; give --{name}, or --config with data.{name}")
+    alignment_dir, structure_dir = map(str, roots.values())
     return open_files(alignment_dir, structure_dir, index, unit, warn=_noted), unit
-
-
-_FOLDERS = ("alignment_dir", "structure_dir")
 
 
 def _noted(place: str, names: str) -> None:
     """Nothing: the report has a remark on each chain without rows for pairing."""
 
 
-def _arrangement(config: Path | None) -> ArrangementName:
+def _arrangement(model: dict[str, Any]) -> ArrangementName:
     """That of the run's model: `model.arrangement` of a config file, else that of its preset."""
-    block = _mapping(read_run_config(config), "model", "config")
-    preset = PRESETS.get(str(block.get("preset")), ModelConfig())
-    arrangement = block.get("arrangement", preset.arrangement)
+    preset = PRESETS.get(str(model.get("preset")), ModelConfig())
+    arrangement = model.get("arrangement", preset.arrangement)
     if arrangement not in KIND_OF:
         raise UserError(f"model.arrangement is '{arrangement}', but must be {' or '.join(KIND_OF)}; correct the config")
     return cast(ArrangementName, arrangement)
 
 
-def _folders(settings: DoctorConfig, block: dict[str, Any]) -> list[str]:
-    """The folders of alignments and structures. Raises UserError if one is not named."""
-    roots = {name: getattr(settings, name) or block.get(name) for name in _FOLDERS}
-    for name, root in roots.items():
-        if root is None:
-            raise UserError(f"the data to examine has no {name}; give --{name}, or --config with data.{name}")
-    return [str(root) for root in roots.values()]
-
-
-def _block(config: Path | None) -> dict[str, Any]:
-    """The `data` block of a config file of `evodsp fit`; empty without a file."""
-    block = read_run_config(config).get("data", {})
-    if not isinstance(block, dict) or (config is not None and not block):
-        raise UserError(f"--config {config}: has no block 'data'; give a config of 'evodsp fit'")
-    return block
-
-
-def _loss(config: Path | None) -> LossConfig:
+def _loss(block: dict[str, Any]) -> LossConfig:
     """The weights and bounds of the run's losses: the numbers of the config file, otherwise the defaults of `evodsp fit`."""
-    block = _mapping(_mapping(read_run_config(config), "model", "config"), "loss", "model")
     names = {item.name for item in fields(LossConfig)} - {"scale_by_length"}
     given: dict[str, Any] = {name: value for name in names if (value := _number(block, name)) is not None}
     return replace(LossConfig(), **given)
@@ -161,17 +149,16 @@ def _mapping(block: dict[str, Any], name: str, where: str) -> dict[str, Any]:
 def _selection(block: dict[str, Any], filters: FilterConfig, where: str, excluded: Exclusion | None) -> Selection:
     """The settings that filter and weight chains; `filters`: the ones that `evodsp fit` takes by default."""
     given, sampling = _mapping(block, "filters", where), cast(Sampling, block.get("sampling") or "uniform")
-    default = filters
     try:
         values: dict[str, Any] = {k: float(value) if isinstance(value, int) else value for k, value in given.items()}
-        filters = replace(filters, **values)
-        check_selection(filters, sampling, where)
+        chosen = replace(filters, **values)
+        check_selection(chosen, sampling, where)
     except TypeError as error:
         raise UserError(
             f"{where}.filters is {given}, but may hold numbers max_resolution and max_residue_share, and max_release_date; "
             "correct the config"
         ) from error
-    return Selection(where, block.get("chain_data_cache"), block.get("index"), filters, default, sampling, excluded)
+    return Selection(where, block.get("chain_data_cache"), block.get("index"), chosen, filters, sampling, excluded)
 
 
 def _chains(named: str | list[str] | None) -> list[str] | None:

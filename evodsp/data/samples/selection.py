@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Float64
 
 from evodsp.config import FilterConfig, LossConfig, Sampling
-from evodsp.data.executors import LocalProcesses, processes
+from evodsp.data.executors import processes_for, with_progress
 from evodsp.data.index.chain_table import ChainTable
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import ChainFacts, cached_entries, cached_table, table_of
@@ -29,7 +29,6 @@ from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import FileFormatError, UserError
 from evodsp.printing import counted
-from evodsp.progress import progress
 from evodsp.reading.text_files import lines_of
 
 _IN_THIS_PROCESS = 2000
@@ -178,11 +177,9 @@ class Selection:
 def read_facts(keys: Sequence[str], store: Store) -> list[ChainFacts]:
     """What the files of each key say, nothing where they cannot be read; shows progress. An index keeps such facts."""
     found = [ChainFacts()] * len(keys)
-    workers = 1 if len(keys) <= _IN_THIS_PROCESS else processes(None)
-    with progress("read for the filters", len(keys)) as advance:
-        for at, facts in LocalProcesses(workers).map(_facts, [(store, key) for key in keys]):
-            found[at] = ChainFacts() if isinstance(facts, WorkerEndedError) else facts
-            advance(1)
+    workers = processes_for(len(keys), _IN_THIS_PROCESS)
+    for at, facts in with_progress("read for the filters", _facts, [(store, key) for key in keys], workers):
+        found[at] = ChainFacts() if isinstance(facts, WorkerEndedError) else facts
     return found
 
 

@@ -16,15 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from evodsp.data.executors import LocalProcesses, processes
+from evodsp.data.executors import processes_for, with_progress
 from evodsp.data.formats.fasta import read_fasta
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.pairs import MOST_CELLS, SHORTEST, Words, identity, plain
 from evodsp.data.similarity.sequences import Letters
 from evodsp.errors import FileFormatError, UserError
-from evodsp.progress import progress
-from evodsp.reading.text_files import read_bytes
+from evodsp.reading.text_files import text_of
 
 FEWEST_ALIGNED, PAIRS_ALIGNED = 5, 1_000_000
 """Listed sequences that a sequence is aligned with: as many as make this number of pairs in all, but no fewer than these."""
@@ -45,7 +44,7 @@ class Exclusion:
     def resembling(self, keys: Iterable[str]) -> tuple[dict[str, str], list[str]]:
         """The keys that resemble a listed one, each with that one; and those whose sequences cannot be read. Shows progress."""
         keys = list(keys)
-        letters = self.comparison.sequences(keys, {}, _workers(len(keys)))
+        letters = self.comparison.sequences(keys, {}, processes_for(len(keys), _IN_THIS_PROCESS))
         return resembling(self.listed, letters, self.identity), [key for key in keys if not letters[key]]
 
 
@@ -70,7 +69,7 @@ def sequences_of_fasta(path: str) -> Letters:
     if not Path(path).is_file():
         raise UserError(f"data.exclude_like: {path}: no such FASTA file; check the path")
     found: dict[str, tuple[str, ...]] = {}
-    for record in read_fasta(path, substitute=True, data=read_bytes(path), several=True):
+    for record in read_fasta(path, substitute=True, data=text_of(path), several=True):
         if isinstance(record.sequence, FileFormatError):
             raise record.sequence
         found[record.name] = record.chains or (record.sequence.letters,)
@@ -108,25 +107,20 @@ def _near(listed: list[str], others: list[str], share: float) -> Mapping[str, li
     words, most = Words(long), max(FEWEST_ALIGNED, PAIRS_ALIGNED // len(rest))
     jobs = []
     for one in rest:
-        own, shared = words.shared_with(one)
-        shares = shared / np.maximum(1, np.minimum(words.counts, own))
+        shares = words.shares_with(one)
         rows = np.argsort(-shares, kind="stable")[:most]
         candidates = [long[row] for row in rows[shares[rows] > 0] if len(long[row]) * len(one) <= MOST_CELLS]
         jobs += [(one, [other for other in candidates if other != one], share)]
     pairs = sum(len(candidates) for _, candidates, _ in jobs)
-    with progress("compared with what is excluded", len(jobs)) as advance:
-        for at, alike in LocalProcesses(_workers(pairs)).map(_alike, jobs):
-            if isinstance(alike, WorkerEndedError):
-                raise alike
-            for other in alike:
-                near[other].append(jobs[at][0])
-            advance(1)
+    for at, alike in with_progress(
+        "compared with what is excluded", _alike, jobs, processes_for(pairs, _IN_THIS_PROCESS)
+    ):
+        if isinstance(alike, WorkerEndedError):
+            raise alike
+        for other in alike:
+            near[other].append(jobs[at][0])
     return near
 
 
 def _alike(one: str, candidates: list[str], share: float) -> list[str]:
     return [other for other in candidates if identity(other, one) > share]
-
-
-def _workers(pieces: int) -> int:
-    return 1 if pieces <= _IN_THIS_PROCESS else processes(None)

@@ -17,14 +17,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from evodsp.data.executors import LocalProcesses, processes
+from evodsp.data.executors import LocalProcesses, processes_for
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity.pairs import MOST_CELLS, Words, paired, plain, same_residues, score
@@ -124,16 +124,9 @@ def bar(
 ) -> Bar:
     """What copying scores on the targets, with a line of progress. `name`: what a target is, such as a validation chain; see
     `copies`."""
-    return counted_bar(name, copies(targets, training, truth, structures, workers), targets, training)
-
-
-def counted_bar(
-    name: str, made: Iterable[tuple[str, Copy | str]], targets: Collection[str], training: Container[str]
-) -> Bar:
-    """The bar of what `copies` yields, with a line of progress. `name`: what a target is, such as a validation chain."""
     found = {}
     with progress(f"copied the nearest for each {name}", len(targets)) as advance:
-        for key, copy in made:
+        for key, copy in copies(targets, training, truth, structures, workers):
             found[key] = copy
             advance(1)
     return gathered(found, targets, training)
@@ -161,8 +154,7 @@ def copies(
     candidates = TrainingSet(training).candidates(known)
     jobs = [(key, of_key, truth, structures) for key, of_key in candidates]
     if workers is None:
-        cells = sum(of_key.cells for _, of_key, *_ in jobs)
-        workers = 1 if cells <= _IN_THIS_PROCESS else processes(None)
+        workers = processes_for(sum(of_key.cells for _, of_key, *_ in jobs), _IN_THIS_PROCESS)
     for number, placed in LocalProcesses(workers).map(_place, jobs):
         if isinstance(placed, WorkerEndedError):
             placed = str(placed)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from Bio.Align import PairwiseAligner, substitution_matrices
-from jaxtyping import Int32, Int64
+from jaxtyping import Float64, Int32, Int64
 
 from evodsp.geometry.alphabet import UNKNOWN, decode, encode_sequence
 
@@ -82,6 +82,11 @@ class Words:
         having = [self._rows[self._starts[word] : self._starts[word + 1]] for word in own]
         shared = np.bincount(np.concatenate([*having, np.zeros(0, np.int64)]), minlength=len(self.counts))
         return len(own), shared
+
+    def shares_with(self, sequence: str) -> Float64[np.ndarray, " N"]:
+        """The words that each of the N sequences has in common with another, as a share of those of the one with fewer."""
+        own, shared = self.shared_with(sequence)
+        return shared / np.maximum(1, np.minimum(self.counts, own))
 
 
 def _words(sequence: str) -> Int32[np.ndarray, " n"]:

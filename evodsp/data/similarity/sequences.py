@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from evodsp.data.executors import LocalProcesses
+from evodsp.data.executors import with_progress
 from evodsp.data.index.metadata import read_chain_cache
 from evodsp.data.pool import WorkerEndedError
 from evodsp.data.sources.store import Store
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
-from evodsp.progress import progress
 
 Letters = Mapping[str, tuple[str, ...]]
 """The sequences of the chains of each key; none where they are unknown."""
@@ -48,10 +47,8 @@ def with_unlisted(source: Sequences, listed: Letters, workers: int) -> dict[str,
     found = dict(listed)
     if not (unknown := [key for key, letters in found.items() if not letters]):
         return found
-    with progress("read sequences", len(unknown)) as advance:
-        for at, read in LocalProcesses(workers).map(read_sequences, [(source, key) for key in unknown]):
-            found[unknown[at]] = () if isinstance(read, WorkerEndedError) else read
-            advance(1)
+    for at, read in with_progress("read sequences", read_sequences, [(source, key) for key in unknown], workers):
+        found[unknown[at]] = () if isinstance(read, WorkerEndedError) else read
     return found
 
 

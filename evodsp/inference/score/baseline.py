@@ -7,7 +7,7 @@ from pathlib import Path
 
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.run_data import data_of_run
-from evodsp.data.executors import processes
+from evodsp.data.executors import processes_for
 from evodsp.data.records import Assembly
 from evodsp.data.samples.selection import Presence, chain_list, select
 from evodsp.data.similarity.comparison import Compared
@@ -72,7 +72,9 @@ def training_set(settings: ScoreConfig, train: Sequence[str]) -> TrainingStructu
         presence = Presence(store)
         listed = presence.training(data.training, (key for keys in run.scored.values() for key in keys))
         keys = select([key for key in listed if presence.lacks(key) is None], data.selection, store).keys
-        found = Compared(store, data.selection.chain_data_cache).sequences(keys, {}, _processes(keys))
+        found = Compared(store, data.selection.chain_data_cache).sequences(
+            keys, {}, processes_for(len(keys), _IN_THIS_PROCESS)
+        )
         read, where = store.assembly_of, data.place
     unknown = [key for key, sequences in found.items() if not sequences]
     if len(unknown) == len(found):
@@ -103,8 +105,4 @@ def _folder(settings: ScoreConfig, directory: str | Path) -> StructureFolder:
 
 
 def _read_all(folder: StructureFolder, keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    return with_unlisted(folder, dict.fromkeys(keys, ()), _processes(keys))
-
-
-def _processes(keys: Sequence[str]) -> int:
-    return 1 if len(keys) <= _IN_THIS_PROCESS else processes(None)
+    return with_unlisted(folder, dict.fromkeys(keys, ()), processes_for(len(keys), _IN_THIS_PROCESS))
