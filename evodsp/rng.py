@@ -25,15 +25,13 @@ ROUNDS = 10
 _LOW = 0xFFFFFFFF
 
 
-def philox4x32(
-    counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any], rounds: int = ROUNDS
-) -> tuple[Any, Any, Any, Any]:
+def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
     """Philox4x32: four random 32-bit words.
 
     `counter`: four 32-bit words, `key`: two; each an int or an int64 array or tensor. They broadcast: a column of keys and a
     row of positions give all draws of many streams.
     """
-    return philox_rounds(counter, (tuple(k + n * w for k, w in zip(key, WEYL, strict=True)) for n in range(rounds)))
+    return philox_rounds(counter, (tuple(k + n * w for k, w in zip(key, WEYL, strict=True)) for n in range(ROUNDS)))
 
 
 def philox_rounds(counter: tuple[Any, Any, Any, Any], keys: Iterable[tuple[Any, ...]]) -> tuple[Any, Any, Any, Any]:

@@ -63,7 +63,7 @@ def shares_of(centres: Int8[Tensor, "S R"], extra: Int8[Tensor, "E R"]) -> Share
         empty = torch.zeros(0, dtype=torch.int64, device=device)
         rows, found, counts, none = [empty], [empty], [empty], [empty]
     row, cluster, of_all = torch.cat(rows), torch.cat(found), torch.cat(none)
-    share = _rounded(1.0 / torch.cat(counts).double())
+    share = (1.0 / torch.cat(counts).double() / _STEP).round_() * _STEP
     sizes = share.new_zeros(clusters).scatter_add_(0, cluster, share)
     return Shares(row, cluster, share, of_all, sizes + len(of_all) * _part_of_all(clusters))
 
@@ -136,7 +136,3 @@ def _weights(shares: Shares, residues: int) -> Float64[Tensor, " S"]:
 def _part_of_all(clusters: int) -> float:
     """The share of a sequence that belongs to all clusters."""
     return round(1.0 / clusters / _STEP) * _STEP
-
-
-def _rounded(shares: Float64[Tensor, " P"]) -> Float64[Tensor, " P"]:
-    return (shares / _STEP).round_() * _STEP

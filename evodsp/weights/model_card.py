@@ -23,6 +23,20 @@ tags:
 - protein-structure-prediction
 ---
 """
+_USE = """## Use
+
+```bash
+evodsp predict proteins.fasta --alignments alignments --checkpoint FOLDER --output predictions
+```
+
+```python
+import evodsp
+
+model = evodsp.from_pretrained("FOLDER")
+prediction = evodsp.predict("MKTAYIAKQR", checkpoint=model)
+```
+
+FOLDER is this folder, or `hf:organisation/name` of its repository on the Hugging Face hub."""
 _DATA = (
     *(
         "data.train_chains",
@@ -72,14 +86,14 @@ def model_card(
 
     Raises UserError for a damaged file of the run.
     """
-    run = None if path is None else _run_of(path)
+    run, is_multimer = None if path is None else _run_of(path), model.config.arrangement == "multimer"
     return _HEAD + "\n".join(
         [
             f"# {_plain(name)}",
             "",
             *_what(model, path, checkpoint, raw),
             "",
-            *_use(model),
+            _USE + (" A complex is written with `:` between its chains." if is_multimer else ""),
             "",
             *(_of_run(run, checkpoint or {}, raw) if run is not None else _without_run(path)),
             "",
@@ -113,26 +127,6 @@ def _what(model: AlphaFold, path: Path | None, checkpoint: Mapping[str, Any] | N
         )
         of = "" if checkpoint is None else f": the {kind}"
         yield f"From the file {_plain(path.name)}{of}."
-
-
-def _use(model: AlphaFold) -> Iterable[str]:
-    several = " A complex is written with `:` between its chains." if model.config.arrangement == "multimer" else ""
-    return (
-        "## Use",
-        "",
-        "```bash",
-        "evodsp predict proteins.fasta --alignments alignments --checkpoint FOLDER --output predictions",
-        "```",
-        "",
-        "```python",
-        "import evodsp",
-        "",
-        'model = evodsp.from_pretrained("FOLDER")',
-        'prediction = evodsp.predict("MKTAYIAKQR", checkpoint=model)',
-        "```",
-        "",
-        f"FOLDER is this folder, or `hf:organisation/name` of its repository on the Hugging Face hub.{several}",
-    )
 
 
 def _without_run(path: Path | None) -> Iterable[str]:

@@ -100,14 +100,14 @@ class Case:
             own |= {key: value[:shown] for key, value in own.items() if key.startswith("extra_")}
             true = own["true_msa"][:centres].astype(np.int8)
             own["probabilities"] = probabilities_of(true, letter_profile(self.merged.msa), config)
-            own["rows that come first"] = self.merged.cluster_bias_mask()
+            own["rows that come first"] = np.arange(len(self.merged.msa)) == 0
             ours |= {f"{key}|{name}": value for key, value in own.items()}
             given = {
                 "msa": self.merged.msa,
                 "deletion_matrix": self.merged.deletions,
                 "bert_mask": self.merged.bert_mask(),
                 "msa_mask": np.ones(self.merged.msa.shape),
-                "cluster_bias_mask": self.merged.cluster_bias_mask(),
+                "cluster_bias_mask": np.arange(len(self.merged.msa)) == 0,
                 "order": drawn.order[cycle].numpy(),
                 "hidden": (drawn.replace[cycle] < config.masked_msa_fraction).numpy(),
                 "letters": own["msa_feat"][:centres, :, :LETTERS_WITH_MASK].argmax(-1),

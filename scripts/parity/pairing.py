@@ -226,7 +226,7 @@ def _arrays(merged: MergedMsa) -> Results:
         "deletion_matrix": merged.deletions,
         "bert_mask": merged.bert_mask(),
         "msa_mask": np.ones(merged.msa.shape),
-        "cluster_bias_mask": merged.cluster_bias_mask(),
+        "cluster_bias_mask": np.arange(len(merged.msa)) == 0,
         **{name: getattr(merged.ids, name) for name in ("asym_id", "entity_id", "sym_id", "residue_index")},
     }
 

@@ -73,7 +73,6 @@ def test_the_masks_of_a_complex() -> None:
     expected = np.ones((8, 8), bool)
     expected[3:6, 6:] = expected[6:, :6] = False
     assert np.array_equal(merged.bert_mask(), expected)
-    assert merged.cluster_bias_mask().tolist() == [True] + [False] * 7
 
 
 def test_the_numbers_of_residues() -> None:
@@ -107,7 +106,6 @@ def test_identical_chains_are_not_paired() -> None:
     assert merged.deletions[1].tolist() == [4, 5, 6, 4, 5, 6]
     assert merged.block.tolist() == [1] * 4
     assert merged.bert_mask().all()
-    assert merged.cluster_bias_mask().tolist() == [True, False, False, False]
     assert merged.ids.sym_id.tolist() == [1, 1, 1, 2, 2, 2]
 
 

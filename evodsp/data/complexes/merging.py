@@ -62,10 +62,6 @@ class MergedMsa:
         block = self.block[:, None]
         return (block == 0) | (block == self.ids.entity_id)
 
-    def cluster_bias_mask(self) -> Bool[np.ndarray, " N"]:
-        """The row that is always a cluster centre, the query."""
-        return np.arange(len(self.msa)) == 0
-
 
 def merge(
     chains: Sequence[ChainMsas],

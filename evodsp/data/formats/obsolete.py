@@ -8,13 +8,13 @@ from evodsp.errors import FileFormatError
 from evodsp.reading.text_files import lines_of
 
 
-def parse_obsolete(path: str | Path, data: bytes | None = None) -> dict[str, str | None]:
+def parse_obsolete(path: str | Path) -> dict[str, str | None]:
     """The PDB's obsolete.dat: withdrawn entry -> the entry that replaces it, or None; in lower case.
 
     Chains of replacements are followed to their end. Columns 20:24 hold the withdrawn entry, 29:33 its first successor.
     Raises FileFormatError for a file without 'OBSLTE' records, a record cut short, and successors that form a cycle.
     """
-    lines = lines_of(path, data)
+    lines = lines_of(path)
     direct: dict[str, str | None] = {}
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, 1):

@@ -140,9 +140,8 @@ def interface_residues(
     lengths: Sequence[int],
     positions: Float[np.ndarray, "N 3"],
     mask: Float[np.ndarray, " N"],
-    cutoff: float = INTERFACE_DISTANCE,
 ) -> Int64[np.ndarray, " n"]:
-    """The residues whose CA atom is nearer than `cutoff` to a CA atom of another chain, ascending.
+    """The residues whose CA atom is nearer than `INTERFACE_DISTANCE` to a CA atom of another chain, ascending.
 
     Memory is linear in the number of residues.
     """
@@ -157,9 +156,9 @@ def interface_residues(
     near = np.zeros(len(resolved), bool)
     for start in range(0, len(resolved), _ROWS_AT_ONCE):
         here = slice(start, start + _ROWS_AT_ONCE)
-        first, last = along[here][[0, -1]] + [-cutoff, cutoff]
+        first, last = along[here][[0, -1]] + [-INTERFACE_DISTANCE, INTERFACE_DISTANCE]
         others = slice(np.searchsorted(along, first, "left"), np.searchsorted(along, last, "right"))
-        close = _squared_distances(positions[here], positions[others]) < cutoff**2
+        close = _squared_distances(positions[here], positions[others]) < INTERFACE_DISTANCE**2
         near[here] = (close & (chain[here, None] != chain[others])).any(1)
     return np.sort(resolved[near])
 

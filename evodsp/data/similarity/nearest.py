@@ -156,9 +156,8 @@ def copies(
     if workers is None:
         workers = processes_for(sum(of_key.cells for _, of_key, *_ in jobs), _IN_THIS_PROCESS)
     for number, placed in LocalProcesses(workers).map(_place, jobs):
-        if isinstance(placed, WorkerEndedError):
-            placed = str(placed)
-        yield jobs[number][0], placed if isinstance(placed, str) else placed.scored()
+        key = jobs[number][0]
+        yield key, str(placed) if isinstance(placed, str | WorkerEndedError) else _scored(key, *placed)
 
 
 @dataclass(frozen=True)
@@ -235,43 +234,32 @@ class TrainingSet:
         return _copy(target, candidates, structures)
 
 
-@dataclass(frozen=True)
-class _Placed:
-    """A copy whose atoms have their places, to be scored where torch is."""
+def _scored(key: str, copy: PlacedCopy, target: Assembly) -> Copy:
+    """The scores of the copy: identical chains of the target are exchanged so that lDDT-CA is highest."""
+    import torch  # here, so that the processes that align do not wait for it
 
-    key: str
-    copy: PlacedCopy
-    target: Assembly
+    from evodsp import metrics
 
-    def scored(self) -> Copy:
-        """The scores of the copy: identical chains of the target are exchanged so that lDDT-CA is highest."""
-        import torch  # here, so that the processes that align do not wait for it
+    def alpha(chains: Iterable[Chain], part: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(chain, part)[:, CA] for chain in chains])).double()
 
-        from evodsp import metrics
-
-        chains, copy = self.target.chains, self.copy
-        true = torch.from_numpy(np.concatenate([chain.positions[:, CA] for chain in chains]).astype(np.float64))
-        resolved = torch.from_numpy(np.concatenate([chain.mask[:, CA] for chain in chains]).astype(np.float64))
-        numbers = torch.from_numpy(np.repeat(np.arange(len(chains)), [len(chain) for chain in chains]))
-        places = torch.from_numpy(nowhere(len(self.target)))
-        best, interface = -math.inf, math.nan
-        for order in _exchanged(self.target.entities):
-            sources = [copy.assembly.chains[place] for place in order]
-            atoms, seen = (
-                np.concatenate([getattr(chain, part)[:, CA] for chain in sources]) for part in ("positions", "mask")
-            )
-            copied = torch.where(torch.from_numpy(seen > 0.5)[:, None], torch.from_numpy(atoms).double(), places)
-            lddt = float(metrics.lddt_ca(copied, true, resolved))
-            if lddt > best + _SAME_SCORE:
-                best = lddt
-                if len(chains) > 1:
-                    interface = float(metrics.interface_lddt_ca(copied, true, resolved, numbers))
-        between = None if math.isnan(interface) else interface
-        return Copy(self.key, copy.nearest, copy.identity, copy.coverage, best, between)
+    true, resolved = alpha(target.chains, "positions"), alpha(target.chains, "mask")
+    numbers = torch.from_numpy(np.repeat(np.arange(len(target.chains)), [len(chain) for chain in target.chains]))
+    places = torch.from_numpy(nowhere(len(target)))
+    best, interface = -math.inf, math.nan
+    for order in _exchanged(target.entities):
+        sources = [copy.assembly.chains[place] for place in order]
+        copied = torch.where(alpha(sources, "mask")[:, None] > 0.5, alpha(sources, "positions"), places)
+        lddt = float(metrics.lddt_ca(copied, true, resolved))
+        if lddt > best + _SAME_SCORE:
+            best = lddt
+            if len(target.chains) > 1:
+                interface = float(metrics.interface_lddt_ca(copied, true, resolved, numbers))
+    return Copy(key, copy.nearest, copy.identity, copy.coverage, best, None if math.isnan(interface) else interface)
 
 
-def _place(key: str, candidates: _Candidates, truth: Read, structures: Read) -> _Placed | str:
-    """The copy of a target, or the reason why there is none."""
+def _place(key: str, candidates: _Candidates, truth: Read, structures: Read) -> tuple[PlacedCopy, Assembly] | str:
+    """The copy of a target, and the target; or the reason why there is none. It is scored where torch is."""
     if not candidates.others:
         return _none_is_like(candidates.own)
     try:
@@ -281,29 +269,19 @@ def _place(key: str, candidates: _Candidates, truth: Read, structures: Read) -> 
     if not any(chain.mask[:, CA].any() for chain in target.chains):
         return "no residue of it has a CA"
     copy = _copy(target, candidates, structures)
-    return copy if isinstance(copy, str) else _Placed(key, copy, target)
+    return copy if isinstance(copy, str) else (copy, target)
 
 
 def _copy(target: Assembly, candidates: _Candidates, structures: Read) -> PlacedCopy | str:
     ranked, counterparts = candidates.ranked()
     if not ranked:
         return _none_is_like(candidates.own)
-    assemblies: dict[str, Assembly] = {}
-
-    def read(name: str) -> tuple[Chain, ...]:
-        assemblies[name] = structures(name)
-        return assemblies[name].chains
-
-    found = _best_that_is_read(ranked, read)
+    found = _best_that_is_read(ranked, structures)
     if isinstance(found, str):
-        return f"its nearest training {_what(candidates.own)} cannot be read: {found}"
-    nearest, chains = found
-    names = assemblies[nearest].names
-    return _copied(target, nearest, [(names[n], chains[n]) for n in counterparts[nearest].tolist()])
-
-
-def _what(own: Sequence[str]) -> str:
-    return "chains" if len(own) == 1 else "complexes"
+        return f"its nearest training {'chains' if len(candidates.own) == 1 else 'complexes'} cannot be read: {found}"
+    nearest, assembly = found
+    places = counterparts[nearest].tolist()
+    return _copied(target, nearest, [(assembly.names[place], assembly.chains[place]) for place in places])
 
 
 def _none_is_like(own: Sequence[str]) -> str:
@@ -380,9 +358,7 @@ def _candidates_of(first: list[str], second: list[str]) -> Iterator[list[int]]:
             yield order[np.cumsum(lengths[order] * len(sequence)) <= MOST_CELLS].tolist()
 
 
-def _best_that_is_read(
-    ranked: Iterable[tuple[int, int, str]], read: Callable[[str], tuple[Chain, ...]]
-) -> tuple[str, tuple[Chain, ...]] | str:
+def _best_that_is_read(ranked: Iterable[tuple[int, int, str]], read: Read) -> tuple[str, Assembly] | str:
     """The structure of the highest score that can be read, of equals that of the best resolution, of equal ones the first; or
     the reason why none can. At most `MOST_FILES` are read.
 
@@ -394,15 +370,15 @@ def _best_that_is_read(
     left, problem = MOST_FILES, ""
     for best in sorted(levels, reverse=True):
         equals = sorted(levels[best])[:left]
-        known: list[tuple[float, int, str, tuple[Chain, ...]]] = []
+        known: list[tuple[float, int, str, Assembly]] = []
         for number, name in equals:
             try:
-                chains = read(name)
+                assembly = read(name)
             except (UserError, OSError) as error:
                 problem = problem or one_line(str(error))
                 continue
-            if any(chain.mask[:, CA].any() for chain in chains):
-                known.append((chains[0].resolution or math.inf, number, name, chains))
+            if any(chain.mask[:, CA].any() for chain in assembly.chains):
+                known.append((assembly.chains[0].resolution or math.inf, number, name, assembly))
         if known:
             return min(known, key=lambda one: one[:2])[2:]
         left -= len(equals)

@@ -67,7 +67,9 @@ def decode_record(data: bytes, with_hits: bool) -> Parsed:
     """The record of `encode_record`, without its hits if they are not wanted. Raises ValueError for other bytes."""
     arrays, header = unpacked(data)
     try:
-        assembly = _assembly(arrays, header)
+        of_chains = enumerate(header["chains"])
+        read = tuple(chain_of(_part(arrays, f"chain{number}"), fields) for number, fields in of_chains)
+        assembly = Assembly(header["pdb_id"], tuple(header["names"]), read, header["key"])
         msas, hits = {}, {}
         for letters, fields in header["msas"].items():
             own, keys = _part(arrays, fields["name"]), fields["keys"]
@@ -218,11 +220,6 @@ def _joined(indices: Sequence[np.ndarray]) -> Int32[np.ndarray, " C"]:
 def _narrow(values: np.ndarray) -> np.ndarray:
     """Non-negative integers in the smallest unsigned type that holds them."""
     return values.astype(np.min_scalar_type(int(values.max(initial=0))))
-
-
-def _assembly(arrays: Arrays, header: dict[str, Any]) -> Assembly:
-    chains = (chain_of(_part(arrays, f"chain{number}"), fields) for number, fields in enumerate(header["chains"]))
-    return Assembly(header["pdb_id"], tuple(header["names"]), tuple(chains), header["key"])
 
 
 def _named(part: str, arrays: Arrays) -> Arrays:
