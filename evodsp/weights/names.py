@@ -129,181 +129,161 @@ class Name:
         return (size,) if self.split is None else (self.split, size // self.split)
 
 
-def _name(ours: str, deepmind: Keys, openfold: Keys, layout: Layout, split: int | None = None) -> Name:
-    return Name(ours, _tuple(deepmind), layout, split=split, openfold=_tuple(openfold))
+@dataclass(frozen=True)
+class Prefix:
+    """A module, by the prefixes of its parameters' names: its name in our model, its scope in DeepMind's files, and its path in
+    OpenFold's."""
+
+    ours: str
+    scope: str
+    openfold: str = ""
+
+    def below(self, ours: str = "", scope: str = "", openfold: str = "") -> Prefix:
+        """A module within this one. Where a name is '', the two have the same."""
+        return Prefix(
+            _joined(".", self.ours, ours), _joined("/", self.scope, scope), _joined(".", self.openfold, openfold)
+        )
+
+    def name(self, ours: str, arrays: Keys, openfold: Keys, layout: Layout, split: int | None = None) -> Name:
+        """A parameter. `arrays`: DeepMind's keys, such as query_norm//scale, or //output_w of this scope itself."""
+        deepmind = (
+            f"{self.scope}{'' if key.startswith('//') or not self.scope else '/'}{key}" for key in _tuple(arrays)
+        )
+        theirs = (_joined(".", self.openfold, key) for key in _tuple(openfold))
+        return Name(_joined(".", self.ours, ours), tuple(deepmind), layout, split=split, openfold=tuple(theirs))
+
+    def linear(self, ours: str, scopes: Keys, openfold: Keys) -> Iterator[Name]:
+        """A linear layer; those of several scopes side by side are one of ours."""
+        weights, biases = (tuple(f"{scope}//{part}" for scope in _tuple(scopes)) for part in ("weights", "bias"))
+        paths = _tuple(openfold)
+        yield self.name(f"{ours}.weight", weights, tuple(f"{path}.weight" for path in paths), "input_first")
+        yield self.name(f"{ours}.bias", biases, tuple(f"{path}.bias" for path in paths), "vector")
+
+    def norm(self, ours: str, scope: str, openfold: str) -> Iterator[Name]:
+        yield self.name(f"{ours}.weight", f"{scope}//scale", f"{openfold}.weight", "vector")
+        yield self.name(f"{ours}.bias", f"{scope}//offset", f"{openfold}.bias", "vector")
+
+    def blocks(self, number: int, names_of: Callable[[Prefix], Iterator[Name]]) -> Iterator[Name]:
+        """The parameters of a stack of blocks, which have one scope. `names_of`: those of a block."""
+        for n in range(number):
+            for name in names_of(self.below(f"blocks.{n}", "", f"blocks.{n}")):
+                yield replace(name, block=n)
+
+
+def _joined(between: str, *parts: str) -> str:
+    return between.join(filter(None, parts))
 
 
 def _tuple(keys: Keys) -> tuple[str, ...]:
     return (keys,) if isinstance(keys, str) else keys
 
 
-def _linear(ours: str, scopes: Keys, openfold: Keys) -> Iterator[Name]:
-    scopes, openfold = _tuple(scopes), _tuple(openfold)
-    weights, biases = (tuple(f"{scope}//{part}" for scope in scopes) for part in ("weights", "bias"))
-    yield _name(f"{ours}.weight", weights, tuple(f"{path}.weight" for path in openfold), "input_first")
-    yield _name(f"{ours}.bias", biases, tuple(f"{path}.bias" for path in openfold), "vector")
+def _output(at: Prefix, split: int, letter: str = "o") -> Iterator[Name]:
+    yield at.name("output.weight", "//output_w", f"linear_{letter}.weight", "output_last", split)
+    yield at.name("output.bias", "//output_b", f"linear_{letter}.bias", "vector")
 
 
-def _norm(ours: str, scope: str, openfold: str) -> Iterator[Name]:
-    yield _name(f"{ours}.weight", f"{scope}//scale", f"{openfold}.weight", "vector")
-    yield _name(f"{ours}.bias", f"{scope}//offset", f"{openfold}.bias", "vector")
+def _key_value(at: Prefix, heads: int | None = None) -> Iterator[Name]:
+    theirs = ("linear_k.weight", "linear_v.weight")
+    yield at.name("key_value.weight", ("//key_w", "//value_w"), theirs, "input_first", heads)
 
 
-def _output(ours: str, scope: str, openfold: str, split: int, letter: str = "o") -> Iterator[Name]:
-    theirs = f"{openfold}.linear_{letter}"
-    yield _name(f"{ours}.output.weight", f"{scope}//output_w", f"{theirs}.weight", "output_last", split)
-    yield _name(f"{ours}.output.bias", f"{scope}//output_b", f"{theirs}.bias", "vector")
+def _gate_and_output(at: Prefix, heads: int) -> Iterator[Name]:
+    yield at.name("gate.weight", "//gating_w", "linear_g.weight", "input_first", heads)
+    yield at.name("gate.bias", "//gating_b", "linear_g.bias", "vector", heads)
+    yield from _output(at, heads)
 
 
-def _key_value(ours: str, scope: str, openfold: str, heads: int | None = None) -> Iterator[Name]:
-    scopes, theirs = (
-        (f"{scope}//key_w", f"{scope}//value_w"),
-        (f"{openfold}.linear_k.weight", f"{openfold}.linear_v.weight"),
-    )
-    yield _name(f"{ours}.key_value.weight", scopes, theirs, "input_first", heads)
+def gated_attention(at: Prefix, heads: int) -> Iterator[Name]:
+    theirs = ("linear_q.weight", "linear_k.weight", "linear_v.weight")
+    yield at.name("qkv.weight", ("//query_w", "//key_w", "//value_w"), theirs, "input_first", heads)
+    yield from _gate_and_output(at, heads)
 
 
-def _blocks(number: int, names_of: Callable[[int], Iterator[Name]]) -> Iterator[Name]:
-    """The names of a stack. `names_of`: those of the block of a number."""
-    return (replace(name, block=n) for n in range(number) for name in names_of(n))
+def row_attention(at: Prefix, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
+    yield from at.norm("norm", "query_norm", "layer_norm_m")
+    yield from at.norm("pair_norm", "feat_2d_norm", "layer_norm_z")
+    yield at.name("pair_bias.weight", "//feat_2d_weights", "linear_z.weight", "input_first")
+    yield from gated_attention(at.below("attention", "attention", "mha"), heads)
 
 
-def _gate_and_output(ours: str, scope: str, openfold: str, heads: int) -> Iterator[Name]:
-    yield _name(f"{ours}.gate.weight", f"{scope}//gating_w", f"{openfold}.linear_g.weight", "input_first", heads)
-    yield _name(f"{ours}.gate.bias", f"{scope}//gating_b", f"{openfold}.linear_g.bias", "vector", heads)
-    yield from _output(ours, scope, openfold, heads)
+def column_attention(at: Prefix, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
+    yield from at.norm("norm", "query_norm", "_msa_att.layer_norm_m")
+    yield from gated_attention(at.below("attention", "attention", "_msa_att.mha"), heads)
 
 
-def gated_attention(ours: str, scope: str, heads: int, openfold: str = "") -> Iterator[Name]:
-    qkv = tuple(f"{scope}//{part}_w" for part in ("query", "key", "value"))
-    theirs = tuple(f"{openfold}.linear_{part}.weight" for part in "qkv")
-    yield _name(f"{ours}.qkv.weight", qkv, theirs, "input_first", heads)
-    yield from _gate_and_output(ours, scope, openfold, heads)
+def global_attention(at: Prefix, heads: int = EvoformerConfig.msa_heads) -> Iterator[Name]:
+    yield from at.norm("norm", "query_norm", "layer_norm_m")
+    inner = at.below("", "attention", "global_attention")
+    yield inner.name("query.weight", "//query_w", "linear_q.weight", "input_first", heads)
+    yield from _key_value(inner)  # one head's serve all heads: no axis of heads here
+    yield from _gate_and_output(inner, heads)
 
 
-def row_attention(ours: str, scope: str, heads: int = EvoformerConfig.msa_heads, openfold: str = "") -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}.layer_norm_m")
-    yield from _norm(f"{ours}.pair_norm", f"{scope}/feat_2d_norm", f"{openfold}.layer_norm_z")
-    yield _name(f"{ours}.pair_bias.weight", f"{scope}//feat_2d_weights", f"{openfold}.linear_z.weight", "input_first")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads, f"{openfold}.mha")
+def transition(at: Prefix) -> Iterator[Name]:
+    yield from at.norm("norm", "input_layer_norm", "layer_norm")
+    yield from at.linear("widen", "transition1", "linear_1")
+    yield from at.linear("narrow", "transition2", "linear_2")
 
 
-def column_attention(
-    ours: str, scope: str, heads: int = EvoformerConfig.msa_heads, openfold: str = ""
-) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}._msa_att.layer_norm_m")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads, f"{openfold}._msa_att.mha")
+def outer_product_mean(at: Prefix, channels: int = EvoformerConfig.outer_product_channels) -> Iterator[Name]:
+    yield from at.norm("norm", "layer_norm_input", "layer_norm")
+    yield from at.linear("left_right", ("left_projection", "right_projection"), ("linear_1", "linear_2"))
+    yield from _output(at, channels, "out")
 
 
-def global_attention(
-    ours: str, scope: str, heads: int = EvoformerConfig.msa_heads, openfold: str = ""
-) -> Iterator[Name]:
-    attention, theirs = f"{scope}/attention", f"{openfold}.global_attention"
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}.layer_norm_m")
-    yield _name(f"{ours}.query.weight", f"{attention}//query_w", f"{theirs}.linear_q.weight", "input_first", heads)
-    yield from _key_value(ours, attention, theirs)  # one head's serve all heads: no axis of heads here
-    yield from _gate_and_output(ours, attention, theirs, heads)
-
-
-def transition(ours: str, scope: str, openfold: str = "") -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/input_layer_norm", f"{openfold}.layer_norm")
-    yield from _linear(f"{ours}.widen", f"{scope}/transition1", f"{openfold}.linear_1")
-    yield from _linear(f"{ours}.narrow", f"{scope}/transition2", f"{openfold}.linear_2")
-
-
-def outer_product_mean(
-    ours: str, scope: str, channels: int = EvoformerConfig.outer_product_channels, openfold: str = ""
-) -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/layer_norm_input", f"{openfold}.layer_norm")
-    yield from _linear(
-        f"{ours}.left_right",
-        (f"{scope}/left_projection", f"{scope}/right_projection"),
-        (f"{openfold}.linear_1", f"{openfold}.linear_2"),
-    )
-    yield from _output(ours, scope, openfold, channels, "out")
-
-
-def triangle_multiplication(
-    ours: str, scope: str, fused: bool = False, openfold: str = "", incoming: bool = False
-) -> Iterator[Name]:
+def triangle_multiplication(at: Prefix, fused: bool = False, incoming: bool = False) -> Iterator[Name]:
     """`fused`: the layout of newer releases, which keep left and right in one array as we do."""
-    yield from _norm(
-        f"{ours}.norm", f"{scope}/{'left_norm_input' if fused else 'layer_norm_input'}", f"{openfold}.layer_norm_in"
-    )
+    yield from at.norm("norm", "left_norm_input" if fused else "layer_norm_input", "layer_norm_in")
     parts = ("",) if fused else ("left_", "right_")
     # Left and right are a and b, but the other way round where edges come in.
     operands = ("ab",) if fused else ("b", "a") if incoming else ("a", "b")
     for name, theirs, letter in (("projection", "projection", "p"), ("projection_gate", "gate", "g")):
-        scopes = tuple(f"{scope}/{part}{theirs}" for part in parts)
-        for row in _linear(f"{ours}.{name}", scopes, tuple(f"{openfold}.linear_{o}_{letter}" for o in operands)):
+        scopes = tuple(f"{part}{theirs}" for part in parts)
+        for row in at.linear(name, scopes, tuple(f"linear_{operand}_{letter}" for operand in operands)):
             yield replace(row, halves_swapped=fused and incoming)
-    yield from _norm(
-        f"{ours}.product_norm",
-        f"{scope}/{'center_norm' if fused else 'center_layer_norm'}",
-        f"{openfold}.layer_norm_out",
-    )
-    yield from _linear(f"{ours}.output", f"{scope}/output_projection", f"{openfold}.linear_z")
-    yield from _linear(f"{ours}.output_gate", f"{scope}/gating_linear", f"{openfold}.linear_g")
+    yield from at.norm("product_norm", "center_norm" if fused else "center_layer_norm", "layer_norm_out")
+    yield from at.linear("output", "output_projection", "linear_z")
+    yield from at.linear("output_gate", "gating_linear", "linear_g")
 
 
-def triangle_attention(ours: str, scope: str, heads: int = PAIR_HEADS, openfold: str = "") -> Iterator[Name]:
-    yield from _norm(f"{ours}.norm", f"{scope}/query_norm", f"{openfold}.layer_norm")
-    yield _name(f"{ours}.pair_bias.weight", f"{scope}//feat_2d_weights", f"{openfold}.linear.weight", "input_first")
-    yield from gated_attention(f"{ours}.attention", f"{scope}/attention", heads, f"{openfold}.mha")
+def triangle_attention(at: Prefix, heads: int = PAIR_HEADS) -> Iterator[Name]:
+    yield from at.norm("norm", "query_norm", "layer_norm")
+    yield at.name("pair_bias.weight", "//feat_2d_weights", "linear.weight", "input_first")
+    yield from gated_attention(at.below("attention", "attention", "mha"), heads)
 
 
-def pair_stack(ours: str, scope: str, heads: int, fused: bool, openfold: str = "") -> Iterator[Name]:
+def pair_stack(at: Prefix, heads: int, fused: bool) -> Iterator[Name]:
     for edges, short in (("outgoing", "out"), ("incoming", "in")):
-        yield from triangle_multiplication(
-            f"{ours}.triangle_{edges}",
-            f"{scope}/triangle_multiplication_{edges}",
-            fused,
-            f"{openfold}.tri_mul_{short}",
-            incoming=edges == "incoming",
-        )
+        own = at.below(f"triangle_{edges}", f"triangle_multiplication_{edges}", f"tri_mul_{short}")
+        yield from triangle_multiplication(own, fused, incoming=edges == "incoming")
     for node, short in (("starting", "start"), ("ending", "end")):
-        yield from triangle_attention(
-            f"{ours}.attention_{node}", f"{scope}/triangle_attention_{node}_node", heads, f"{openfold}.tri_att_{short}"
-        )
-    yield from transition(f"{ours}.transition", f"{scope}/pair_transition", f"{openfold}.pair_transition")
+        own = at.below(f"attention_{node}", f"triangle_attention_{node}_node", f"tri_att_{short}")
+        yield from triangle_attention(own, heads)
+    yield from transition(at.below("transition", "pair_transition", "pair_transition"))
 
 
 def evoformer_block(
-    ours: str,
-    scope: str,
-    extra: bool = False,
-    config: EvoformerConfig | None = None,
-    fused: bool = False,
-    openfold: str = "",
+    at: Prefix, extra: bool = False, config: EvoformerConfig | None = None, fused: bool = False
 ) -> Iterator[Name]:
-    config = config or EvoformerConfig()
-    msa, heads = f"{ours}.msa_stack", config.msa_heads
+    config, msa = config or EvoformerConfig(), at.below("msa_stack")
+    row = msa.below("row_attention", "msa_row_attention_with_pair_bias", "msa_att_row")
+    yield from row_attention(row, config.msa_heads)
     column, theirs = (global_attention, "column_global") if extra else (column_attention, "column")
-    yield from row_attention(
-        f"{msa}.row_attention", f"{scope}/msa_row_attention_with_pair_bias", heads, f"{openfold}.msa_att_row"
-    )
-    yield from column(f"{msa}.column_attention", f"{scope}/msa_{theirs}_attention", heads, f"{openfold}.msa_att_col")
-    yield from transition(f"{msa}.transition", f"{scope}/msa_transition", f"{openfold}.msa_transition")
-    yield from outer_product_mean(
-        f"{msa}.outer_product_mean",
-        f"{scope}/outer_product_mean",
-        config.outer_product_channels,
-        f"{openfold}.outer_product_mean",
-    )
-    yield from pair_stack(f"{ours}.pair_stack", scope, config.pair_heads, fused, f"{openfold}.pair_stack")
+    yield from column(msa.below("column_attention", f"msa_{theirs}_attention", "msa_att_col"), config.msa_heads)
+    yield from transition(msa.below("transition", "msa_transition", "msa_transition"))
+    product = msa.below("outer_product_mean", "outer_product_mean", "outer_product_mean")
+    yield from outer_product_mean(product, config.outer_product_channels)
+    yield from pair_stack(at.below("pair_stack", "", "pair_stack"), config.pair_heads, fused)
 
 
 def stack(ours: str, scope: str, config: EvoformerConfig, extra: bool = False, fused: bool = False) -> Iterator[Name]:
     """OpenFold's two stacks are called as ours."""
-
-    def block(n: int) -> Iterator[Name]:
-        return evoformer_block(f"{ours}.blocks.{n}", scope, extra, config, fused, openfold=f"{ours}.blocks.{n}")
-
-    return _blocks(config.blocks, block)
+    return Prefix(ours, scope, ours).blocks(config.blocks, lambda at: evoformer_block(at, extra, config, fused))
 
 
-def invariant_point_attention(ours: str, scope: str, openfold: str = "") -> Iterator[Name]:
-    for part, deepmind, theirs in (
+def invariant_point_attention(at: Prefix) -> Iterator[Name]:
+    for ours, scope, openfold in (
         ("query", "q_scalar", "linear_q"),
         ("key_value", "kv_scalar", "linear_kv"),
         ("query_points", "q_point_local", "linear_q_points.linear"),
@@ -311,35 +291,31 @@ def invariant_point_attention(ours: str, scope: str, openfold: str = "") -> Iter
         ("pair_bias", "attention_2d", "linear_b"),
         ("output", "output_projection", "linear_out"),
     ):
-        yield from _linear(f"{ours}.{part}", f"{scope}/{deepmind}", f"{openfold}.{theirs}")
-    yield _name(f"{ours}.point_weight", f"{scope}//trainable_point_weights", f"{openfold}.head_weights", "vector")
+        yield from at.linear(ours, scope, openfold)
+    yield at.name("point_weight", "//trainable_point_weights", "head_weights", "vector")
 
 
-def point_attention_of_chains(
-    ours: str, scope: str, config: StructureModuleConfig, openfold: str = ""
-) -> Iterator[Name]:
+def point_attention_of_chains(at: Prefix, config: StructureModuleConfig) -> Iterator[Name]:
     """Invariant point attention of multimer files: no scalar biases; keys and values apart; points by heads."""
     heads = config.heads
-    scalars = "scalar_projection", "", 1, config.scalar_query_width, config.scalar_value_width, (("weight", "weights"),)
-    parts = ("weight", "weights"), ("bias", "bias")
+    parts: tuple[tuple[str, str, Layout], ...] = ("weight", "weights", "input_first"), ("bias", "bias", "vector")
+    scalars = "scalar_projection", "", 1, config.scalar_query_width, config.scalar_value_width, parts[:1]
     points = "point_projection/point_projection", "_points", 3, config.query_points, config.value_points, parts
     for projection, suffix, planes, width_of_keys, width_of_values, kinds in (scalars, points):
         module = suffix and f"{suffix}.linear"
         for part, letters in (("query", "q"), ("key_value", "kv")):
             widths = [width_of_values if letter == "v" else width_of_keys for letter in letters]
-            for kind, theirs in kinds:
-                yield Name(
-                    f"{ours}.{part}{suffix}.{kind}",
-                    tuple(f"{scope}/{letter}_{projection}//{theirs}" for letter in letters),
-                    "input_first" if kind == "weight" else "vector",
-                    split=heads,
-                    openfold=tuple(f"{openfold}.linear_{letter}{module}.{kind}" for letter in letters),
+            for kind, theirs, layout in kinds:
+                arrays = tuple(f"{letter}_{projection}//{theirs}" for letter in letters)
+                openfold = tuple(f"linear_{letter}{module}.{kind}" for letter in letters)
+                yield replace(
+                    at.name(f"{part}{suffix}.{kind}", arrays, openfold, layout, heads),
                     outputs=tuple(planes * heads * width for width in widths),
                     order=_order(heads, planes, widths),
                 )
-    yield from _linear(f"{ours}.pair_bias", f"{scope}/attention_2d", f"{openfold}.linear_b")
-    yield from _linear(f"{ours}.output", f"{scope}/output_projection", f"{openfold}.linear_out")
-    yield _name(f"{ours}.point_weight", f"{scope}//trainable_point_weights", f"{openfold}.head_weights", "vector")
+    yield from at.linear("pair_bias", "attention_2d", "linear_b")
+    yield from at.linear("output", "output_projection", "linear_out")
+    yield at.name("point_weight", "//trainable_point_weights", "head_weights", "vector")
 
 
 def _order(heads: int, planes: int, widths: Sequence[int]) -> tuple[int, ...]:
@@ -354,42 +330,29 @@ def _order(heads: int, planes: int, widths: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def structure_module(ours: str, scope: str, config: ModelConfig, openfold: str = "structure_module") -> Iterator[Name]:
-    layer, chains = f"{scope}/fold_iteration", config.arrangement == "multimer"
-    attention = f"{ours}.attention", f"{layer}/invariant_point_attention"
-    yield from _norm(f"{ours}.single_norm", f"{scope}/single_layer_norm", f"{openfold}.layer_norm_s")
-    yield from _norm(f"{ours}.pair_norm", f"{scope}/pair_layer_norm", f"{openfold}.layer_norm_z")
-    yield from _linear(f"{ours}.initial", f"{scope}/initial_projection", f"{openfold}.linear_in")
-    if chains:
-        yield from point_attention_of_chains(*attention, config.structure_module, f"{openfold}.ipa")
-    else:
-        yield from invariant_point_attention(*attention, f"{openfold}.ipa")
-    yield from _norm(f"{ours}.attention_norm", f"{layer}/attention_layer_norm", f"{openfold}.layer_norm_ipa")
-    for n in range(config.structure_module.transition_layers):
-        yield from _linear(
-            f"{ours}.transition.{n}",
-            f"{layer}/transition{_numbered(n)}",
-            f"{openfold}.transition.layers.0.linear_{n + 1}",
-        )
-    yield from _norm(f"{ours}.transition_norm", f"{layer}/transition_layer_norm", f"{openfold}.transition.layer_norm")
-    update = "quat_rigid/rigid" if chains else "affine_update"
-    yield from _linear(f"{ours}.backbone_update", f"{layer}/{update}", f"{openfold}.bb_update.linear")
-    yield from angle_network(
-        f"{ours}.angle_network",
-        f"{layer}/rigid_sidechain",
-        config.structure_module.angle_blocks,
-        f"{openfold}.angle_resnet",
-    )
+def structure_module(at: Prefix, config: ModelConfig) -> Iterator[Name]:
+    layer, sizes, chains = at.below("", "fold_iteration"), config.structure_module, config.arrangement == "multimer"
+    attention = layer.below("attention", "invariant_point_attention", "ipa")
+    yield from at.norm("single_norm", "single_layer_norm", "layer_norm_s")
+    yield from at.norm("pair_norm", "pair_layer_norm", "layer_norm_z")
+    yield from at.linear("initial", "initial_projection", "linear_in")
+    yield from point_attention_of_chains(attention, sizes) if chains else invariant_point_attention(attention)
+    yield from layer.norm("attention_norm", "attention_layer_norm", "layer_norm_ipa")
+    for n in range(sizes.transition_layers):
+        yield from layer.linear(f"transition.{n}", f"transition{_numbered(n)}", f"transition.layers.0.linear_{n + 1}")
+    yield from layer.norm("transition_norm", "transition_layer_norm", "transition.layer_norm")
+    yield from layer.linear("backbone_update", "quat_rigid/rigid" if chains else "affine_update", "bb_update.linear")
+    yield from angle_network(layer.below("angle_network", "rigid_sidechain", "angle_resnet"), sizes.angle_blocks)
 
 
-def angle_network(ours: str, scope: str, blocks: int, openfold: str = "") -> Iterator[Name]:
-    yield from _linear(f"{ours}.current", f"{scope}/input_projection", f"{openfold}.linear_in")
-    yield from _linear(f"{ours}.initial", f"{scope}/input_projection_1", f"{openfold}.linear_initial")
+def angle_network(at: Prefix, blocks: int) -> Iterator[Name]:
+    yield from at.linear("current", "input_projection", "linear_in")
+    yield from at.linear("initial", "input_projection_1", "linear_initial")
     for n in range(blocks):
-        block, theirs = f"{ours}.blocks.{n}", f"{openfold}.layers.{n}"
-        yield from _linear(f"{block}.first", f"{scope}/resblock1{_numbered(n)}", f"{theirs}.linear_1")
-        yield from _linear(f"{block}.second", f"{scope}/resblock2{_numbered(n)}", f"{theirs}.linear_2")
-    yield from _linear(f"{ours}.angles", f"{scope}/unnormalized_angles", f"{openfold}.linear_out")
+        for layer, number in (("first", 1), ("second", 2)):
+            scope = f"resblock{number}{_numbered(n)}"
+            yield from at.linear(f"blocks.{n}.{layer}", scope, f"layers.{n}.linear_{number}")
+    yield from at.linear("angles", "unnormalized_angles", "linear_out")
 
 
 def _numbered(n: int) -> str:
@@ -404,6 +367,7 @@ RELATIVE_POSITION: dict[ArrangementName, str] = {
 
 
 def embedders(scope: str, arrangement: ArrangementName = "monomer") -> Iterator[Name]:
+    at = Prefix("", scope)
     for ours, deepmind, openfold in (
         ("input_embedder.left", "left_single", "input_embedder.linear_tf_z_i"),
         ("input_embedder.right", "right_single", "input_embedder.linear_tf_z_j"),
@@ -414,87 +378,55 @@ def embedders(scope: str, arrangement: ArrangementName = "monomer") -> Iterator[
         ("extra_msa_embedder.linear", "extra_msa_activations", "extra_msa_embedder.linear"),
         ("single", "single_activations", "evoformer.linear"),
     ):
-        yield from _linear(ours, f"{scope}/{deepmind}", openfold)
-    for ours, deepmind, openfold in (
-        ("recycling_embedder.pair_norm", "prev_pair_norm", "recycling_embedder.layer_norm_z"),
-        ("recycling_embedder.msa_norm", "prev_msa_first_row_norm", "recycling_embedder.layer_norm_m"),
-    ):
-        yield from _norm(ours, f"{scope}/{deepmind}", openfold)
+        yield from at.linear(ours, deepmind, openfold)
+    yield from at.norm("recycling_embedder.pair_norm", "prev_pair_norm", "recycling_embedder.layer_norm_z")
+    yield from at.norm("recycling_embedder.msa_norm", "prev_msa_first_row_norm", "recycling_embedder.layer_norm_m")
 
 
 def heads(config: ModelConfig) -> Iterator[Name]:
-    aux = "aux_heads"
-    yield from _linear("heads.distogram.half_logits", "distogram_head/half_logits", f"{aux}.distogram.linear")
-    yield from _linear("heads.masked_msa.logits", "masked_msa_head/logits", f"{aux}.masked_msa.linear")
-    yield from _norm("heads.plddt.norm", "predicted_lddt_head/input_layer_norm", f"{aux}.plddt.layer_norm")
+    at = Prefix("heads", "", "aux_heads")
+    yield from at.linear("distogram.half_logits", "distogram_head/half_logits", "distogram.linear")
+    yield from at.linear("masked_msa.logits", "masked_msa_head/logits", "masked_msa.linear")
+    yield from at.norm("plddt.norm", "predicted_lddt_head/input_layer_norm", "plddt.layer_norm")
     for n, (ours, deepmind) in enumerate((("first", "act_0"), ("second", "act_1"), ("logits", "logits")), start=1):
-        yield from _linear(f"heads.plddt.{ours}", f"predicted_lddt_head/{deepmind}", f"{aux}.plddt.linear_{n}")
+        yield from at.linear(f"plddt.{ours}", f"predicted_lddt_head/{deepmind}", f"plddt.linear_{n}")
     if config.heads.experimentally_resolved:
-        yield from _linear(
-            "heads.experimentally_resolved.logits",
-            "experimentally_resolved_head/logits",
-            f"{aux}.experimentally_resolved.linear",
-        )
+        name = "experimentally_resolved"
+        yield from at.linear(f"{name}.logits", f"{name}_head/logits", f"{name}.linear")
     if config.heads.predicted_aligned_error:
-        yield from _linear(
-            "heads.predicted_aligned_error.logits", "predicted_aligned_error_head/logits", f"{aux}.tm.linear"
-        )
+        yield from at.linear("predicted_aligned_error.logits", "predicted_aligned_error_head/logits", "tm.linear")
 
 
-def template_pair_stack(
-    ours: str, scope: str, blocks: int, heads: int = PAIR_HEADS, fused: bool = False, openfold: str = ""
-) -> Iterator[Name]:
-    """`scope`: that of a block. DeepMind's arrays have all blocks."""
-
-    def block(n: int) -> Iterator[Name]:
-        return pair_stack(f"{ours}.blocks.{n}", scope, heads, fused, f"{openfold}.blocks.{n}")
-
-    return _blocks(blocks, block)
+def template_pair_stack(at: Prefix, blocks: int, heads: int = PAIR_HEADS, fused: bool = False) -> Iterator[Name]:
+    return at.blocks(blocks, lambda own: pair_stack(own, heads, fused))
 
 
-def template_pointwise_attention(
-    ours: str, scope: str, heads: int = TemplateConfig.attention_heads, openfold: str = ""
-) -> Iterator[Name]:
-    yield _name(f"{ours}.query.weight", f"{scope}//query_w", f"{openfold}.linear_q.weight", "input_first", heads)
-    yield from _key_value(ours, scope, openfold, heads)
-    yield from _output(ours, scope, openfold, heads)
+def template_pointwise_attention(at: Prefix, heads: int = TemplateConfig.attention_heads) -> Iterator[Name]:
+    yield at.name("query.weight", "//query_w", "linear_q.weight", "input_first", heads)
+    yield from _key_value(at, heads)
+    yield from _output(at, heads)
 
 
-def template_embedder(
-    ours: str, scope: str, config: TemplateConfig, fused: bool = False, openfold: str = "template_embedder"
-) -> Iterator[Name]:
-    """`scope`: the template embedding's scope."""
-    single, theirs = f"{scope}/single_template_embedding", f"{openfold}.template_pair_stack"
-    yield from _linear(f"{ours}.embedding", f"{single}/embedding2d", f"{openfold}.template_pair_embedder.linear")
-    stack_of = f"{single}/{TEMPLATE_STACK['monomer']}"
-    yield from template_pair_stack(f"{ours}.stack", stack_of, config.blocks, config.pair_heads, fused, theirs)
-    yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm", f"{theirs}.layer_norm")
-    yield from template_pointwise_attention(
-        f"{ours}.attention", f"{scope}/attention", config.attention_heads, f"{openfold}.template_pointwise_att.mha"
-    )
+def template_embedder(at: Prefix, config: TemplateConfig, fused: bool = False) -> Iterator[Name]:
+    single = at.below("", "single_template_embedding")
+    yield from single.linear("embedding", "embedding2d", "template_pair_embedder.linear")
+    own = single.below("stack", TEMPLATE_STACK["monomer"], "template_pair_stack")
+    yield from template_pair_stack(own, config.blocks, config.pair_heads, fused)
+    yield from single.norm("norm", "output_layer_norm", "template_pair_stack.layer_norm")
+    attention = at.below("attention", "attention", "template_pointwise_att.mha")
+    yield from template_pointwise_attention(attention, config.attention_heads)
 
 
-def template_torsion_embedder(
-    ours: str, scope: str, layers: Sequence[str] = ("linear_1", "linear_2"), openfold: str = "template_embedder"
-) -> Iterator[Name]:
-    """`scope`: the Evoformer's scope, which holds these two layers directly. `layers`: OpenFold's names of them."""
-    for part, theirs, layer in zip(
-        ("embedding", "projection"), ("single_embedding", "projection"), layers, strict=True
-    ):
-        yield from _linear(
-            f"{ours}.{part}", f"{scope}/template_{theirs}", f"{openfold}.template_single_embedder.{layer}"
-        )
+def template_torsion_embedder(at: Prefix, layers: Sequence[str] = ("linear_1", "linear_2")) -> Iterator[Name]:
+    """The Evoformer's scope holds these two layers directly. `layers`: OpenFold's names of them."""
+    yield from at.linear("embedding", "template_single_embedding", layers[0])
+    yield from at.linear("projection", "template_projection", layers[1])
 
 
-def chain_template_embedder(
-    ours: str, scope: str, config: TemplateConfig, fused: bool, openfold: str = "template_embedder"
-) -> Iterator[Name]:
+def chain_template_embedder(at: Prefix, config: TemplateConfig, fused: bool) -> Iterator[Name]:
     """Templates of multimer files."""
-    single, pair, theirs = (
-        f"{scope}/single_template_embedding",
-        f"{openfold}.template_pair_embedder",
-        f"{openfold}.template_pair_stack",
-    )
+    single = at.below("", "single_template_embedding")
+    pair = single.below("", "", "template_pair_embedder")
     for n, (layer, their_layer) in enumerate(
         (
             ("distances", "dgram_linear"), ("beta_mask", "pseudo_beta_mask_linear"), ("column_type", "aatype_linear_1"),
@@ -503,25 +435,25 @@ def chain_template_embedder(
         )
     ):  # fmt: skip
         without_input = layer in ("beta_mask", "backbone_mask") or layer.startswith("direction")
-        for name in _linear(f"{ours}.{layer}", f"{single}/template_pair_embedding_{n}", f"{pair}.{their_layer}"):
+        for name in pair.linear(layer, f"template_pair_embedding_{n}", their_layer):
             is_weight = name.layout == "input_first"
             yield replace(name, layout="no_input") if without_input and is_weight else name
-    yield from _norm(f"{ours}.query_norm", f"{single}/query_embedding_norm", f"{pair}.query_embedding_layer_norm")
-    stack_of = f"{single}/{TEMPLATE_STACK['multimer']}"
-    yield from template_pair_stack(f"{ours}.stack", stack_of, config.blocks, config.pair_heads, fused, theirs)
-    yield from _norm(f"{ours}.norm", f"{single}/output_layer_norm", f"{theirs}.layer_norm")
-    yield from _linear(f"{ours}.output", f"{scope}/output_linear", f"{openfold}.linear_t")
+    yield from pair.norm("query_norm", "query_embedding_norm", "query_embedding_layer_norm")
+    own = single.below("stack", TEMPLATE_STACK["multimer"], "template_pair_stack")
+    yield from template_pair_stack(own, config.blocks, config.pair_heads, fused)
+    yield from single.norm("norm", "output_layer_norm", "template_pair_stack.layer_norm")
+    yield from at.linear("output", "output_linear", "linear_t")
 
 
 def templates(config: ModelConfig, fused: bool) -> Iterator[Name]:
-    own, chains = config.templates, config.arrangement == "multimer"
+    own, chains, at = config.templates, config.arrangement == "multimer", Prefix("", "evoformer", "template_embedder")
     if own.enabled:
-        yield from (chain_template_embedder if chains else template_embedder)(
-            "template_embedder", TEMPLATES, own, fused
-        )
+        embedder = chain_template_embedder if chains else template_embedder
+        yield from embedder(at.below("template_embedder", "template_embedding"), own, fused)
         if own.torsions:
             layers = ("template_single_embedder", "template_projector") if chains else ("linear_1", "linear_2")
-            yield from template_torsion_embedder("template_torsion_embedder", "evoformer", layers)
+            place = at.below("template_torsion_embedder", "", "template_single_embedder")
+            yield from template_torsion_embedder(place, layers)
 
 
 def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
@@ -530,7 +462,7 @@ def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
         *embedders("evoformer", config.arrangement),
         *stack("extra_msa_stack", EXTRA_STACK, config.extra_msa, extra=True, fused=fused),
         *stack("evoformer", STACK, config.evoformer, fused=fused),
-        *structure_module("structure_module", "structure_module", config),
+        *structure_module(Prefix(*["structure_module"] * 3), config),
         *templates(config, fused),
         *heads(config),
     ]

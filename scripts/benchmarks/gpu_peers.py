@@ -31,7 +31,7 @@ from evodsp.model.dropout import NO_DROPOUT
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
-from evodsp.weights.names import evoformer_block
+from evodsp.weights.names import Prefix, evoformer_block
 from scripts.parity.openfold_side import SOURCE, hide_deepspeed
 
 from .gpu_cases import autocast, block, compiled_afresh, config_of, inputs_of, stack_of, step_of
@@ -104,7 +104,7 @@ def _openfold_module(config: ModelConfig, kind: str, stack: nn.Module) -> nn.Mod
     module: nn.Module = made(**{name: value for name, value in arguments.items() if name in known})
     ours = dict(stack.named_parameters())
     theirs: dict[str, Tensor] = {}
-    for name in evoformer_block("blocks.0", "", extra, settings, openfold="block"):
+    for name in evoformer_block(Prefix("blocks.0", "", "block"), extra, settings):
         parts = ours[name.ours].detach().chunk(len(name.openfold))
         theirs |= {key.removeprefix("block."): x.clone() for key, x in zip(name.openfold, parts, strict=True)}
     module.load_state_dict(theirs)

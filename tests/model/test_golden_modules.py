@@ -21,7 +21,7 @@ from evodsp.model.primitives import Transition
 from evodsp.model.sharded import Added, Made, Sharded
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
-from evodsp.weights.names import Name
+from evodsp.weights.names import Name, Prefix
 from tests.builders.golden import Holder, close
 from tests.shared import load
 
@@ -34,38 +34,38 @@ EXTRA_SIZES = EvoformerConfig(msa_head_width=8, checkpoint=False)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterable[Name]], tuple[str, ...]]] = {
     "msa_row_attention_with_pair_bias": (
         lambda: MSARowAttention(256, 128, 8, 32),
-        lambda: names.row_attention("x", f"{BLOCK}/msa_row_attention_with_pair_bias"),
+        lambda: names.row_attention(Prefix("x", f"{BLOCK}/msa_row_attention_with_pair_bias")),
         ("m", "z", "msa_mask"),
     ),
     "msa_column_attention": (
         lambda: MSAColumnAttention(256, 8, 32),
-        lambda: names.column_attention("x", f"{BLOCK}/msa_column_attention"),
+        lambda: names.column_attention(Prefix("x", f"{BLOCK}/msa_column_attention")),
         ("m", "msa_mask"),
     ),
     "msa_column_global_attention": (
         lambda: MSAColumnGlobalAttention(64, 8, 8),
-        lambda: names.global_attention("x", f"{EXTRA}/msa_column_global_attention"),
+        lambda: names.global_attention(Prefix("x", f"{EXTRA}/msa_column_global_attention")),
         ("m", "msa_mask"),
     ),
     "msa_transition": (
         lambda: Transition(256, 4),
-        lambda: names.transition("x", f"{BLOCK}/msa_transition"),
+        lambda: names.transition(Prefix("x", f"{BLOCK}/msa_transition")),
         ("m",),
     ),
     "pair_transition": (
         lambda: Transition(128, 4),
-        lambda: names.transition("x", f"{BLOCK}/pair_transition"),
+        lambda: names.transition(Prefix("x", f"{BLOCK}/pair_transition")),
         ("z",),
     ),
     "outer_product_mean": (
         lambda: OuterProductMean(256, 128, 32),
-        lambda: names.outer_product_mean("x", f"{BLOCK}/outer_product_mean"),
+        lambda: names.outer_product_mean(Prefix("x", f"{BLOCK}/outer_product_mean")),
         ("m", "msa_mask"),
     ),
     **{
         f"{prefix}triangle_multiplication_{edges}": (
             lambda edges=edges: TriangleMultiplication(128, 128, edges),
-            lambda edges=edges: names.triangle_multiplication("x", f"{BLOCK}/triangle_multiplication_{edges}"),
+            lambda edges=edges: names.triangle_multiplication(Prefix("x", f"{BLOCK}/triangle_multiplication_{edges}")),
             ("z", "pair_mask"),
         )
         for edges in ("outgoing", "incoming")
@@ -74,19 +74,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Iterable[Name]], tu
     **{
         f"triangle_attention_{node}_node": (
             lambda node=node: TriangleAttention(128, 4, 32, node),
-            lambda node=node: names.triangle_attention("x", f"{BLOCK}/triangle_attention_{node}_node"),
+            lambda node=node: names.triangle_attention(Prefix("x", f"{BLOCK}/triangle_attention_{node}_node")),
             ("z", "pair_mask"),
         )
         for node in ("starting", "ending")
     },
     "evoformer_block": (
         lambda: EvoformerBlock(256, 128, SIZES),
-        lambda: names.evoformer_block("x", BLOCK),
+        lambda: names.evoformer_block(Prefix("x", BLOCK)),
         ("m", "z", "msa_mask", "pair_mask"),
     ),
     "extra_msa_block": (
         lambda: EvoformerBlock(64, 128, EXTRA_SIZES, extra=True),
-        lambda: names.evoformer_block("x", EXTRA, extra=True),
+        lambda: names.evoformer_block(Prefix("x", EXTRA), extra=True),
         ("m", "z", "msa_mask", "pair_mask"),
     ),
 }

@@ -15,6 +15,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.structure_module import InvariantPointAttention, PairRows, StructureModule
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
+from evodsp.weights.names import Prefix
 from tests.builders.golden import Holder, close
 from tests.shared import load
 
@@ -25,7 +26,7 @@ def test_invariant_point_attention(golden: Path) -> None:
     """Catches a wrong order of point coordinates, a wrong scale of a logit term, and cancellation in distances."""
     data = load(golden / "modules" / "invariant_point_attention.npz")
     module = InvariantPointAttention(384, 128, StructureModuleConfig())
-    table = names.invariant_point_attention("x", f"{LAYER}/invariant_point_attention")
+    table = names.invariant_point_attention(Prefix("x", f"{LAYER}/invariant_point_attention"))
     load_arrays(Holder(module), table, load(golden / "params.npz"))
     x = {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
     s, z, affine = (x[k].requires_grad_() for k in ("s", "z", "affine"))
@@ -57,7 +58,9 @@ def test_structure_module(golden: Path) -> None:
     data = load(golden / "modules" / "structure_module.npz")
     config = ModelConfig(structure_module=StructureModuleConfig(iterations=3))
     module = StructureModule(384, 128, config.structure_module)
-    load_arrays(Holder(module), names.structure_module("x", "structure_module", config), load(golden / "params.npz"))
+    load_arrays(
+        Holder(module), names.structure_module(Prefix("x", "structure_module"), config), load(golden / "params.npz")
+    )
     x = {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
     s, z = (x[k].requires_grad_() for k in ("s", "z"))
     out = module(s, z, x["aatype"], x["seq_mask"])

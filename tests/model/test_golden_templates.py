@@ -28,7 +28,7 @@ from evodsp.parallel.layout import shard_slice
 from evodsp.rng import Draws
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays
-from evodsp.weights.names import Name
+from evodsp.weights.names import Name, Prefix
 from tests.builders.golden import Holder, close
 from tests.shared import load
 
@@ -67,7 +67,7 @@ def test_pair_stack_matches_alphafold(recompute: bool, golden: Path) -> None:
     data, params = load(golden / "modules" / "template_pair_stack.npz"), load(golden / "params.npz")
     module = TemplatePairStack(replace(SIZES, checkpoint=recompute))
     stack = f"{SCOPE}/single_template_embedding/{names.TEMPLATE_STACK['monomer']}"
-    loaded(module, names.template_pair_stack("x", stack, 1), params)
+    loaded(module, names.template_pair_stack(Prefix("x", stack), 1), params)
     x = batched(data)
     check(module(x["t"].requires_grad_(), x["pair_mask"]), x, data)
 
@@ -76,7 +76,7 @@ def test_pointwise_attention_matches_alphafold(golden: Path) -> None:
     """Catches attention along residues instead of templates, a gate that AF2 does not have, and an ignored template mask."""
     data, params = load(golden / "modules" / "template_pointwise_attention.npz"), load(golden / "params.npz")
     module = TemplatePointwiseAttention(128, SIZES)
-    loaded(module, names.template_pointwise_attention("x", f"{SCOPE}/attention"), params)
+    loaded(module, names.template_pointwise_attention(Prefix("x", f"{SCOPE}/attention")), params)
     x = batched(data)
     check(module(x["t"].requires_grad_(), x["z"].requires_grad_(), x["template_mask"]), x, data)
 
@@ -85,7 +85,7 @@ def test_embedding_matches_alphafold(golden: Path) -> None:
     """Catches a wrong order of the 88 features, swapped rows and columns, wrong bins, and gaps treated as neighbours."""
     data, params = load(golden / "modules" / "template_embedding.npz"), load(golden / "params.npz")
     module = TemplateEmbedder(128, SIZES)
-    loaded(module, names.template_embedder("x", SCOPE, SIZES), params)
+    loaded(module, names.template_embedder(Prefix("x", SCOPE), SIZES), params)
     x = batched(data)
     pair = Sharded.whole(x["z"].requires_grad_(), "j", x["mask_2d"])
     check(module(pair, Templates.from_features(x)).x, x, data)
@@ -95,7 +95,7 @@ def test_torsion_rows_match_alphafold(golden: Path) -> None:
     """Catches masked undefined angles (AF2 does not mask them), swapped atom names, and a row mask other than psi's."""
     data, params = load(golden / "modules" / "template_single_embedding.npz"), load(golden / "params.npz")
     module = TemplateTorsionEmbedder(256)
-    loaded(module, names.template_torsion_embedder("x", "evoformer"), params)
+    loaded(module, names.template_torsion_embedder(Prefix("x", "evoformer")), params)
     templates = Templates.from_features(batched(data))
     rows, mask = module(module.features(templates))
     close(template_torsion_features(templates)[0], data["out/template_angle_feat"], 2e-5, "features")
@@ -105,7 +105,10 @@ def test_torsion_rows_match_alphafold(golden: Path) -> None:
 
 def test_every_template_parameter_of_the_file_has_a_name(golden: Path) -> None:
     """Catches an array in DeepMind's file that nothing reads."""
-    rows = [*names.template_embedder("x", SCOPE, SIZES), *names.template_torsion_embedder("x", "evoformer")]
+    rows = [
+        *names.template_embedder(Prefix("x", SCOPE), SIZES),
+        *names.template_torsion_embedder(Prefix("x", "evoformer")),
+    ]
     read = [key for row in rows for key in row.keys]
     assert len(read) == len(set(read))
     assert set(read) == {key for key in load(golden / "params.npz") if "/template_" in key}
