@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -54,7 +54,7 @@ def read_structure(path: str | Path) -> Structure:
 
     Raises FileFormatError for a file that is not mmCIF or PDB, is truncated, or holds no atoms or no protein chain.
     """
-    entry = _Entry.read(path)
+    entry = _Entry(path)
     chains = {chain_id: entry.chain(chain_id) for chain_id in entry.asym_of_chain}
     return Structure(entry.pdb_id, entry.method, entry.resolution, entry.release_date, chains)
 
@@ -64,7 +64,7 @@ def read_chain(path: str | Path, chain_id: str) -> Chain:
 
     Raises UserError, listing the protein chains, if this one is not among them; FileFormatError as `read_structure` does.
     """
-    entry = _Entry.read(path)
+    entry = _Entry(path)
     return entry.chain(entry.name_of(chain_id))
 
 
@@ -75,7 +75,7 @@ def read_assembly(path: str | Path, assembly: str | None = "1") -> Assembly:
     predicted model or a PDB file, is one: its chains are the asymmetric unit's, too. Raises FileFormatError for an assembly
     that the file does not list or that has no protein chain, and as `read_structure` does.
     """
-    entry = _Entry.read(path)
+    entry = _Entry(path)
     if assembly is None or not has_assemblies(entry.block):
         copies = [(chain_id, IDENTITY) for chain_id in entry.asym_of_chain]
     else:
@@ -105,7 +105,7 @@ def read_confidence(path: str | Path, chain_id: str) -> Float32[np.ndarray, " L"
 
     Raises FileFormatError if there are no B-factors, or none above 1, and as `read_chain` does.
     """
-    entry = _Entry.read(path)
+    entry = _Entry(path)
     return entry.confidence(entry.name_of(chain_id))
 
 
@@ -151,47 +151,21 @@ def read_header(path: str | Path) -> Header:
     return Header(_resolution(block), _release_date(block), found, entities)
 
 
-@dataclass(frozen=True)
 class _Entry:
     """A parsed entry: its header, the sequence of each protein polymer, and the rows of its atoms."""
 
-    path: str | Path
-    block: cif.Block
-    pdb_id: str
-    method: str
-    resolution: float | None
-    release_date: date | None
-    seqres: dict[
-        str, dict[int, list[str]]
-    ]  # label_asym_id -> sequence number -> monomers (several: microheterogeneity)
-    asym_of_chain: dict[str, str]  # author chain id -> label_asym_id
-    rows_of_asym: dict[str, Int64[np.ndarray, " n"]]  # rows of _atom_site, first model only
-    notes: dict[str, tuple[str, ...]]  # author chain id -> remarks for the user on its residues
-    breaks: Mapping[str, tuple[int, ...]]  # author chain id -> see `Chain.breaks`
-    unlisted: Mapping[str, tuple[str, ...]]  # author chain id -> residues that the listed sequence does not have
-
-    @classmethod
-    def read(cls, path: str | Path) -> _Entry:
+    def __init__(self, path: str | Path) -> None:
         completed = read_block(path)
-        block = completed.block
-        seqres = sequences_of_chains(path, block)
-        asym_of_chain, rows_of_asym, shorter = _chain_rows(block, seqres)
-        if not asym_of_chain:
+        self.path, self.block, self.pdb_id = path, completed.block, entry_of(Path(path))
+        self.method = ", ".join(values_of(self.block, "_exptl.method")).lower()
+        self.resolution, self.release_date = _resolution(self.block), _release_date(self.block)
+        self.seqres = sequences_of_chains(path, self.block)
+        self.asym_of_chain, self.rows_of_asym, shorter = _chain_rows(self.block, self.seqres)
+        if not self.asym_of_chain:
             raise FileFormatError(path, "no protein chain with coordinates; use an entry that holds a protein")
-        return cls(
-            path=path,
-            block=block,
-            pdb_id=entry_of(Path(path)),
-            method=", ".join(values_of(block, "_exptl.method")).lower(),
-            resolution=_resolution(block),
-            release_date=_release_date(block),
-            seqres=seqres,
-            asym_of_chain=asym_of_chain,
-            rows_of_asym=rows_of_asym,
-            notes=_notes(path, (*completed.notes, *shorter), asym_of_chain),
-            breaks=completed.breaks,
-            unlisted=completed.unlisted,
-        )
+        self.notes = _notes(path, (*completed.notes, *shorter), self.asym_of_chain)
+        """By author chain id: remarks for the user on its residues."""
+        self.breaks, self.unlisted = completed.breaks, completed.unlisted
 
     def name_of(self, chain_id: str) -> str:
         """The author id of a protein chain ('': of the only one). Raises UserError, listing the chains, for another id."""
