@@ -49,7 +49,6 @@ class _Piece:
     """The records of a part, as one chain."""
 
     part: ChainPart
-    chain: gemmi.Chain
     found: FoundChain
     listed: list[list[str]] | None
 
@@ -102,7 +101,7 @@ def _pieces(
         of_chain = find_chain(chain, monomers)
         if monomers and not any(map(is_known, monomers)):  # a nucleic acid
             of_chain = replace(find_chain(chain), sites=[])
-        found.append(_Piece(part, chain, of_chain, sequence))
+        found.append(_Piece(part, of_chain, sequence))
     return found
 
 
@@ -216,9 +215,8 @@ def _as_block(structure: gemmi.Structure, pieces: Mapping[str, _Piece], notes: l
                     (name, f"residues of chain '{quoted(name)}' have no known name and are X: {_some(unknown)}")
                 )
         else:
-            way = placed(piece.found, piece.listed)
-            sequence, index = way.sequence, way.index
-            unlisted[name] = tuple(site.label for site in way.unlisted)
+            sequence, index, lacking = placed(piece.found, piece.listed)
+            unlisted[name] = tuple(site.label for site in lacking)
         chain = gemmi.Chain(name)
         for at, site in zip(index, sites, strict=True):
             for residue in site.residues:

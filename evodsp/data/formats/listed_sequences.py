@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import gemmi
@@ -68,19 +67,12 @@ def _are_amino_acids(listed: Mapping[int, list[str]]) -> Iterator[bool]:
     return (is_amino_acid(name) for names in listed.values() for name in names)
 
 
-@dataclass(frozen=True)
-class Placed:
-    """The sites of a chain in its listed sequence. `sequence`: the monomers of each residue. `index`: each site's residue.
-    `unlisted`: the sites that the list does not have; `sequence` has them."""
-
-    sequence: list[list[str]]
-    index: list[int]
-    unlisted: list[Site]
-
-
-def placed(found: FoundChain, listed: Sequence[list[str]]) -> Placed:
+def placed(found: FoundChain, listed: Sequence[list[str]]) -> tuple[list[list[str]], list[int], list[Site]]:
     """The sites of a chain, in their order, in its listed sequence: by their numbers, or by an alignment of one-letter codes
-    where that fits better."""
+    where that fits better.
+
+    The monomers of each residue; each site's residue; and the sites that the list does not have, which are among the residues.
+    """
     sites = found.sites
     own = [set().union(*(letters_of(residue.name) for residue in site.residues)) for site in sites]
     letters = [{monomer_letter(name) for name in names} for names in listed]
@@ -97,7 +89,7 @@ def placed(found: FoundChain, listed: Sequence[list[str]]) -> Placed:
             done = at + 1
         numbers.append(len(sequence) - 1)
     sequence += listed[done:]
-    return Placed(sequence, numbers, [site for site, at in zip(sites, index, strict=True) if at is None])
+    return sequence, numbers, [site for site, at in zip(sites, index, strict=True) if at is None]
 
 
 Way = Sequence[int | None]
