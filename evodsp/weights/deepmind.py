@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.config import ModelConfig
-from evodsp.errors import UserError, nearest
+from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.reading.array_files import read_archive
@@ -111,11 +111,9 @@ def expected_shapes(module: nn.Module, names: Iterable[Name]) -> dict[str, tuple
 
 
 def our_array(name: Name, arrays: Mapping[str, np.ndarray]) -> Tensor:
-    """The value of one of our parameters from DeepMind's arrays. Raises UserError if an array is missing."""
+    """The value of one of our parameters from DeepMind's arrays."""
     parts = []
     for key in name.keys:
-        if key not in arrays:
-            raise UserError(f"parameter file: no array '{key}' (for {name.ours}).{nearest(key, arrays)}")
         array = arrays[key] if name.block is None else arrays[key][name.block]
         if name.layout == "vector":
             parts.append(array.reshape(-1))
@@ -138,13 +136,7 @@ def their_arrays(name: Name, parameter: Tensor) -> list[np.ndarray]:
 
 @torch.no_grad()
 def load_arrays(module: nn.Module, names: Iterable[Name], arrays: Mapping[str, np.ndarray]) -> None:
-    """Set every parameter of `module` that `names` lists. Raises UserError if an array is missing or has another shape."""
+    """Set every parameter of `module` that `names` lists, from arrays that fit (`fitting`)."""
     parameters = dict(module.named_parameters())
     for name in names:
-        value, parameter = our_array(name, arrays), parameters[name.ours]
-        if value.shape != parameter.shape:
-            raise UserError(
-                f"parameter file: {' and '.join(name.keys)} give {tuple(value.shape)} for {name.ours}, "
-                f"which has {tuple(parameter.shape)}; is this another model's file?"
-            )
-        parameter.copy_(value)
+        parameters[name.ours].copy_(our_array(name, arrays))
