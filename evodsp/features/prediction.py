@@ -14,7 +14,7 @@ from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.samples.feature_axes import TEMPLATE_AXES
 from evodsp.data.samples.raw_features import complex_features, raw_features
-from evodsp.data.sources.parsed import msa_of
+from evodsp.data.sources.msa import msa_of
 from evodsp.data.sources.query_check import check_alignments
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import with_features

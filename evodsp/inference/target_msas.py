@@ -18,8 +18,8 @@ from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.formats import parse_complex_a3m
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.samples.chain_record import Sample
-from evodsp.data.sources.msa import MsaFeatures, holds_query_alone
-from evodsp.data.sources.parsed import ChainMsas, msa_of
+from evodsp.data.sources.msa import MsaFeatures, holds_query_alone, msa_of
+from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
 from evodsp.features.prediction import complex_sample, prediction_sample
 from evodsp.inference.target_templates import Templates

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Float32, Int8, Int64, Integer
 
 from evodsp.data.formats import PARSERS
-from evodsp.data.records import Alignment
+from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP
+from evodsp.geometry.alphabet import LETTERS_WITH_GAP, encode
 
 _CELLS_AT_ONCE = 1 << 20
 
@@ -99,6 +99,11 @@ def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
 def _chosen(rows: np.ndarray, kept: Int64[np.ndarray, " M"]) -> np.ndarray:
     """Ascending rows; not a copy if all are kept."""
     return rows if len(kept) == len(rows) else rows[kept]
+
+
+def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatures:
+    """The MSA of a chain; without alignments the query alone."""
+    return merge_alignments(alignments) if alignments else query_only(encode(query.letters))
 
 
 def query_only(query: Int8[np.ndarray, " L"]) -> MsaFeatures:

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from evodsp.data.complexes.pairing import PairingMsa, PairingRule, rows_for_pairing, say_query_paired
 from evodsp.data.records import Alignment, Assembly, Chain, Kind, ProteinSequence
 from evodsp.data.sources.missing_residues import with_missing_residues
-from evodsp.data.sources.msa import MsaFeatures, merge_alignments, query_only
+from evodsp.data.sources.msa import MsaFeatures, msa_of
 from evodsp.data.sources.query_check import QueryMismatch, check_query, matched_alignments, matched_hits
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry.alphabet import encode
@@ -138,11 +138,6 @@ def joined_parts(
 def parse_chain(searches: Searches, key: str, chain: Chain, with_hits: bool) -> Parsed:
     """The record of a single chain, whose name in it is its key. Raises UserError as `joined_parts` does."""
     return joined_parts(searches, Assembly.of_chain(key, chain), [Searched(chain.query(key), key)], with_hits)
-
-
-def msa_of(alignments: Sequence[Alignment], query: ProteinSequence) -> MsaFeatures:
-    """The MSA of a chain; without alignments the query alone."""
-    return merge_alignments(alignments) if alignments else query_only(encode(query.letters))
 
 
 def _completed(
