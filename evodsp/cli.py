@@ -338,7 +338,7 @@ def _main(words: list[str]) -> int:
         sys.stdout.flush()  # what cannot be printed is said here; at Python's end it would be a traceback
         return code
     except UserError as error:
-        if _rank() > 0:
+        if not launched_by_evodsp() and number_of_rank() > 0:  # each rank prints for itself: torchrun, srun, mpirun
             # Ignored under scripts/examples/slurm/fit.sbatch until a run can save.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(RANK_0_FIRST_S)
@@ -388,13 +388,6 @@ def _names_of_files() -> Iterator[None]:
         raise UserError(
             f"{path[:40]}…: no file or folder can have a name as long as this one's; check the path"
         ) from error
-
-
-def _rank() -> int:
-    """This process's rank where each rank prints for itself (torchrun, srun, mpirun); 0 otherwise, also under our launcher."""
-    if launched_by_evodsp():
-        return 0
-    return number_of_rank()
 
 
 def dispatch(words: list[str]) -> int:

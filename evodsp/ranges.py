@@ -49,22 +49,17 @@ def check_numbers(settings: Any, ranges: Mapping[str, Range], where: str) -> Non
     `settings`: a dataclass, or a dictionary of options. `ranges`: ranges by name. `where`: prefix of the names in messages,
     such as 'data.train.' or '--'.
     """
+    fields = getattr(settings, "__dataclass_fields__", {})
     for name, allowed in ranges.items():
         value = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
         if value is None:
             continue
-        whole = _is_whole(settings, name)
+        whole = name in fields and str(fields[name].type).split(" | ")[0] == "int"  # declared as an integer
         is_number = isinstance(value, Integral if whole else Real)
         if not is_number:
             raise SettingError(f"{where}{name}", repr(value), f"a {'whole ' if whole else ''}number {allowed}")
         if value not in allowed:
             raise SettingError(f"{where}{name}", value, "finite" if value == math.inf else str(allowed))
-
-
-def _is_whole(settings: Any, name: str) -> bool:
-    """Whether a dataclass declares this setting as an integer."""
-    fields = getattr(settings, "__dataclass_fields__", {})
-    return name in fields and str(fields[name].type).split(" | ")[0] == "int"
 
 
 _UNITS = {"MB": 10**6, "GB": 10**9, "MiB": 2**20, "GiB": 2**30}

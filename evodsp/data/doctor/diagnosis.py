@@ -26,6 +26,7 @@ from evodsp.data.pool import WorkerEndedError
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.samples.selection import CountedStructures, Presence, Selected, Selection, select
 from evodsp.data.similarity.sequences import Letters
+from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.report.runs import overlap_line
 
@@ -250,7 +251,7 @@ def diagnose(
         max_bad,
         max(1, number),
         _unreadable_headers(store, listed),
-        [] if store.structure_dir is None else presence.structures_without_alignments(store.structure_dir),
+        [] if store.structure_dir is None else StructureListing(store.structure_dir).entries_without(presence.keys),
         overlaps,
         [
             copied(kind, keys, letters, selected.keys, data.examiner, seed, number)

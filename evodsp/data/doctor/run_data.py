@@ -72,23 +72,13 @@ def data_of_run(settings: DoctorConfig) -> RunData:
         predicted = Examiner(predictions, of_set.get("chain_data_cache"))
         others = None if excluded is None else replace(excluded, comparison=predicted)
         selection = _selection(of_set, FILTERS_OF_PREDICTIONS, "data.distillation", others)
-        distillation = DataSet(
-            predicted,
-            _chains(of_set.get("chains")),
-            selection,
-            samples * fraction,
-            CountedStructures(loss, _number(of_set, "assumed_resolution"), "data.distillation.assumed_resolution"),
-            kind="distillation",
-        )
+        counted = CountedStructures(loss, _number(of_set, "assumed_resolution"), "data.distillation.assumed_resolution")
+        chains = _chains(of_set.get("chains"))
+        distillation = DataSet(predicted, chains, selection, samples * fraction, counted, kind="distillation")
         samples *= 1 - fraction
     selection = _selection({**block, "index": index}, FilterConfig(), "data", excluded)
-    training = DataSet(
-        examiner,
-        _chains(block.get("train_chains")),
-        selection,
-        samples,
-        CountedStructures(loss, _number(block, "assumed_resolution")),
-    )
+    counted = CountedStructures(loss, _number(block, "assumed_resolution"))
+    training = DataSet(examiner, _chains(block.get("train_chains")), selection, samples, counted)
     scored = {kind: _chains(block.get(f"{kind}_chains")) or [] for kind in ("validation", "test")}
     return RunData(training, {kind: chains for kind, chains in scored.items() if chains}, distillation)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.opening import Records, Unit, open_files, open_store
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
@@ -30,7 +29,16 @@ def open_predictions(
     """
     if store is not None:
         built = open_store(store, unit, setting="data.distillation.store")
-        _check_masking(built, store, min_plddt)
+        if built.min_plddt is None:
+            raise UserError(
+                f"data.distillation.store is {store}, which was built without --min_plddt, so nothing in it is masked; build "
+                f"it with --min_plddt {min_plddt:g}"
+            )
+        if built.min_plddt != min_plddt:
+            raise UserError(
+                f"data.distillation.min_plddt is {min_plddt:g}, but {store} was built with --min_plddt {built.min_plddt:g}; "
+                "set it to that, or build the store again"
+            )
         return built
     if alignment_dir is None or structure_dir is None:
         return None
@@ -40,19 +48,6 @@ def open_predictions(
                 f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
             )
     return open_files(alignment_dir, structure_dir, index, unit, min_plddt)
-
-
-def _check_masking(store: FeatureStore, address: str, min_plddt: float) -> None:
-    if store.min_plddt is None:
-        raise UserError(
-            f"data.distillation.store is {address}, which was built without --min_plddt, so nothing in it is masked; build it "
-            f"with --min_plddt {min_plddt:g}"
-        )
-    if store.min_plddt != min_plddt:
-        raise UserError(
-            f"data.distillation.min_plddt is {min_plddt:g}, but {address} was built with --min_plddt "
-            f"{store.min_plddt:g}; set it to that, or build the store again"
-        )
 
 
 @dataclass(frozen=True)

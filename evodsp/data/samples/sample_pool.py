@@ -81,7 +81,6 @@ class MadeHere:
         self._samples = samples
 
     def submit(self, index: int, key: str) -> Future[Sample]:
-        """See `SampleMaker.submit`."""
         future: Future[Sample] = Future()
         try:
             future.set_result(self._samples.make(index, key))

@@ -25,7 +25,6 @@ from evodsp.data.records import COMPLEXES
 from evodsp.data.samples.sampling import left_out_by_filters
 from evodsp.data.similarity.comparison import Compared
 from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
-from evodsp.data.sources.layout import StructureListing
 from evodsp.data.sources.store import Lacking, Store
 from evodsp.errors import FileFormatError, UserError
 from evodsp.printing import counted
@@ -98,10 +97,6 @@ class Presence:
             return listed
         others = {self.name_of(key) for key in held_out}
         return [key for key in self.keys if key not in others]
-
-    def structures_without_alignments(self, structure_dir: Path) -> list[str]:
-        """Entries of a folder of structures (lower case, sorted) that have no chain with alignments."""
-        return StructureListing(structure_dir).entries_without(self.keys)
 
 
 @dataclass(frozen=True)
