@@ -16,12 +16,11 @@ from rich.console import Console
 from evodsp import printing
 from evodsp.cli import main
 from evodsp.inference.run_log import run_log
-from evodsp.inference.score.scores import write_scores
+from evodsp.inference.score.table import StructureScores, columns_of, write_scores
 from evodsp.printing import counted, escape_others, logger, show, tell
 from evodsp.progress import progress
 from evodsp.reading.quoting import printable
 from evodsp.report.page import Page
-from evodsp.score_tables import ChainScores
 from evodsp.training.progress import TrainingProgress
 from tests.builders.evil_text import EVIL, SHOWN
 
@@ -44,7 +43,8 @@ def test_all_ways_to_print_escape(capsys: pytest.CaptureFixture[str], tmp_path: 
     written = (tmp_path / "predict.log").read_text()
     assert SHOWN in written
     assert "secret" not in written
-    write_scores([ChainScores(EVIL, "test", 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0)], tmp_path / "scores.csv")
+    row = StructureScores(EVIL, "test", 1, 1, 1.0, 1.0, 1.0, 1.0, 1.0)
+    write_scores(columns_of("chains"), [row], "chain", tmp_path / "scores.csv")
     assert SHOWN in (tmp_path / "scores.csv").read_text()
     page = Page(f"<b>{EVIL}")
     page.table([EVIL], [[EVIL]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 from torch import Tensor
@@ -14,18 +13,11 @@ from evodsp.geometry.residues import CA
 from evodsp.losses.total import CHAIN
 from evodsp.model.confidence import compute_plddt
 from evodsp.model.outputs import ModelOutput
-from evodsp.score_tables import ChainScores, write_rows
+from evodsp.score_tables import write_rows
 
+_COLUMNS = ("chain", "split", "residues", "resolved", "plddt", "lddt_ca", "rmsd", "gdt_ts", "tm_score")
 _COUNTS = ("residues", "resolved")
 """Numbers of residues, which the file of scores has beside the scores."""
-
-
-@dataclass(frozen=True)
-class ScoresWithInterfaces(ChainScores):
-    """Scores of a complex, which the column `chain` names."""
-
-    interface_lddt_ca: float | None = None
-    """lDDT-CA over the distances between chains, 0..1; None if none is below 15 Å."""
 
 
 def ca_atoms(output: ModelOutput, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,19 +90,12 @@ def write_scores(scores: Mapping[str, Mapping[str, float]], split: str, path: Pa
 
     `split`: the name of the set. pLDDT is the mean over the residues that are compared.
     """
-    kind = ScoresWithInterfaces if any("interface_lddt_ca" in row for row in scores.values()) else ChainScores
-    names = [field.name for field in fields(kind)]
+    interface = ["interface_lddt_ca"] if any("interface_lddt_ca" in row for row in scores.values()) else []
     rows = [
-        kind(
-            chain,
-            split,
-            round(row["residues"]),
-            round(row["resolved"]),
-            **{name: value for name, value in row.items() if name in names and name not in _COUNTS},
-        )
+        {**row, **{count: round(row[count]) for count in _COUNTS}, "chain": chain, "split": split}
         for chain, row in scores.items()
     ]
-    write_rows(rows, path, kind)
+    write_rows([*_COLUMNS, *interface], rows, path)
 
 
 def score_table(scores: dict[str, dict[str, float]]) -> str:

@@ -13,7 +13,7 @@ import pytest
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity import nearest
-from evodsp.data.similarity.nearest import PlacedCopy, TrainingSet
+from evodsp.data.similarity.nearest import PlacedCopy, TrainingSet, placed_copies
 from evodsp.data.similarity.pairs import score
 from evodsp.data.sources.structures import AssemblyFolder
 from evodsp.geometry.alphabet import RESTYPE_ORDER
@@ -52,7 +52,9 @@ class Training:
     folder: AssemblyFolder
 
     def copy_for(self, name: str, target: Assembly) -> PlacedCopy | str:
-        return self.known.copy_for(name, target, self.folder.assembly_of)
+        letters = {name: tuple(one.sequence for one in target.chains)}
+        ((_, found),) = placed_copies(letters, self.known, lambda _: target, self.folder.assembly_of)
+        return found if isinstance(found, str) else found.copy
 
 
 def training(folder: Path, **complexes: list[tuple[str, str]]) -> Training:

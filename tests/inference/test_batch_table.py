@@ -11,7 +11,7 @@ from evodsp.inference import batch_table
 from evodsp.inference.batch_table import _COLUMNS, write_batch_table
 from evodsp.inference.predict import predict
 from evodsp.inference.results import RANKING, result_folders
-from evodsp.score_tables import ChainScores, write_rows
+from evodsp.inference.score.table import StructureScores, columns_of, write_scores
 from tests.builders.prediction import silent
 
 from .conftest import Workplace
@@ -39,8 +39,8 @@ def test_names_that_a_spreadsheet_computes_stay_text(tmp_path: Path, monkeypatch
     names = ["=2+3", "+1+1", "-1", "@SUM(1)", "\t=1", "\r=1", "a=1"]
     row = dict.fromkeys(_COLUMNS, -1.5)
     monkeypatch.setattr(batch_table, "_rows", lambda _: [row | {"target": name} for name in names])
-    scores = [ChainScores(name, "=test", 1, 1, -1.5, 0.0, 0.0, 0.0, 0.0) for name in names]
-    write_rows(scores, tmp_path / "scores.csv", ChainScores)
+    scores = [StructureScores(name, "=test", 1, 1, -1.5, 0.0, 0.0, 0.0, 0.0) for name in names]
+    write_scores(columns_of("chains"), scores, "chain", tmp_path / "scores.csv")
     tables = {write_batch_table(tmp_path): ("target", "mean_plddt"), tmp_path / "scores.csv": ("chain", "plddt")}
     for path, (name, number) in tables.items():
         with path.open(newline="") as file:

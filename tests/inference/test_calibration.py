@@ -28,7 +28,7 @@ def test_numbers_of_a_known_case():
     by_residue = 13.25 / 17
     assert found.line("held-out") == (
         f"held-out: pLDDT 70.0, true lDDT-CA 61.7: 8.3 too high; Spearman's correlation {by_residue:.2f} over 6 residues, "
-        "1.00 over 3 chains"
+        "1.00 over 3 structures"
     )
 
 

@@ -22,7 +22,7 @@ from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK
 from evodsp.inference import clashes
 from evodsp.inference.results import RANKING, TIMINGS, write_json, write_results
 from evodsp.inference.score.chain_mapping import ComplexComparison, chains_beside, likeness
-from evodsp.inference.score.complexes import Predicted, score_complex
+from evodsp.inference.score.structure_scores import Predicted, score_structure
 from evodsp.inference.structure_files import PredictedStructure
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 
@@ -76,8 +76,8 @@ def without_first(one: Chain, count: int) -> Chain:
 
 def scored(truth: Assembly, predicted: Assembly):
     """Without the line about clashes: the walks of different chains cross."""
-    scores, interfaces, remarks = score_complex("9abc", "held-out", truth, Predicted(predicted))
-    return scores, interfaces, [line for line in remarks if "closer than 2 Å" not in line]
+    one = score_structure("9abc", "held-out", truth, Predicted(predicted))
+    return one.scores, one.interfaces, [line for line in one.remarks if "closer than 2 Å" not in line]
 
 
 def test_chains_that_lie_in_each_other_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,8 @@ def test_chains_that_lie_in_each_other_are_said(monkeypatch: pytest.MonkeyPatch)
     some = 0
     for other in (inside, apart):
         predicted = Assembly("x", ("A", "B"), (a, other))
-        scores, (interface,), remarks = score_complex("9abc", "held-out", truth, Predicted(predicted))
+        found = score_structure("9abc", "held-out", truth, Predicted(predicted))
+        scores, (interface,), remarks = found.scores, found.interfaces, found.remarks
         one, two = (chain.positions[chain.mask > 0.5] for chain in (a, other))
         expected = int((np.linalg.norm(one[:, None] - two, axis=-1) < 2).sum())
         some = max(some, expected)
@@ -317,7 +318,7 @@ def test_a_structure_without_ca_atoms_is_refused() -> None:
     """Catches the lDDT of nothing, which is 1."""
     whole = assembly("ab")
     bare = [dataclasses.replace(one, mask=one.mask * (np.arange(37) != CA)) for one in whole.chains]
-    with pytest.raises(UserError, match="9abc: no residue of the structure has a CA"):
+    with pytest.raises(UserError, match="9abc: no residue has a CA in both structures"):
         scored(Assembly("9abc", whole.names, tuple(bare)), prediction(whole, "AB"))
 
 
@@ -378,11 +379,14 @@ def folders(tmp_path: Path) -> Path:
     (tmp_path / "structures").mkdir()
     for name in ("9abc", "9xyz"):
         write_mmcif(tmp_path / "structures" / f"{name}.cif", truth.chains)
-    plddt = np.full(20, 81.5, np.float32)
-    aatype = np.array([RESTYPE_ORDER[letter] for letter in SEQUENCES["a"]])
-    alone = PredictedStructure("9abc", aatype, truth.chains[0].positions, truth.chains[0].mask, plddt)
+    plddt = np.linspace(71.5, 91.5, 36, dtype=np.float32)
+    aatype = np.array([RESTYPE_ORDER[letter] for one in predicted.chains for letter in one.sequence])
+    positions, mask = (
+        np.concatenate([getattr(one, part) for one in predicted.chains]) for part in ("positions", "mask")
+    )
+    both = PredictedStructure("9abc", aatype, positions, mask, plddt, (16, 20))
     with whole_folder(tmp_path / "predictions" / "9abc") as work:
-        write_results(work, {0: alone}, "cif", {}, "9abc")
+        write_results(work, {0: both}, "cif", {}, "9abc")
         write_json(work / TIMINGS, {})
         ranking = json.loads((work / RANKING).read_text())
         ranking["ranking"][0] |= {"iptm": 0.5, "ptm": 0.9}
@@ -405,6 +409,12 @@ def test_the_command_scores_complexes(folders: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out
     file, folder = csv.DictReader((folders / "scored" / "scores.csv").open())
     assert (file["complex"], file["split"], folder["complex"], folder["split"]) == ("9xyz", "train", "9abc", "held-out")
+    pictures = [path.name for path in (folders / "scored").glob("*.svg")]
+    assert sorted(pictures) == ["calibration.svg", "distances_9abc.svg"]
+    picture = (folders / "scored" / "distances_9abc.svg").read_text()
+    assert f"9abc (held-out): lDDT-CA {float(folder['lddt_ca']):.2f}, DockQ {float(folder['dockq']):.2f}" in picture
+    assert picture.count('class="border"') == 3
+    assert "held-out: 32 residues, off by" in (folders / "scored" / "calibration.svg").read_text()
     assert file["mapping"] == folder["mapping"] == "A:B B:A"
     assert [file[name] for name in ("plddt", "iptm", "confidence")] == [""] * 3
     assert [folder[name] for name in ("plddt", "iptm", "confidence")] == ["81.5", "0.5", "0.58"]
@@ -500,9 +510,10 @@ def test_a_prediction_beside_the_copy_of_the_nearest_training_complex(
     better = float(row["interface_lddt_ca"]) - float(row["nearest_interface_lddt_ca"])
     assert float(row["better_by"]) == pytest.approx(better, abs=2e-4)
     assert better > 0
-    line = " of copies of the nearest training complexes, 1 of 1; the prediction is better (iLDDT-CA) on 1 of 1"
-    assert line in said.out
-    assert "9abc: is a training complex, too; it is not copied from itself" in said.out
+    assert " of copies of the nearest training complexes, 1 of 1, with 100% identity on average, " in said.out
+    assert f" iLDDT-CA {float(row['interface_lddt_ca']):.3f}, " in said.out
+    assert "; the prediction is better (iLDDT-CA) on 1 of 1\n" in said.out
+    assert "held-out: training has 1 of 1 complex, too, such as 9abc; no complex is copied from itself" in said.out
     assert "1 of 3 training complexes cannot be read and are not copied, such as 8zzz: " in said.err
     assert score_command(folders, "--held_out", "9xyz", *words, "--structure_dir", str(folders)) == 2
     assert "none of 3 training complexes can be read, such as 8aaa: " in capsys.readouterr().err
@@ -519,4 +530,5 @@ def test_a_prediction_beside_the_copy_of_the_nearest_training_complex(
     assert next(csv.DictReader((folders / "scored" / "scores.csv").open())) == row
     (apart / "8aaa.cif").unlink()
     assert score_command(folders, "--held_out", "9abc", *words, "--structure_dir", str(apart)) == 0
-    assert "9abc: no copy: there is no training complex with as many chains" in capsys.readouterr().out
+    said_then = "held-out: no copy for 1 of 1 complex, such as 9abc: there is no training complex with as many chains"
+    assert said_then in capsys.readouterr().out

@@ -19,16 +19,9 @@ from evodsp.files import whole_folder
 from evodsp.geometry.alphabet import encode
 from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
 from evodsp.inference.results import TIMINGS, write_json, write_results
-from evodsp.inference.score import scores as module
-from evodsp.inference.score.scores import (
-    ScoresBesideCopy,
-    compare,
-    comparison_table,
-    write_report,
-    write_scores,
-)
+from evodsp.inference.score.scores import compare, compare_all, write_report
+from evodsp.inference.score.table import StructureScores, columns_of, table, write_scores
 from evodsp.inference.structure_files import PredictedStructure
-from evodsp.score_tables import ChainScores
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.missing_residues import SEEN, WHOLE, write
 from tests.builders.training_chains import write_chain
@@ -99,7 +92,7 @@ def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
     """Catches scores of a seed other than the best, and a missing CSV or plot."""
     root, made = cases
     found = write_report(root / "predictions", root / "structures", KEYS, root / "shown")
-    assert [(s.chain, s.split) for s in found] == [("9aaa_B", "train"), ("9bbb_B", "held-out")]
+    assert [(s.name, s.split) for s in found] == [("9aaa_B", "train"), ("9bbb_B", "held-out")]
     assert found[0].lddt_ca > found[1].lddt_ca
     assert found[0].plddt == pytest.approx(70.0, abs=0.01)
     with (root / "shown" / "scores.csv").open() as file:
@@ -110,7 +103,8 @@ def test_report_takes_the_best_seed_and_writes_all(cases, capsys):
     assert (root / "shown" / "calibration.svg").stat().st_size > 2_000
     said = capsys.readouterr().out
     assert "9bbb_B" in said
-    (line,) = (line for line in said.splitlines() if line.startswith("held-out: "))
+    assert f"held-out: mean lDDT-CA {found[1].lddt_ca:.3f} of 1 chain\n" in said
+    (line,) = (line for line in said.splitlines() if line.startswith("held-out: pLDDT "))
     assert f"over {LENGTH - 3} residues" in line
     experiment, predicted = made[1]
     resolved = np.r_[0:10, 13:LENGTH]
@@ -136,26 +130,27 @@ def test_the_scores_are_written_before_they_are_printed(cases):
 def test_table_explains_each_column():
     """Catches abbreviations without an explanation, and long names that break the columns."""
     scores = [
-        ChainScores("short_A", "train", 48, 48, 81.25, 0.7, 1.2, 0.8, 0.75),
-        ChainScores("a_much_longer_name_A", "held-out", 1048, 1000, 51.25, 0.6, 11.2, 0.5, 0.45),
+        StructureScores("short_A", "train", 48, 48, 81.25, 0.7, 1.2, 0.8, 0.75),
+        StructureScores("a_much_longer_name_A", "held-out", 1048, 1000, 51.25, 0.6, 11.2, 0.5, 0.45),
     ]
-    table, legend = comparison_table(scores).split("\n\n")
-    lines = table.splitlines()
+    shown = table(columns_of("chains"), scores, "chain")
+    body, legend = shown.split("\n\n")
+    lines = body.splitlines()
     assert len({len(line) for line in lines}) == 1
     for heading in ("split", "residues", "pLDDT", "lDDT-CA", "RMSD Å", "GDT-TS", "TM-score"):
         assert heading in lines[0]
         assert any(line.startswith(heading) for line in legend.splitlines())
     assert "0.600" in lines[3]
-    assert max(map(len, comparison_table(scores).splitlines())) <= 120
+    assert max(map(len, shown.splitlines())) <= 120
 
 
 def test_scores_as_json_and_unknown_suffix(tmp_path):
     """Catches JSON unlike the table, and a file written despite an unknown suffix."""
-    scores = [ChainScores("x_A", "train", 4, 4, 1.0, 0.123456, 1.0, 1.0, 1.0)]
-    write_scores(scores, tmp_path / "scores.json")
+    scores = [StructureScores("x_A", "train", 4, 4, 1.0, 0.123456, 1.0, 1.0, 1.0)]
+    write_scores(columns_of("chains"), scores, "chain", tmp_path / "scores.json")
     assert json.loads((tmp_path / "scores.json").read_text())[0]["lddt_ca"] == 0.1235
     with pytest.raises(UserError, match=r"\.xlsx"):
-        write_scores(scores, tmp_path / "scores.xlsx")
+        write_scores(columns_of("chains"), scores, "chain", tmp_path / "scores.xlsx")
     assert not (tmp_path / "scores.xlsx").exists()
 
 
@@ -167,10 +162,9 @@ def score_command(root, *words: str) -> int:
     return main(["score", *folders, "--held_out", "9bbb_B", "--output", str(root / "shown"), *words])
 
 
-def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsys, monkeypatch):
+def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsys):
     """Catches a copy of the held-out chain itself or of a chain that was not trained on, a difference of the wrong sign,
     and training structures in a folder of their own that are not looked for there."""
-    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.svg"])
     root, ((near, _), (experiment, predicted)) = cases
     resolved = np.r_[0:10, 13:LENGTH]
     ones = torch.ones(len(resolved)).double()
@@ -186,19 +180,19 @@ def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsy
     assert float(row["nearest_lddt_ca"]) == pytest.approx(of_copy, abs=2e-3)
     assert float(row["better_by"]) == pytest.approx(lddt - of_copy, abs=2e-3)
     better = int(lddt > of_copy)
-    means = re.search(r"held-out: predictions ([\d.]+), copies ([\d.]+), ", said.out)
+    means = re.search(r"held-out: mean lDDT-CA ([\d.]+) of copies .* 1 of 1, .* have lDDT-CA ([\d.]+); (.*)", said.out)
     assert means is not None
-    assert [float(mean) for mean in means.groups()] == pytest.approx([lddt, of_copy], abs=2e-3)
-    assert f"with 100% identity on average; the prediction is better than the copy on {better} of 1 chain\n" in said.out
+    assert [float(mean) for mean in means.groups()[:2]] == pytest.approx([of_copy, lddt], abs=2e-3)
+    assert "with 100% identity on average, where predictions have " in means[0]
+    assert means[3] == f"the prediction is better (lDDT-CA) on {better} of 1"
     assert "training has 1 of 1 chain, too, such as 9bbb_B; no chain is copied from itself" in said.out
-    assert "better by  lDDT-CA of the prediction less that of the copy" in said.out
+    assert "better by  lDDT-CA (of complexes: iLDDT-CA) of the prediction less that of the copy" in said.out
     assert "2 of 3 training chains cannot be read and are not copied, such as 9bbb_B" in said.err
 
 
-def test_the_training_chains_of_a_run(cases, capsys, monkeypatch):
+def test_the_training_chains_of_a_run(cases, capsys):
     """Catches a config whose chains, folders or filters are not those that are copied, and a chain without a copy that ends the
     table."""
-    monkeypatch.setattr(module, "draw", lambda *_: [root / "none.svg"])
     root, _ = cases
     for key in ("1abc_A", "2abc_A"):
         write_chain(root, key, "MKTAYIAKQRWLEACD" if key == "1abc_A" else "ACDEFGHIKLMNPQRSTVWY" * 2)
@@ -220,8 +214,8 @@ def test_the_training_chains_of_a_run(cases, capsys, monkeypatch):
     (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
     names = ("nearest", "nearest_identity", "nearest_coverage", "nearest_lddt_ca", "better_by")
     assert [row[name] for name in names] == [""] * 5
-    alone = ScoresBesideCopy.of(ChainScores("x_A", "held-out", 4, 4, 1.0, 0.5, 1.0, 1.0, 1.0), None)
-    write_scores([alone], root / "scores.json")
+    alone = StructureScores("x_A", "held-out", 4, 4, 1.0, 0.5, 1.0, 1.0, 1.0, nearest="")
+    write_scores(columns_of("chains", beside_copy=True), [alone], "chain", root / "scores.json")
     assert json.loads((root / "scores.json").read_text())[0]["better_by"] is None
 
 
@@ -266,7 +260,7 @@ def test_residues_that_the_structure_does_not_have(tmp_path):
     with whole_folder(tmp_path / "predictions" / "x") as work:
         write_results(work, {0: PredictedStructure("x", aatype, chain.positions, mask, plddt)}, "cif", {}, "x")
         write_json(work / TIMINGS, {})
-    (scores,) = module.compare_all(tmp_path / "predictions", tmp_path, {"test": ["x"]})
+    (scores,) = compare_all(tmp_path / "predictions", tmp_path, {"test": ["x"]})
     assert (scores.residues, scores.resolved) == (len(WHOLE), len(SEEN))
     assert scores.lddt_ca == pytest.approx(1)
     assert scores.rmsd == pytest.approx(0, abs=1e-3)
@@ -282,7 +276,7 @@ def test_chain_that_is_not_there(cases, key, words):
     if not folder.exists():
         (root / "predictions" / "9bbb_B").rename(folder)
     with pytest.raises(UserError, match=words):
-        module.compare_all(root / "predictions", root / "structures", {"train": [key]})
+        compare_all(root / "predictions", root / "structures", {"train": [key]})
 
 
 def test_chain_without_prediction(cases):
@@ -290,7 +284,7 @@ def test_chain_without_prediction(cases):
     root, _ = cases
     (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
     with pytest.raises(UserError, match=r"9bbb_B: no ranking\.json.*evodsp predict"):
-        module.compare_all(root / "predictions", root / "structures", KEYS)
+        compare_all(root / "predictions", root / "structures", KEYS)
 
 
 def test_chains_that_are_not_predicted_yet(cases, capsys):
@@ -298,7 +292,7 @@ def test_chains_that_are_not_predicted_yet(cases, capsys):
     root, _ = cases
     (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
     found = write_report(root / "predictions", root / "structures", KEYS, root / "shown")
-    assert [one.chain for one in found] == ["9aaa_B"]
+    assert [one.name for one in found] == ["9aaa_B"]
     said = capsys.readouterr().out
     assert "held-out: 1 of 1 chain left out for want of a finished prediction" in said
     assert "train: 1 of 1" not in said
@@ -334,12 +328,10 @@ def test_a_prediction_of_the_entrys_name(cases, capsys):
     folder = root / "predictions"
     (folder / "9aaa_B").rename(folder / "9aaa")
     (one,) = write_report(folder, root / "structures", {"train": ["9aaa_B", "9aaa_C"]}, root / "shown")
-    assert one.chain == "9aaa_B"
+    assert one.name == "9aaa_B"
     said = capsys.readouterr().out
-    assert (
-        "such as 9aaa_C (looked for 9aaa_C/ranking.json and, if the structure of 9aaa has this chain only, 9aaa/"
-        in said
-    )
+    assert "such as 9aaa_C (looked for 9aaa_C/ranking.json and 9aaa_C.cif, " in said
+    assert "; if the structure of 9aaa has this chain only, also 9aaa/ranking.json and 9aaa.cif); predict them" in said
     (folder / "9aaa").rename(folder / "other")
     with pytest.raises(UserError, match=r"predictions: no finished prediction of '9aaa_B' .* 9aaa_B/ranking\.json and"):
         write_report(folder, root / "structures", {"train": ["9aaa_B"]}, root / "shown")

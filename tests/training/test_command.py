@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import os
 import signal
 import subprocess
@@ -18,9 +17,9 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
+from evodsp.inference.score.table import columns_of
 from evodsp.lock import holder, lock
 from evodsp.report.curve import read_curve
-from evodsp.score_tables import ChainScores
 from evodsp.training.checks import CheckedRun, check_run
 from evodsp.training.command import Built, TrainingCLI, _execute
 from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
@@ -149,7 +148,7 @@ def check_file(path: Path, table: list[str], split: str) -> None:
     """The file has the columns of `evodsp score`, and the numbers of the table."""
     with path.open() as file:
         (row,) = csv.DictReader(file)
-    assert list(row) == [field.name for field in dataclasses.fields(ChainScores)]
+    assert list(row) == ["chain", *columns_of("chains")[1:]]
     assert [row[name] for name in ("chain", "split", "residues", "resolved")] == ["1abc_A", split, "13", "13"]
     names = ("lddt_ca", "gdt_ts", "tm_score", "rmsd", "plddt")
     assert [float(row[name]) for name in names] == pytest.approx([float(x) for x in table[0].split()[1:6]], abs=6e-4)

@@ -110,6 +110,10 @@ class PlacedCopy:
     assembly: Assembly
 
 
+Placed = tuple[PlacedCopy, Assembly]
+"""A copy, and its target. It is scored where torch is."""
+
+
 def nowhere(residues: int) -> Float64[np.ndarray, "R 3"]:
     """Places in Å, far from all atoms and from each other: those of residues without a counterpart keep no distance."""
     return np.repeat(_FAR + _APART * np.arange(residues, dtype=np.float64)[:, None], 3, axis=1)
@@ -144,20 +148,26 @@ def gathered(found: Mapping[str, Copy | str], targets: Iterable[str], training: 
 def copies(
     targets: Letters, training: Letters, truth: Read, structures: Read, workers: int | None = None
 ) -> Iterator[tuple[str, Copy | str]]:
+    """The scores of `placed_copies`."""
+    for key, placed in placed_copies(targets, TrainingSet(training), truth, structures, workers):
+        yield key, placed if isinstance(placed, str) else _scored(key, *placed)
+
+
+def placed_copies(
+    targets: Letters, training: TrainingSet, truth: Read, structures: Read, workers: int | None = None
+) -> Iterator[tuple[str, Placed | str]]:
     """For each target, as it is done, its copy, or the reason why there is none; nothing of one target stops the others.
 
-    `targets` and `training`: the sequences of the chains of each, none where they are unknown. `truth`, `structures`: read the
-    structures of the targets and of the training set. `workers`: processes; None takes one a core where they are worth it.
+    `targets`: the sequences of the chains of each, none where they are unknown. `truth`, `structures`: read the structures of
+    the targets and of the training set. `workers`: processes; None takes one a core where they are worth it.
     """
     known = {key: tuple(map(plain, letters)) for key, letters in targets.items() if letters}
     yield from ((key, "its sequence is unknown") for key in targets if key not in known)
-    candidates = TrainingSet(training).candidates(known)
-    jobs = [(key, of_key, truth, structures) for key, of_key in candidates]
+    jobs = [(key, of_key, truth, structures) for key, of_key in training.candidates(known)]
     if workers is None:
         workers = processes_for(sum(of_key.cells for _, of_key, *_ in jobs), _IN_THIS_PROCESS)
     for number, placed in LocalProcesses(workers).map(_place, jobs):
-        key = jobs[number][0]
-        yield key, str(placed) if isinstance(placed, str | WorkerEndedError) else _scored(key, *placed)
+        yield jobs[number][0], str(placed) if isinstance(placed, WorkerEndedError) else placed
 
 
 @dataclass(frozen=True)
@@ -227,12 +237,6 @@ class TrainingSet:
             likely = {mine: [one for one in some if one in aligned] for mine, some in likely.items()}
             yield key, _Candidates(own, likely, others)
 
-    def copy_for(self, key: str, target: Assembly, structures: Read) -> PlacedCopy | str:
-        """A copy in place of a target, or the reason why there is none."""
-        own = tuple(plain(chain.sequence) for chain in target.chains)
-        ((_, candidates),) = self.candidates({key: own})
-        return _copy(target, candidates, structures)
-
 
 def _scored(key: str, copy: PlacedCopy, target: Assembly) -> Copy:
     """The scores of the copy: identical chains of the target are exchanged so that lDDT-CA is highest."""
@@ -258,8 +262,8 @@ def _scored(key: str, copy: PlacedCopy, target: Assembly) -> Copy:
     return Copy(key, copy.nearest, copy.identity, copy.coverage, best, None if math.isnan(interface) else interface)
 
 
-def _place(key: str, candidates: _Candidates, truth: Read, structures: Read) -> tuple[PlacedCopy, Assembly] | str:
-    """The copy of a target, and the target; or the reason why there is none. It is scored where torch is."""
+def _place(key: str, candidates: _Candidates, truth: Read, structures: Read) -> Placed | str:
+    """The copy of a target, and the target; or the reason why there is none."""
     if not candidates.others:
         return _none_is_like(candidates.own)
     try:

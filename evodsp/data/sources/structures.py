@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from evodsp.data.formats.mmcif import read_assembly, read_chain, read_header, read_release_date, read_structure
-from evodsp.data.records import Assembly, Chain, Structure
+from evodsp.data.records import CHAINS, COMPLEXES, Assembly, Chain, Kind, Structure
 from evodsp.data.sources.layout import (
     chain_id_in,
     entry_of,
@@ -55,6 +55,8 @@ class StructureFolder:
 
     Raises UserError if the folder does not exist.
     """
+
+    kind: Kind = CHAINS
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
@@ -151,6 +153,8 @@ class KeptStructures(StructureFolder):
 
 class AssemblyFolder(StructureFolder):
     """A folder of structures whose keys are entries: each stands for the chains of an assembly (None: the asymmetric unit)."""
+
+    kind = COMPLEXES
 
     def __init__(self, directory: str | Path, assembly: str | None) -> None:
         super().__init__(directory)

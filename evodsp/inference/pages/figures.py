@@ -88,8 +88,9 @@ def distance_figure(
     plddt: Float[np.ndarray, " R"],
     title: str = "",
     true_mask: Bool[np.ndarray, " R"] | None = None,
+    chains: Sequence[ChainSpan] = (),
 ) -> Figure:
-    """CA-CA distances, and the curve of pLDDT.
+    """CA-CA distances, and the curve of pLDDT. `chains`: of a complex.
 
     With `true_positions` the map's upper triangle shows the experiment and the lower one the prediction, so a good prediction
     gives a symmetric picture. `true_mask` is False where the experiment has no CA; such residues stay white. Positions in Å,
@@ -103,8 +104,8 @@ def distance_figure(
         shares = np.where(np.triu(np.ones(shares.shape, bool), k=1), true, shares)
         label += ": above true (white: not resolved), below predicted"
     clear = np.where(np.isnan(shares), -1.0, np.minimum(shares, 1.0))
-    square = _matrix(label, clear, _DISTANCE_COLOURS, ("0 Å", f"{_FARTHEST:.0f} Å"))
-    return _figure(title, [[square], [_confidence(plddt)]])
+    square = _matrix(label, clear, _DISTANCE_COLOURS, ("0 Å", f"{_FARTHEST:.0f} Å"), chains)
+    return _figure(title, [[square], [_confidence(plddt, chains)]])
 
 
 def calibration_figure(found: Mapping[str, Calibration]) -> Figure:

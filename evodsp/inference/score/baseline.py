@@ -2,48 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from evodsp.data.doctor.config import DoctorConfig
 from evodsp.data.doctor.run_data import data_of_run
 from evodsp.data.executors import processes_for
-from evodsp.data.records import Assembly
+from evodsp.data.records import ONE_OF, Assembly
 from evodsp.data.samples.selection import Presence, chain_list, select
 from evodsp.data.similarity.comparison import Compared
-from evodsp.data.similarity.nearest import Bar, PlacedCopy, Read, TrainingSet, bar
-from evodsp.data.similarity.sequences import Letters, with_unlisted
+from evodsp.data.similarity.nearest import PlacedCopy, Read, TrainingSet, placed_copies
+from evodsp.data.similarity.sequences import with_unlisted
 from evodsp.data.sources.structures import AssemblyFolder, StructureFolder
 from evodsp.errors import UserError
 from evodsp.inference.score.config import ScoreConfig
+from evodsp.inference.score.structure_scores import Predicted, score_structure
 from evodsp.printing import tell
+from evodsp.progress import progress
 from evodsp.reading.quoting import one_line
 
 _IN_THIS_PROCESS = 2000
 """Keys whose sequences are read without further processes."""
 
 
-class TrainingStructures(TrainingSet):
-    """Training chains or complexes by key, with the sequences of their chains, none where they are unknown, and the reader of
-    their structures. `truth`: the true structures of what is scored."""
+@dataclass(frozen=True)
+class TrainingStructures:
+    """Training chains or complexes, with the sequences of their chains, and the reader of their structures."""
 
-    def __init__(self, sequences: Letters, read: Read, truth: StructureFolder) -> None:
-        super().__init__(sequences)
-        self._read, self._truth = read, truth
+    known: TrainingSet
+    read: Read
 
-    def bars(self, splits: Mapping[str, Sequence[str]]) -> dict[str, Bar]:
-        """What copying scores on each set that is not empty."""
-        return {
-            split: bar(
-                f"{split} chain", _read_all(self._truth, keys), self.sequences, self._truth.assembly_of, self._read
-            )
-            for split, keys in splits.items()
-            if keys
-        }
+    def copies_for(self, keys: Sequence[str], truth: StructureFolder) -> dict[str, dict[str, Any] | str]:
+        """For each key the fields of `StructureScores` of a copy of its nearest training structure, or why there is none."""
+        found: dict[str, dict[str, Any] | str] = {}
+        with progress(f"copied the nearest for each {ONE_OF[truth.kind]}", len(keys)) as advance:
+            for key, placed in placed_copies(_read_all(truth, keys), self.known, truth.assembly_of, self.read):
+                found[key] = placed if isinstance(placed, str) else _scored(key, *placed)
+                advance(1)
+        return found
 
-    def placed_for(self, key: str, target: Assembly) -> PlacedCopy | str:
-        """A copy in place of a target, or the reason why there is none."""
-        return self.copy_for(key, target, self._read)
+
+def _scored(key: str, copy: PlacedCopy, target: Assembly) -> dict[str, Any]:
+    """What the copy lacks counts as wrong, also of a single chain, which is therefore taken for a complex."""
+    scores = score_structure(key, "", replace(target, key=None), Predicted(copy.assembly)).scores
+    found = {f"nearest_{name}": getattr(scores, name) for name in ("dockq", "interface_lddt_ca", "lddt_ca")}
+    return {"nearest": copy.nearest, "nearest_identity": copy.identity, "nearest_coverage": copy.coverage, **found}
 
 
 def training_set(settings: ScoreConfig, train: Sequence[str]) -> TrainingStructures:
@@ -52,11 +57,10 @@ def training_set(settings: ScoreConfig, train: Sequence[str]) -> TrainingStructu
     Raises UserError if there are none, or if no sequence of them can be read.
     """
     units = "complexes" if settings.complexes else "chains"
-    truth = _folder(settings, settings.structures)
     read: Read
     if settings.config is None:
         keys = list(train) if settings.train_chains is None else chain_list(settings.train_chains)
-        folder = _folder(settings, settings.structure_dir or settings.structures)
+        folder = structures_in(settings, settings.structure_dir or settings.structures)
         found, read, where = _read_all(folder, keys), folder.assembly_of, str(folder.directory)
     else:
         given = DoctorConfig(
@@ -88,7 +92,7 @@ def training_set(settings: ScoreConfig, train: Sequence[str]) -> TrainingStructu
             f"{len(unknown):,} of {len(found):,} training {units} cannot be read and are not copied, such as {unknown[0]}: "
             f"{_reason(read, unknown[0])}"
         )
-    return TrainingStructures(found, read, truth)
+    return TrainingStructures(TrainingSet(found), read)
 
 
 def _reason(read: Read, key: str) -> str:
@@ -100,7 +104,8 @@ def _reason(read: Read, key: str) -> str:
     return "its sequence is unknown"
 
 
-def _folder(settings: ScoreConfig, directory: str | Path) -> StructureFolder:
+def structures_in(settings: ScoreConfig, directory: str | Path) -> StructureFolder:
+    """A folder of structures of what the settings score: chains or complexes."""
     return AssemblyFolder(directory, settings.assembly) if settings.complexes else StructureFolder(directory)
 
 

@@ -73,7 +73,7 @@ class Calibration:
             means = [
                 [values[self.chain == number].mean() for number in range(chains)] for values in (self.plddt, self.lddt)
             ]
-            found.append(f"{_correlation(*map(np.array, means))} over {chains} chains")
+            found.append(f"{_correlation(*map(np.array, means))} over {chains} structures")
         return f"{name}: {said}; Spearman's correlation {', '.join(found)}"
 
 

@@ -132,17 +132,21 @@ class ComplexComparison:
 
     def lddt_ca(self, chosen: Chosen) -> float:
         """lDDT-CA over all true residues; those that are not predicted keep no distance."""
-        return float(metrics.lddt_ca(*self._alphas(chosen, range(len(chosen)))))
+        return float(metrics.lddt_ca(*self.alphas(chosen)))
 
     def interface_lddt_ca(self, chosen: Chosen, of: Sequence[int] | None = None) -> float | None:
         """lDDT-CA over the distances between different chains, of all chains or those given; None if none is below 15 Å."""
         chains = range(len(chosen)) if of is None else of
         number = torch.repeat_interleave(torch.tensor([len(self.truth.chains[n]) for n in chains]))
-        found = float(metrics.interface_lddt_ca(*self._alphas(chosen, chains), number))
+        found = float(metrics.interface_lddt_ca(*self.alphas(chosen, chains), number))
         return None if math.isnan(found) else found
 
-    def _alphas(self, chosen: Chosen, chains: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Predicted and true CA [R, 3], and 1 for each that is true [R], of some of the true chains."""
+    def alphas(
+        self, chosen: Chosen, of: Sequence[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Predicted and true CA [R, 3], and 1 for each that is true [R], of all true chains or those given. What is not
+        predicted is far away from all."""
+        chains = range(len(chosen)) if of is None else of
         true = [self._true[n] for n in chains]
         predicted = [self._on_truth(chosen[n], n) for n in chains]
         there = torch.cat([atoms.mask[:, CA] for atoms in predicted])[:, None]
@@ -152,6 +156,18 @@ class ComplexComparison:
             torch.cat([atoms.positions[:, CA] for atoms in true]),
             torch.cat([atoms.mask[:, CA] for atoms in true]).double(),
         )
+
+    def counterparts(self, chosen: Chosen) -> Int64[np.ndarray, " R"]:
+        """For each true residue the predicted one, by its number among those of all predicted chains; -1: there is none."""
+        lengths = [len(chain) for chain in self.predicted.chains]
+        numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+        found = []
+        for true, chain in enumerate(chosen):
+            found.append(np.full(len(self.truth.chains[true]), -1))
+            if chain is not None:
+                ours, theirs = self.likeness(chain, true).pairs.T
+                found[-1][theirs] = numbers[chain][ours]
+        return np.concatenate(found)
 
     def _predicted_of(self, number: int) -> list[int]:
         """The predicted chains that are copies of a group of true chains."""

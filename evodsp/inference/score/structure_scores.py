@@ -1,0 +1,270 @@
+"""A predicted structure beside the true one: its scores, those of its interfaces, and what does not correspond."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Float64
+
+from evodsp import metrics
+from evodsp.data.formats.mmcif import read_assembly
+from evodsp.data.records import Assembly
+from evodsp.data.sources.missing_residues import with_missing_residues
+from evodsp.errors import UserError
+from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import CA
+from evodsp.inference.chains import ChainSpan, spans_of
+from evodsp.inference.clashes import clash_line, clashes_of
+from evodsp.inference.pages.figures import Figure, distance_figure
+from evodsp.inference.results import plddt_of, read_with_ranking
+from evodsp.inference.score.chain_mapping import ChainMapping, Chosen, ComplexComparison
+from evodsp.inference.score.table import StructureScores
+from evodsp.model.confidence import complex_ranking
+
+_MOST_DRAWN = 5000
+"""Residues of a structure that is drawn, at most: the distances between them take 0.6 GB."""
+
+
+Confidence = tuple[Float64[np.ndarray, " n"], Float64[np.ndarray, " n"]]
+"""pLDDT and lDDT-CA of n residues, both 0..100."""
+
+
+@dataclass(frozen=True)
+class InterfaceRow:
+    """Scores of one interface of the true complex."""
+
+    complex: str
+    split: str
+    first: str
+    """A true chain."""
+    second: str
+    predicted_first: str
+    """The predicted chain that it is compared with; '' if it is missing."""
+    predicted_second: str
+    contacts: int
+    """True contacts: pairs of residues with heavy atoms within 5 Å."""
+    recovered: int
+    """Those of them that the prediction has."""
+    fnat: float
+    """Their share, 0..1."""
+    interface_rmsd: float | None
+    """Å; None if a chain is missing."""
+    ligand_rmsd: float | None
+    """Å; None if a chain is missing."""
+    dockq: float
+    """0..1."""
+    clashes: int
+    """Pairs of heavy atoms of the two predicted chains that are closer than 2 Å."""
+    lddt_ca: float | None
+    """lDDT-CA over the distances between the two chains, 0..1; None if none is below 15 Å."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A predicted structure of N residues, and its confidence where its files have it."""
+
+    assembly: Assembly
+    plddt: Float32[np.ndarray, " N"] | None = None
+    """0..100."""
+    mean_plddt: float | None = None
+    """That of ranking.json, which has three decimals."""
+    iptm: float | None = None
+    confidence: float | None = None
+
+    @classmethod
+    def read(cls, place: Path) -> Predicted:
+        """The best prediction in a folder of `evodsp predict`, or a structure file, without confidence.
+
+        Raises UserError if the folder is not that of a finished prediction.
+        """
+        if not place.is_dir():
+            return cls(read_assembly(place, None))
+        result, ranking = read_with_ranking(place)
+        best: Mapping[str, Any] = ranking["ranking"][0]
+        iptm = float(best["iptm"]) if "iptm" in best else None
+        confidence = None if iptm is None or "ptm" not in best else complex_ranking(iptm, float(best["ptm"]))
+        return replace(
+            cls.of_seed(result.structure()), mean_plddt=float(best["mean_plddt"]), iptm=iptm, confidence=confidence
+        )
+
+    @classmethod
+    def of_seed(cls, file: Path) -> Predicted:
+        """A structure that predict has written, and the pLDDT in `<name>_scores.json` beside it."""
+        assembly = read_assembly(file, None)
+        scores = file.with_name(f"{file.stem}_scores.json")
+        if not scores.is_file():
+            raise UserError(f"{scores}: missing beside {file.name}; predict again with --overwrite")
+        plddt = plddt_of(scores)
+        if len(plddt) != len(assembly):
+            raise UserError(
+                f"{scores}: {len(plddt)} values of pLDDT for {len(assembly)} residues; predict again with --overwrite"
+            )
+        return cls(assembly, plddt)
+
+
+@dataclass(frozen=True)
+class ScoredStructure:
+    """The scores of a structure and of its interfaces. `remarks`: lines on chains that do not correspond, and on clashes."""
+
+    scores: StructureScores
+    interfaces: Sequence[InterfaceRow]
+    remarks: Sequence[str]
+    comparison: ComplexComparison
+    chosen: Chosen
+    """The predicted chain of each true one."""
+    plddt: Float32[np.ndarray, " N"] | None
+    """Of the predicted residues, 0..100."""
+
+    def confidence(self) -> Confidence | None:
+        """Of the residues with a CA in both structures; None without pLDDT."""
+        if self.plddt is None:
+            return None
+        alphas, places = self.comparison.alphas(self.chosen), self.comparison.counterparts(self.chosen)
+        seen = np.concatenate([chain.mask[:, CA] for chain in self.comparison.predicted.chains]) > 0.5
+        both = (alphas[2].numpy() > 0.5) & (places >= 0) & seen[places]
+        lddt = metrics.lddt_ca(*alphas, per_residue=True).numpy()
+        return self.plddt[places[both]].astype(np.float64), 100 * lddt[both]
+
+    def picture(self) -> Figure | None:
+        """True against predicted distances, and pLDDT, 0 where nothing is predicted; None without pLDDT, or if too large."""
+        scores, (predicted, true, mask) = self.scores, self.comparison.alphas(self.chosen)
+        if self.plddt is None or len(mask) > _MOST_DRAWN:
+            return None
+        places = self.comparison.counterparts(self.chosen)
+        after = "" if scores.dockq is None else f", DockQ {scores.dockq:.2f}"
+        after = after if scores.rmsd is None else f", RMSD {scores.rmsd:.1f} Å"
+        return distance_figure(
+            true.numpy(),
+            predicted.numpy(),
+            np.where(places < 0, 0, self.plddt[places]),
+            title=f"{scores.name} ({scores.split}): lDDT-CA {scores.lddt_ca:.2f}{after}",
+            true_mask=mask.numpy() > 0.5,
+            chains=self._spans() if len(self.comparison.truth.chains) > 1 else (),
+        )
+
+    def _spans(self) -> list[ChainSpan]:
+        truth = self.comparison.truth
+        places = spans_of([len(chain) for chain in truth.chains])
+        return [ChainSpan(name, at.start, at.end) for name, at in zip(truth.names, places, strict=True)]
+
+
+def score_structure(name: str, split: str, truth: Assembly, predicted: Predicted) -> ScoredStructure:
+    """A structure beside its prediction; `truth.key`: of a single chain.
+
+    Raises UserError if the prediction has none of the true chains or another sequence than the single one, or if no residue has
+    a CA in both.
+    """
+    if alone := truth.key is not None:
+        truth = _on_prediction(name, truth, predicted.assembly)
+    comparison = ComplexComparison(truth, predicted.assembly)
+    if not comparison.resolved:
+        raise UserError(f"{name}: no residue has a CA in both structures, so there is nothing to compare")
+    mapping = comparison.mapping()
+    names = [None if chain is None else predicted.assembly.names[chain] for chain in mapping.chains]
+    clashes = clashes_of([(chain.positions, chain.mask) for chain in predicted.assembly.chains])
+    interfaces = [_interface(name, split, comparison, mapping, names, clashes, pair) for pair in comparison.interfaces]
+    contacts = sum(one.contacts for one in interfaces)
+    fit = (metrics.rmsd, metrics.gdt_ts, metrics.tm_score) if alone else ()
+    scores = StructureScores(
+        name=name,
+        split=split,
+        residues=len(truth),
+        resolved=comparison.resolved,
+        plddt=float(predicted.plddt.mean()) if alone and predicted.plddt is not None else predicted.mean_plddt,
+        lddt_ca=comparison.lddt_ca(mapping.chains),
+        **{score.__name__: float(score(*comparison.alphas(mapping.chains))) for score in fit},  # type: ignore[arg-type]
+        chains=len(truth.chains),
+        interfaces=len(interfaces),
+        dockq=comparison.dockq(mapping.chains) if interfaces else None,
+        fnat=sum(one.recovered for one in interfaces) / contacts if contacts else None,
+        interface_lddt_ca=comparison.interface_lddt_ca(mapping.chains),
+        clashes=sum(clashes.values()),
+        iptm=predicted.iptm,
+        confidence=predicted.confidence,
+        missing=" ".join(true for true, ours in zip(truth.names, names, strict=True) if ours is None),
+        mapping=" ".join(f"{true}:{ours or '-'}" for true, ours in zip(truth.names, names, strict=True)),
+        mapped_by=mapping.by,
+    )
+    said = [*_remarks(comparison, mapping), *filter(None, [clash_line(clashes, predicted.assembly.names)])]
+    remarks = [f"{name}: {line}" for line in said]
+    return ScoredStructure(scores, interfaces, remarks, comparison, mapping.chains, predicted.plddt)
+
+
+def _on_prediction(name: str, truth: Assembly, predicted: Assembly) -> Assembly:
+    """A single chain with the residues of its prediction. Those without a CA there, of type X, do not count: masked."""
+    (true,) = truth.chains
+    if len(predicted.chains) > 1:
+        raise UserError(
+            f"{name}: its prediction has {len(predicted.chains)} chains; compare complexes with --complexes true"
+        )
+    (ours,) = predicted.chains
+    if ours.sequence != true.sequence:
+        true = with_missing_residues(true, encode(ours.sequence)) or true
+    if ours.sequence != true.sequence:
+        raise UserError(
+            f"{name}: the prediction's sequence differs from the structure's ({_difference(ours.sequence, true.sequence)}); "
+            "compare a prediction with a structure of the same chain"
+        )
+    return replace(truth, chains=(replace(true, mask=true.mask * (ours.mask[:, CA, None] > 0.5)),))
+
+
+def _difference(predicted: str, true: str) -> str:
+    if len(predicted) != len(true):
+        return f"{len(predicted)} residues against {len(true)}"
+    position = next(n for n, (a, b) in enumerate(zip(predicted, true, strict=True)) if a != b)
+    return f"residue {position + 1} is {predicted[position]} against {true[position]}"
+
+
+def _interface(
+    name: str,
+    split: str,
+    comparison: ComplexComparison,
+    mapping: ChainMapping,
+    names: Sequence[str | None],
+    clashes: Mapping[tuple[int, int], int],
+    pair: tuple[int, int],
+) -> InterfaceRow:
+    ours = sorted(chain for n in pair if (chain := mapping.chains[n]) is not None)
+    score = comparison.score(pair, mapping.chains)
+    first, second = (comparison.truth.names[n] for n in pair)
+    return InterfaceRow(
+        complex=name,
+        split=split,
+        first=first,
+        second=second,
+        predicted_first=names[pair[0]] or "",
+        predicted_second=names[pair[1]] or "",
+        contacts=score.contacts,
+        recovered=score.recovered,
+        fnat=score.fnat,
+        interface_rmsd=score.interface_rmsd if math.isfinite(score.interface_rmsd) else None,
+        ligand_rmsd=score.ligand_rmsd if math.isfinite(score.ligand_rmsd) else None,
+        dockq=score.dockq,
+        clashes=clashes.get((ours[0], ours[-1]), 0) if ours else 0,
+        lddt_ca=comparison.interface_lddt_ca(mapping.chains, pair),
+    )
+
+
+def _remarks(comparison: ComplexComparison, mapping: ChainMapping) -> Iterator[str]:
+    """Lines on chains that are missing, of another sequence, or not compared."""
+    truth, predicted = comparison.truth, comparison.predicted
+    for name, chain in zip(truth.names, mapping.chains, strict=True):
+        if chain is None:
+            yield f"chain {name} is missing in the prediction, and counts as wrong"
+    true_of = {chain: n for n, chain in enumerate(mapping.chains) if chain is not None}
+    for chain, (name, copies) in enumerate(zip(predicted.names, comparison.copies_of, strict=True)):
+        if copies is None:
+            yield f"chain {name} of the prediction has the sequence of no chain of the structure, and is left out"
+        elif chain not in true_of:
+            yield f"chain {name} of the prediction is one copy more than the structure has, and is left out"
+        elif predicted.chains[chain].sequence != (true := truth.chains[true_of[chain]]).sequence:
+            like = comparison.likeness(chain, true_of[chain])
+            yield (
+                f"chain {name} of the prediction has another sequence than chain {truth.names[true_of[chain]]}: "
+                f"{len(like.pairs)} of its {len(true)} residues are paired by {like.by}, {like.identity:.0%} identical"
+            )
