@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from evodsp import metrics
 from evodsp.cli import main
 from evodsp.data.records import Assembly, Chain
 from evodsp.errors import UserError
@@ -77,7 +78,7 @@ def without_first(one: Chain, count: int) -> Chain:
 def scored(truth: Assembly, predicted: Assembly):
     """Without the line about clashes: the walks of different chains cross."""
     one = score_structure("9abc", "held-out", truth, Predicted(predicted))
-    return one.scores, one.interfaces, [line for line in one.remarks if "closer than 2 Å" not in line]
+    return one.scores, list(one.interfaces()), [line for line in one.remarks() if "closer than 2 Å" not in line]
 
 
 def test_chains_that_lie_in_each_other_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,12 +93,12 @@ def test_chains_that_lie_in_each_other_are_said(monkeypatch: pytest.MonkeyPatch)
     for other in (inside, apart):
         predicted = Assembly("x", ("A", "B"), (a, other))
         found = score_structure("9abc", "held-out", truth, Predicted(predicted))
-        scores, (interface,), remarks = found.scores, found.interfaces, found.remarks
+        scores, (interface,), remarks = found.scores, found.interfaces(), list(found.remarks())
         one, two = (chain.positions[chain.mask > 0.5] for chain in (a, other))
         expected = int((np.linalg.norm(one[:, None] - two, axis=-1) < 2).sum())
         some = max(some, expected)
         assert scores.clashes == interface.clashes == expected
-        line = f"9abc: {expected} pairs of atoms clash (closer than 2 Å) in chains A and B: real chains do not come"
+        line = f"{expected} pairs of atoms clash (closer than 2 Å) in chains A and B: real chains do not come"
         assert [text.startswith(line) for text in remarks] == ([True] if other is inside else [])
     assert expected == 0
     monkeypatch.setattr(clashes, "_MOST_AT_ONCE", 100)
@@ -164,7 +165,7 @@ def test_a_missing_chain_counts_as_wrong(order, mapping) -> None:
     assert scores.mapping == mapping
     (lost,) = set("ABC") - set(order)
     assert scores.missing == lost
-    assert remarks == [f"9abc: chain {lost} is missing in the prediction, and counts as wrong"]
+    assert remarks == [f"chain {lost} is missing in the prediction, and counts as wrong"]
     there = {(one.first, one.second): one for one in interfaces}
     expected = {pair: 0.0 if lost in pair else 1.0 for pair in there}
     assert {pair: one.dockq for pair, one in there.items()} == pytest.approx(expected, abs=1e-5)
@@ -195,7 +196,7 @@ def test_residues_that_are_missing() -> None:
     unseen[10:] = 0
     shorter = Assembly("seed_0", ("P", "Q"), (without_first(first, 6), dataclasses.replace(second, mask=unseen)))
     scores, (interface,), remarks = scored(truth, shorter)
-    line = "9abc: chain P of the prediction has another sequence than chain A: 14 of its 20 residues are paired by number, "
+    line = "chain P of the prediction has another sequence than chain A: 14 of its 20 residues are paired by number, "
     assert remarks == [line + "100% identical"]
     true = [one.positions[:, CA].astype(float) for one in truth.chains]
     seen = [one.mask[:, CA] > 0 for one in truth.chains]
@@ -210,6 +211,28 @@ def test_residues_that_are_missing() -> None:
     assert scores.interface_lddt_ca == pytest.approx(np.mean(counts))
     assert 0 < interface.recovered < interface.contacts
     assert interface.interface_rmsd == pytest.approx(0, abs=1e-4)
+
+
+def test_confidence_belongs_to_the_residue_that_it_is_compared_with() -> None:
+    """Catches pLDDT in the order of the prediction, of residues that only one of the two has, and a picture without
+    the true chains' names."""
+    truth = assembly("abc")
+    c, a = prediction(truth, "CA", 0.5).chains
+    c = without_first(c, 6)
+    plddt = np.arange(len(c) + len(a), dtype=np.float32)
+    found = score_structure("9abc", "test", truth, Predicted(Assembly("x", ("P", "Q"), (c, a)), plddt))
+    confidence = found.confidence()
+    assert confidence is not None
+    seen = [*(n for n in range(20) if n not in (2, 3)), *range(36 + 6, 36 + 18)]  # of 20 + 16 + 18 true residues
+    assert confidence[0].tolist() == [12 + n for n in range(20) if n not in (2, 3)] + list(range(12))
+    alphas = found.comparison.alphas(found.chosen)
+    assert confidence[1] == pytest.approx(100 * metrics.lddt_ca(*alphas, per_residue=True)[seen].numpy())
+    assert 0 < confidence[1].min() < confidence[1].max() < 100
+    picture = found.picture()
+    assert picture is not None
+    assert all(f">{name}</text>" in picture for name in "ABC")
+    assert "9abc (test): lDDT-CA 0." in picture
+    assert score_structure("9abc", "test", truth, Predicted(Assembly("x", ("P", "Q"), (c, a)))).picture() is None
 
 
 def left_out(one: Chain, *places: int) -> Chain:
@@ -363,8 +386,8 @@ def test_chains_that_the_structure_does_not_have() -> None:
     scores, _, remarks = scored(truth, prediction(whole, "BACD"))
     assert scores.mapping == "A:Q C:R"
     assert remarks == [
-        "9abc: chain P of the prediction is one copy more than the structure has, and is left out",
-        "9abc: chain S of the prediction has the sequence of no chain of the structure, and is left out",
+        "chain P of the prediction is one copy more than the structure has, and is left out",
+        "chain S of the prediction has the sequence of no chain of the structure, and is left out",
     ]
     assert scores.dockq == pytest.approx(1, abs=1e-5)
     with pytest.raises(UserError, match="9abc: none of the 1 predicted chains has the sequence of one of its 2 chains"):

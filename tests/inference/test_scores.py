@@ -13,6 +13,7 @@ import yaml
 
 from evodsp import metrics
 from evodsp.cli import main
+from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
@@ -157,9 +158,9 @@ def test_scores_as_json_and_unknown_suffix(tmp_path):
 OPTIONS = ("--baseline", "nearest")
 
 
-def score_command(root, *words: str) -> int:
+def score_command(root, *words: str, held_out: str = "9bbb_B") -> int:
     folders = ["--predictions", str(root / "predictions"), "--structures", str(root / "structures")]
-    return main(["score", *folders, "--held_out", "9bbb_B", "--output", str(root / "shown"), *words])
+    return main(["score", *folders, "--held_out", held_out, "--output", str(root / "shown"), *words])
 
 
 def test_a_prediction_beside_the_copy_of_its_nearest_training_chain(cases, capsys):
@@ -252,7 +253,8 @@ def test_another_protein_is_not_compared(cases):
 
 
 def test_residues_that_the_structure_does_not_have(tmp_path):
-    """Catches a structure without SEQRES and with missing residues that is refused, or compared with the wrong residues."""
+    """Catches a structure without SEQRES and with missing residues that is refused, or compared with the wrong residues, and a
+    name that is not the one in the list."""
     chain = write(tmp_path).parsed("x", with_hits=False).assembly.chains[0]
     aatype = encode(chain.sequence).astype(np.int32)
     mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
@@ -261,9 +263,65 @@ def test_residues_that_the_structure_does_not_have(tmp_path):
         write_results(work, {0: PredictedStructure("x", aatype, chain.positions, mask, plddt)}, "cif", {}, "x")
         write_json(work / TIMINGS, {})
     (scores,) = compare_all(tmp_path / "predictions", tmp_path, {"test": ["x"]})
-    assert (scores.residues, scores.resolved) == (len(WHOLE), len(SEEN))
+    assert (scores.name, scores.residues, scores.resolved) == ("x", len(WHOLE), len(SEEN))
     assert scores.lddt_ca == pytest.approx(1)
     assert scores.rmsd == pytest.approx(0, abs=1e-3)
+
+
+def test_what_is_lacking_counts_in_copies_alone(cases, capsys):
+    """Catches residues X, which no prediction has, that count as wrong, pLDDT beside the lDDT of another residue, residues
+    without a counterpart that do not cost the copy, and a copy that is lost where the structure's file has another name."""
+    root, ((experiment, _), _) = cases
+    letters = experiment.sequence[:20] + "X" + experiment.sequence[21:]
+    odd = Chain(**{**vars(experiment), "pdb_id": "of_mine", "sequence": letters})
+    write_mmcif(root / "structures" / "mine.cif", [odd])
+    aatype = encode(letters).astype(np.int32)
+    mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
+    plddt = np.linspace(50, 90, LENGTH, dtype=np.float32)
+    predicted = PredictedStructure("mine", aatype, experiment.positions, mask, plddt)
+    with whole_folder(root / "predictions" / "mine") as work:
+        write_results(work, {0: predicted}, "cif", {}, "mine")
+        write_json(work / TIMINGS, {})
+    kept = {
+        name: getattr(odd, name)[:30]
+        for name in ("sequence", "residue_number", "insertion_code", "is_missing", "positions", "mask")
+    }
+    write_mmcif(root / "structures" / "9ddd.cif", [Chain(**{**vars(odd), **kept, "pdb_id": "9ddd"})])
+    (listed := root / "train.txt").write_text("9ddd_B\n")
+    assert score_command(root, *OPTIONS, "--train_chains", str(listed), held_out="mine") == 0
+    (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
+    assert [row[name] for name in ("chain", "residues", "resolved", "lddt_ca", "nearest")] == [
+        "mine",
+        "40",
+        "36",
+        "1.0",
+        "9ddd_B",
+    ]
+    seen = [n for n in range(LENGTH) if experiment.mask[n, CA]]
+    at = experiment.positions[:, CA].astype(float)
+    pairs = [b < 30 and a < 30 for a in seen for b in seen if a != b and np.linalg.norm(at[a] - at[b]) < 15]
+    assert float(row["nearest_lddt_ca"]) == pytest.approx(np.mean(pairs), abs=1e-4)
+    compared = [value for n, value in enumerate(plddt) if n in seen and n != 20]
+    assert f"held-out: pLDDT {np.mean(compared):.1f}, true lDDT-CA 100.0: " in capsys.readouterr().out
+
+
+def test_predictions_of_other_programs(cases, capsys):
+    """Catches a structure file that is not taken for a prediction, confidence that it does not have, and the first chain of
+    several that stands for all."""
+    root, _ = cases
+    folder = root / "predictions"
+    (folder / "9bbb_B" / "seed_1.cif").rename(folder / "9bbb.cif")
+    (folder / "9bbb_B").rename(folder / "other")
+    assert score_command(root) == 0
+    (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
+    assert (row["chain"], row["plddt"], row["rmsd"] > "0") == ("9bbb_B", "", True)
+    said = capsys.readouterr().out
+    assert "pLDDT" not in said.partition("\n")[0]
+    assert said.endswith(f"wrote {root / 'shown' / 'scores.csv'}\n")
+    chain = read_chain(folder / "9bbb.cif", "")
+    write_mmcif(folder / "9bbb.cif", [chain, Chain(**{**vars(chain), "chain_id": "C"})])
+    assert score_command(root) == 2
+    assert "9bbb_B: its prediction has 2 chains; compare complexes with --complexes true" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

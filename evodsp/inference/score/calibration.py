@@ -1,8 +1,8 @@
 """How well a model's confidence says how right it is: pLDDT against the lDDT-CA that it predicts, residue by residue.
 
 Where a well calibrated model says pLDDT 80, lDDT-CA is 0.80 on average. The head learns this from training's own predictions,
-so it says little about chains that are unlike those of the training; that is what this comparison shows. Shapes: R residues of
-a chain, N of all chains together, both those with a CA in the experiment.
+so it says little about structures that are unlike those of the training; that is what this comparison shows. Shapes: R residues
+of a structure, N of all structures together, both those with a CA in prediction and experiment.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Bin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """pLDDT and lDDT-CA of a set of chains, both 0..100."""
+    """pLDDT and lDDT-CA of a set of chains or complexes, both 0..100."""
 
     plddt: Float[np.ndarray, " N"]
     lddt: Float[np.ndarray, " N"]
-    chain: Int64[np.ndarray, " N"]
-    """The number of each residue's chain."""
+    structure: Int64[np.ndarray, " N"]
+    """The number of each residue's structure."""
 
     @classmethod
-    def of(cls, chains: Sequence[tuple[np.ndarray, np.ndarray]]) -> Calibration:
-        """Calibration from each chain's pLDDT and lDDT-CA, both [R] with its own R."""
-        numbers = np.repeat(np.arange(len(chains)), [len(plddt) for plddt, _ in chains])
-        plddt, lddt = (np.concatenate(values).astype(np.float64) for values in zip(*chains, strict=True))
+    def of(cls, structures: Sequence[tuple[np.ndarray, np.ndarray]]) -> Calibration:
+        """Calibration from each structure's pLDDT and lDDT-CA, both [R] with its own R."""
+        numbers = np.repeat(np.arange(len(structures)), [len(plddt) for plddt, _ in structures])
+        plddt, lddt = (np.concatenate(values).astype(np.float64) for values in zip(*structures, strict=True))
         return cls(plddt, lddt, numbers)
 
     @property
@@ -69,11 +69,12 @@ class Calibration:
         side = "too high" if self.too_high >= 0 else "too low"
         said = f"pLDDT {self.plddt.mean():.1f}, true lDDT-CA {self.lddt.mean():.1f}: {abs(self.too_high):.1f} {side}"
         found = [f"{_correlation(self.plddt, self.lddt)} over {len(self.plddt):,} residues"]
-        if (chains := int(self.chain.max()) + 1) > 2:
+        if (structures := int(self.structure.max()) + 1) > 2:
             means = [
-                [values[self.chain == number].mean() for number in range(chains)] for values in (self.plddt, self.lddt)
+                [values[self.structure == number].mean() for number in range(structures)]
+                for values in (self.plddt, self.lddt)
             ]
-            found.append(f"{_correlation(*map(np.array, means))} over {chains} structures")
+            found.append(f"{_correlation(*map(np.array, means))} over {structures} structures")
         return f"{name}: {said}; Spearman's correlation {', '.join(found)}"
 
 

@@ -94,8 +94,8 @@ def write_report(
     for found in _compared(predictions, folder, finished):
         row = found.scores
         scores.append(row if training is None else _beside(row, copies[row.name], folder.kind))
-        interfaces += found.interfaces
-        lines += found.remarks
+        interfaces += found.interfaces()
+        lines += (f"{row.name}: {line}" for line in found.remarks())
         if (of_residues := found.confidence()) is not None:
             confidence.setdefault(row.split, []).append(of_residues)
         if (picture := found.picture()) is not None:

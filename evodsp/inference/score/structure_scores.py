@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,12 @@ from evodsp.inference.chains import ChainSpan, spans_of
 from evodsp.inference.clashes import clash_line, clashes_of
 from evodsp.inference.pages.figures import Figure, distance_figure
 from evodsp.inference.results import plddt_of, read_with_ranking
-from evodsp.inference.score.chain_mapping import ChainMapping, Chosen, ComplexComparison
+from evodsp.inference.score.chain_mapping import Chosen, ComplexComparison
 from evodsp.inference.score.table import StructureScores
 from evodsp.model.confidence import complex_ranking
 
 _MOST_DRAWN = 5000
 """Residues of a structure that is drawn, at most: the distances between them take 0.6 GB."""
-
-
 Confidence = tuple[Float64[np.ndarray, " n"], Float64[np.ndarray, " n"]]
 """pLDDT and lDDT-CA of n residues, both 0..100."""
 
@@ -109,16 +107,61 @@ class Predicted:
 
 @dataclass(frozen=True)
 class ScoredStructure:
-    """The scores of a structure and of its interfaces. `remarks`: lines on chains that do not correspond, and on clashes."""
+    """The scores of a structure, and what else is known of it beside its prediction."""
 
     scores: StructureScores
-    interfaces: Sequence[InterfaceRow]
-    remarks: Sequence[str]
     comparison: ComplexComparison
     chosen: Chosen
     """The predicted chain of each true one."""
+    clashes: Mapping[tuple[int, int], int]
+    """Pairs of heavy atoms that clash, of two predicted chains."""
     plddt: Float32[np.ndarray, " N"] | None
     """Of the predicted residues, 0..100."""
+
+    def interfaces(self) -> Iterator[InterfaceRow]:
+        """Those of the true structure."""
+        truth, predicted = self.comparison.truth, self.comparison.predicted
+        for pair in self.comparison.interfaces:
+            score, ours = self.comparison.score(pair, self.chosen), [self.chosen[n] for n in pair]
+            there = sorted(chain for chain in ours if chain is not None)
+            names = ["" if chain is None else predicted.names[chain] for chain in ours]
+            yield InterfaceRow(
+                complex=self.scores.name,
+                split=self.scores.split,
+                first=truth.names[pair[0]],
+                second=truth.names[pair[1]],
+                predicted_first=names[0],
+                predicted_second=names[1],
+                contacts=score.contacts,
+                recovered=score.recovered,
+                fnat=score.fnat,
+                interface_rmsd=score.interface_rmsd if math.isfinite(score.interface_rmsd) else None,
+                ligand_rmsd=score.ligand_rmsd if math.isfinite(score.ligand_rmsd) else None,
+                dockq=score.dockq,
+                clashes=self.clashes.get((there[0], there[-1]), 0) if there else 0,
+                lddt_ca=self.comparison.interface_lddt_ca(self.chosen, pair),
+            )
+
+    def remarks(self) -> Iterator[str]:
+        """Lines on chains that are missing, of another sequence, or not compared, and on clashes."""
+        truth, predicted = self.comparison.truth, self.comparison.predicted
+        for true_name, chosen in zip(truth.names, self.chosen, strict=True):
+            if chosen is None:
+                yield f"chain {true_name} is missing in the prediction, and counts as wrong"
+        true_of = {chain: n for n, chain in enumerate(self.chosen) if chain is not None}
+        for chain, (name, copies) in enumerate(zip(predicted.names, self.comparison.copies_of, strict=True)):
+            if copies is None:
+                yield f"chain {name} of the prediction has the sequence of no chain of the structure, and is left out"
+            elif chain not in true_of:
+                yield f"chain {name} of the prediction is one copy more than the structure has, and is left out"
+            elif predicted.chains[chain].sequence != (true := truth.chains[true_of[chain]]).sequence:
+                like = self.comparison.likeness(chain, true_of[chain])
+                yield (
+                    f"chain {name} of the prediction has another sequence than chain {truth.names[true_of[chain]]}: "
+                    f"{len(like.pairs)} of its {len(true)} residues are paired by {like.by}, {like.identity:.0%} identical"
+                )
+        if self.clashes:
+            yield clash_line(self.clashes, predicted.names)
 
     def confidence(self) -> Confidence | None:
         """Of the residues with a CA in both structures; None without pLDDT."""
@@ -136,15 +179,15 @@ class ScoredStructure:
         if self.plddt is None or len(mask) > _MOST_DRAWN:
             return None
         places = self.comparison.counterparts(self.chosen)
-        after = "" if scores.dockq is None else f", DockQ {scores.dockq:.2f}"
-        after = after if scores.rmsd is None else f", RMSD {scores.rmsd:.1f} Å"
+        fit = "" if scores.dockq is None else f", DockQ {scores.dockq:.2f}"
         return distance_figure(
             true.numpy(),
             predicted.numpy(),
             np.where(places < 0, 0, self.plddt[places]),
-            title=f"{scores.name} ({scores.split}): lDDT-CA {scores.lddt_ca:.2f}{after}",
+            title=f"{scores.name} ({scores.split}): lDDT-CA {scores.lddt_ca:.2f}"
+            + (fit if scores.rmsd is None else f", RMSD {scores.rmsd:.1f} Å"),
             true_mask=mask.numpy() > 0.5,
-            chains=self._spans() if len(self.comparison.truth.chains) > 1 else (),
+            chains=self._spans() if len(self.chosen) > 1 else (),
         )
 
     def _spans(self) -> list[ChainSpan]:
@@ -165,34 +208,36 @@ def score_structure(name: str, split: str, truth: Assembly, predicted: Predicted
     if not comparison.resolved:
         raise UserError(f"{name}: no residue has a CA in both structures, so there is nothing to compare")
     mapping = comparison.mapping()
-    names = [None if chain is None else predicted.assembly.names[chain] for chain in mapping.chains]
+    chosen, alphas = mapping.chains, comparison.alphas(mapping.chains)
+    names = [
+        (true, None if ours is None else predicted.assembly.names[ours])
+        for true, ours in zip(truth.names, chosen, strict=True)
+    ]
+    interfaces = [comparison.score(pair, chosen) for pair in comparison.interfaces]
     clashes = clashes_of([(chain.positions, chain.mask) for chain in predicted.assembly.chains])
-    interfaces = [_interface(name, split, comparison, mapping, names, clashes, pair) for pair in comparison.interfaces]
-    contacts = sum(one.contacts for one in interfaces)
-    fit = (metrics.rmsd, metrics.gdt_ts, metrics.tm_score) if alone else ()
     scores = StructureScores(
         name=name,
         split=split,
         residues=len(truth),
         resolved=comparison.resolved,
         plddt=float(predicted.plddt.mean()) if alone and predicted.plddt is not None else predicted.mean_plddt,
-        lddt_ca=comparison.lddt_ca(mapping.chains),
-        **{score.__name__: float(score(*comparison.alphas(mapping.chains))) for score in fit},  # type: ignore[arg-type]
+        lddt_ca=comparison.lddt_ca(chosen),
+        rmsd=float(metrics.rmsd(*alphas)) if alone else None,
+        gdt_ts=float(metrics.gdt_ts(*alphas)) if alone else None,
+        tm_score=float(metrics.tm_score(*alphas)) if alone else None,
         chains=len(truth.chains),
         interfaces=len(interfaces),
-        dockq=comparison.dockq(mapping.chains) if interfaces else None,
-        fnat=sum(one.recovered for one in interfaces) / contacts if contacts else None,
-        interface_lddt_ca=comparison.interface_lddt_ca(mapping.chains),
+        dockq=comparison.dockq(chosen) if interfaces else None,
+        fnat=sum(one.recovered for one in interfaces) / sum(one.contacts for one in interfaces) if interfaces else None,
+        interface_lddt_ca=comparison.interface_lddt_ca(chosen),
         clashes=sum(clashes.values()),
         iptm=predicted.iptm,
         confidence=predicted.confidence,
-        missing=" ".join(true for true, ours in zip(truth.names, names, strict=True) if ours is None),
-        mapping=" ".join(f"{true}:{ours or '-'}" for true, ours in zip(truth.names, names, strict=True)),
+        missing=" ".join(true for true, ours in names if ours is None),
+        mapping=" ".join(f"{true}:{ours or '-'}" for true, ours in names),
         mapped_by=mapping.by,
     )
-    said = [*_remarks(comparison, mapping), *filter(None, [clash_line(clashes, predicted.assembly.names)])]
-    remarks = [f"{name}: {line}" for line in said]
-    return ScoredStructure(scores, interfaces, remarks, comparison, mapping.chains, predicted.plddt)
+    return ScoredStructure(scores, comparison, chosen, clashes, predicted.plddt)
 
 
 def _on_prediction(name: str, truth: Assembly, predicted: Assembly) -> Assembly:
@@ -218,53 +263,3 @@ def _difference(predicted: str, true: str) -> str:
         return f"{len(predicted)} residues against {len(true)}"
     position = next(n for n, (a, b) in enumerate(zip(predicted, true, strict=True)) if a != b)
     return f"residue {position + 1} is {predicted[position]} against {true[position]}"
-
-
-def _interface(
-    name: str,
-    split: str,
-    comparison: ComplexComparison,
-    mapping: ChainMapping,
-    names: Sequence[str | None],
-    clashes: Mapping[tuple[int, int], int],
-    pair: tuple[int, int],
-) -> InterfaceRow:
-    ours = sorted(chain for n in pair if (chain := mapping.chains[n]) is not None)
-    score = comparison.score(pair, mapping.chains)
-    first, second = (comparison.truth.names[n] for n in pair)
-    return InterfaceRow(
-        complex=name,
-        split=split,
-        first=first,
-        second=second,
-        predicted_first=names[pair[0]] or "",
-        predicted_second=names[pair[1]] or "",
-        contacts=score.contacts,
-        recovered=score.recovered,
-        fnat=score.fnat,
-        interface_rmsd=score.interface_rmsd if math.isfinite(score.interface_rmsd) else None,
-        ligand_rmsd=score.ligand_rmsd if math.isfinite(score.ligand_rmsd) else None,
-        dockq=score.dockq,
-        clashes=clashes.get((ours[0], ours[-1]), 0) if ours else 0,
-        lddt_ca=comparison.interface_lddt_ca(mapping.chains, pair),
-    )
-
-
-def _remarks(comparison: ComplexComparison, mapping: ChainMapping) -> Iterator[str]:
-    """Lines on chains that are missing, of another sequence, or not compared."""
-    truth, predicted = comparison.truth, comparison.predicted
-    for name, chain in zip(truth.names, mapping.chains, strict=True):
-        if chain is None:
-            yield f"chain {name} is missing in the prediction, and counts as wrong"
-    true_of = {chain: n for n, chain in enumerate(mapping.chains) if chain is not None}
-    for chain, (name, copies) in enumerate(zip(predicted.names, comparison.copies_of, strict=True)):
-        if copies is None:
-            yield f"chain {name} of the prediction has the sequence of no chain of the structure, and is left out"
-        elif chain not in true_of:
-            yield f"chain {name} of the prediction is one copy more than the structure has, and is left out"
-        elif predicted.chains[chain].sequence != (true := truth.chains[true_of[chain]]).sequence:
-            like = comparison.likeness(chain, true_of[chain])
-            yield (
-                f"chain {name} of the prediction has another sequence than chain {truth.names[true_of[chain]]}: "
-                f"{len(like.pairs)} of its {len(true)} residues are paired by {like.by}, {like.identity:.0%} identical"
-            )

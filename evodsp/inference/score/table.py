@@ -47,7 +47,7 @@ class StructureScores:
 
 
 COLUMNS = (
-    ("name", "name", "", "name of the structure, of a chain with that of the chain"),
+    ("name", "name", "", "name of the structure (chains: and of the chain)"),
     ("split", "split", "", "train: the model was trained on this structure; held-out: it was not"),
     ("residues", "residues", "d", "its residues"),
     ("resolved", "", "d", "those with a CA in the experiment, which are compared"),
