@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
@@ -79,9 +79,13 @@ def compare(
     """
     groups = possible(training, devices, sequence)
     smaller = [2**k for k in range(groups[0].bit_length()) if 2**k < groups[0]] if sequence is None else []
-    with _no_collection():
-        # PyTorch needs its compiler's module for shapes. Imported before the fork: each process would take a second for it.
-        importlib.import_module("torch._dynamo")
+    # No search for unreachable objects: this import makes half a million that stay, and the search takes a third of its time.
+    collects = gc.isenabled()
+    gc.disable()
+    # PyTorch needs its compiler's module for shapes. Imported before the fork: each process would take a second for it.
+    importlib.import_module("torch._dynamo")
+    if collects:
+        gc.enable()
     # The processes live for seconds: what they could collect is little.
     with ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=gc.disable) as pool:
         planned = Planned(training, device, links, auto, pool)
@@ -114,18 +118,6 @@ def _data_ranks(batch: int, most: int) -> int:
 def _fastest(estimates: Sequence[Estimate]) -> Estimate | None:
     """The fastest mesh that fits, of equally fast ones that of the smallest groups."""
     return min((one for one in estimates if one.fits), key=lambda one: (one.step_s, one.sequence), default=None)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No search for unreachable objects: an import makes half a million that stay, and the search takes a third of its time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _slower(estimates: Sequence[Estimate]) -> bool:
@@ -186,13 +178,9 @@ class Planned:
         least, most = LEAST_LAST, self._blocks - LEAST_FIRST
         if fits(most):  # as a rule
             return most
-        if not fits(least):
-            return None
-        most -= 1
-        while least < most:  # memory grows with the number of blocks that are kept
-            middle = (least + most + 1) // 2
-            least, most = (middle, most) if fits(middle) else (least, middle - 1)
-        return least
+        # Memory grows with the number of blocks that are kept.
+        fitting = bisect.bisect_left(range(least, most), True, key=lambda kept: not fits(kept))
+        return least + fitting - 1 if fitting else None
 
     def _traced(self, recomputed: Recomputed, data: int, sequence: int) -> TracedPass:
         program = self._pool.submit(traced, self._training, sequence, recomputed).result()

@@ -15,7 +15,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -24,6 +24,9 @@ from evodsp.parallel.ledger import Kind
 from evodsp.reading.quoting import quoted, shown
 from evodsp.reading.text_files import read_json
 from evodsp.reading.yaml_files import read_yaml
+
+if TYPE_CHECKING:
+    from evodsp.planner.trace import Operation
 
 _CALLED = {"str": "text", "int": "a whole number", "bool": "true or false"}
 
@@ -92,27 +95,26 @@ class Device:
             return 1.0
         return 1.0 + (self.crowding - 1.0) * (min(busy, self.gpus_per_node) - 1) / (self.gpus_per_node - 1)
 
-    def seconds(
-        self, name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False, logits: float = 0.0
-    ) -> float:
+    def seconds(self, work: Operation, tf32: bool = False) -> float:
         """Time of an operator on the device: the longest of its products, its logits and its memory traffic, and what its
-        launches take in which the device is not full.
+        launches take in which the device is not full. `tf32`: whether products of float32 are in TF32.
         """
-        if launches == 0:
+        if work.launches == 0:
             return 0.0
-        peak = self.tflops_half if half else self.tflops_tf32 if tf32 else self.tflops_single
-        share = self.attention_efficiency if "attention" in name else self.products_efficiency
-        computing = flops / (peak * share * 1e12)
-        if logits and half and self.attention_tlogits:
-            computing = logits / (self.attention_tlogits * 1e12)
-        moving = moved / (self.memory_gbps * self.memory_efficiency * 1e9)
-        small = max(flops / (peak * 1e12), moved / (self.memory_gbps * 1e9)) < SMALL_S * launches
-        return max(computing, moving) / (self.small_efficiency if small else 1.0) + launches * self.kernel_us * 1e-6
+        peak = self.tflops_half if work.half else self.tflops_tf32 if tf32 else self.tflops_single
+        share = self.attention_efficiency if "attention" in work.name else self.products_efficiency
+        computing = work.flops / (peak * share * 1e12)
+        if work.logits and work.half and self.attention_tlogits:
+            computing = work.logits / (self.attention_tlogits * 1e12)
+        moving = work.bytes / (self.memory_gbps * self.memory_efficiency * 1e9)
+        small = max(work.flops / (peak * 1e12), work.bytes / (self.memory_gbps * 1e9)) < SMALL_S * work.launches
+        full = max(computing, moving) / (self.small_efficiency if small else 1.0)
+        return full + work.launches * self.kernel_us * 1e-6
 
-    def operators(self, name: str, launches: int) -> float:
+    def operators(self, work: Operation) -> float:
         """The host's time for an operator, in units of `launch_us`."""
-        if self.own_us and self.launch_us and name.startswith("evodsp::"):
-            return launches * self.own_us / self.launch_us
+        if self.own_us and self.launch_us and work.name.startswith("evodsp::"):
+            return work.launches * self.own_us / self.launch_us
         return 1.0
 
     @property
@@ -179,11 +181,7 @@ class Links:
 
     def apart(self, kind: Kind, counted: int, ranks: int, stride: int) -> float:
         """Time of a collective of ranks that are `stride` devices apart, such as those of a data group."""
-        if ranks == 1:
-            return 0.0
         here = max(1, self.per_node // stride)  # of this group in a node
-        if ranks <= here:
-            return self.seconds(kind, counted, ranks)
         return Links(self.inside, self.across, here).seconds(kind, counted, ranks)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
 from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, computes_in_half, field_names, from_dict
@@ -22,16 +20,9 @@ _FEATURES = ("crop_size", "msa_clusters", "extra_msa", "max_templates", "recycle
 
 def training_of(settings: PlanConfig, on_gpu: bool = True) -> Training:
     """The training that is planned. Raises UserError if the config file cannot be read, or its sizes do not go together."""
-    with _wrong_types(settings):
-        return _training_of(settings, on_gpu)
-
-
-@contextmanager
-def _wrong_types(settings: PlanConfig) -> Iterator[None]:
-    """Turn what a text in place of a number raises into a UserError."""
     try:
-        yield
-    except (TypeError, ValueError) as error:
+        return _training_of(settings, on_gpu)
+    except (TypeError, ValueError) as error:  # of a text in place of a number
         raise UserError(
             f"--config {settings.config}: a value has the wrong type ({error}); 'evodsp fit --config {settings.config} "
             "--print_config' names it"
@@ -63,7 +54,7 @@ def _training_of(settings: PlanConfig, on_gpu: bool) -> Training:
     if residues is None:
         raise UserError("data.train.crop_size of the config is null; give --residues, the longest chain")
     clip = optimizer.get("clip", "sample") if _group(content, "trainer").get("gradient_clip_val", 0.1) else "none"
-    parallel = _parallel(settings, content)
+    parallel = from_dict(ParallelConfig, _group(content, "parallel"), "parallel")
     training = Training(
         model=_without_auto(model),
         loss=_losses(block, model),
@@ -76,8 +67,8 @@ def _training_of(settings: PlanConfig, on_gpu: bool) -> Training:
         ema=block.get("ema_decay", 0.999) is not None,
         half=_precision(settings, content) == "bf16-mixed",
         tf32=content.get("matmul_precision") == "high",
-        wire=parallel.wire,
-        parameters=parallel.parameters,
+        wire=settings.wire or parallel.wire,
+        parameters=settings.parameters or parallel.parameters,
         plan=from_dict(CommunicationPlan, _group(content, "plan"), "plan"),
         graphs=_graphs(settings, content),
         on_gpu=on_gpu,
@@ -93,14 +84,6 @@ def _graphs(settings: PlanConfig, content: dict[str, Any]) -> bool | None:
         return bool(settings.cuda_graphs)
     asked = content.get("cuda_graphs", "auto")
     return None if asked == "auto" else bool(asked)
-
-
-def _parallel(settings: PlanConfig, content: dict[str, Any]) -> ParallelConfig:
-    """Place of parameters and precision of collectives, by the options, or else by the config."""
-    block = from_dict(ParallelConfig, _group(content, "parallel"), "parallel")
-    return dataclasses.replace(
-        block, parameters=settings.parameters or block.parameters, wire=settings.wire or block.wire
-    )
 
 
 def _precision(settings: PlanConfig, content: dict[str, Any]) -> str:

@@ -245,7 +245,7 @@ def _fitted(device_of: Callable[[float], Device], work: list[Operation], taken: 
     for _ in range(30):  # the time falls with the share
         middle = round((low + high) / 2, 4)
         device = device_of(middle)
-        total = sum(device.seconds(w.name, w.flops, w.bytes, w.launches, w.half, logits=w.logits) for w in work)
+        total = sum(map(device.seconds, work))
         low, high = (middle, high) if total > taken else (low, middle)
     return device
 
@@ -267,16 +267,6 @@ def collectives(group: Group, x: Tensor, y: Tensor) -> dict[Kind, Callable[[], N
         return lambda: begin().wait()
 
     return {kind: whole(begin) for kind, begin in begun.items()}
-
-
-def after(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
-    """A call of both."""
-
-    def both() -> None:
-        first()
-        second()
-
-    return both
 
 
 def timed_collectives(
@@ -303,12 +293,17 @@ def timed_collectives(
 
         for kind, call in collectives(group, x, y).items():
             on_wire = 4 * numbers * (group.size - 1) / group.size * (2 if kind == "all-reduce" else 1)
+
+            def both(call: Callable[[], None] = call) -> None:
+                work()
+                call()
+
             # Between products, as in a model: a rank that computes notices late that something has arrived.
             dist.barrier()
-            alone = taken(work)
+            alone_s = taken(work)
             dist.barrier()
-            both = taken(after(work, call))
-            yield kind, on_wire, max(both - alone, 0.1 * both)
+            both_s = taken(both)
+            yield kind, on_wire, max(both_s - alone_s, 0.1 * both_s)
 
 
 def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None:

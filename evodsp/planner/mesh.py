@@ -13,13 +13,9 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParameterMode, WirePrecision
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, is_tight
-from evodsp.planner.program import PlannedStep, Program, SampleSizes
+from evodsp.planner.program import HALF, SINGLE, PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
 from evodsp.planner.simulate import Item, Span, Times, free_pass, replayed, segment, simulate, spans, whole
-from evodsp.planner.trace import Operation
-
-SINGLE, HALF = 4, 2
-"""Bytes of a number."""
 
 
 @dataclass(frozen=True)
@@ -166,15 +162,7 @@ class TracedPass:
     @classmethod
     def of(cls, program: Program, training: Training, device: Device, devices: int) -> TracedPass:
         """A pass with the times of `device`, where `devices` of them work at once."""
-        crowded = device.crowded(devices)
-
-        def seconds(work: Operation) -> float:
-            alone = device.seconds(
-                work.name, work.flops, work.bytes, work.launches, work.half, training.tf32, work.logits
-            )
-            return alone * crowded
-
-        return cls(program, spans(program.events, seconds, lambda work: device.operators(work.name, work.launches)))
+        return cls(program, spans(program.events, device, devices, training.tf32))
 
     @property
     def items(self) -> list[Item]:

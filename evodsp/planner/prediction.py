@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from evodsp.model.buckets import rounded_up, worth_recording
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
-from evodsp.planner.program import MADE_ONCE, PlannedStep, Program, SampleSizes
+from evodsp.planner.program import HALF, MADE_ONCE, SINGLE, PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow
 from evodsp.planner.simulate import Item, Span, Times, items_of, simulate
 from evodsp.planner.trace import Operation
@@ -30,8 +31,6 @@ from evodsp.planner.trace import Operation
 GIB = 2**30
 FEWEST_CHAINS: Mapping[ArrangementName, int] = MappingProxyType({"monomer": 1, "multimer": 2})
 """Chains of a prediction of which only the number of residues is known. More of them take little more time."""
-SINGLE, HALF = 4, 2
-"""Bytes of a number in fp32 and in bf16."""
 WORKING_SHARE = 32
 """On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
 WORKING_CPU = 256 << 20
@@ -237,21 +236,12 @@ def prediction_times(
     """Times of one pass. `links`: between the ranks. Follows the pass once for each kind of feature set. `launched`: also of a
     prediction whose passes are replayed.
     """
-    crowded = device.crowded(what.ranks)
-
-    def seconds(work: Operation) -> float:
-        return crowded * device.seconds(
-            work.name, work.flops, work.bytes, work.launches, work.half, what.tf32, work.logits
-        )
 
     def link(kind: Kind, counted: int) -> float:
         return links.seconds(kind, counted, what.ranks) if links is not None else 0.0
 
-    def operators(work: Operation) -> float:
-        return device.operators(work.name, work.launches)
-
     def times(sets: int) -> Times:
-        items = _mean_pass(items_of(_followed(what, sets, None), seconds, operators), what.passes)
+        items = _mean_pass(items_of(_followed(what, sets, None), device, what.ranks, what.tf32), what.passes)
         launch_s = 0.0 if what.recorded and not launched else device.launch_us * 1e-6
         return simulate(items, launch_s, link, device.overlaps)
 
@@ -292,37 +282,28 @@ def _followed(what: PlannedPrediction, sets: int, memory: int | None) -> Program
 def changes(what: PlannedPrediction, fits: Callable[[PlannedPrediction], bool]) -> list[str]:
     """Options of `evodsp predict` with which it fits, each by itself; if there is none, the ones that fit together; empty if
     nothing helps."""
-    single = list(_smaller(what))
-    found = [option for option, changed in single if fits(changed)]
+    single = dict(_smaller(what))
+    found = [option for option, changed in single.items() if fits(replace(what, **changed))]
     more = _more_ranks(what, fits)
     if found or more:
         return [*found, *more]
-    together = what
-    for option, changed in single:
-        if option == "--precision bf16":
-            together = replace(together, half=True)
-        elif option.startswith("--working_memory"):
-            together = replace(together, memory=changed.memory)
-        elif option.startswith("--cuda_graphs"):
-            together = replace(together, graphs=False)
-        else:
-            together = replace(together, sizes=changed.sizes)
-    options = " ".join(option for option, _ in single)
+    together = replace(what, **{name: value for changed in single.values() for name, value in changed.items()})
+    options = " ".join(single)
     if options and fits(together):
         return [options]
     return [f"{options} {option}".strip() for option in _more_ranks(together, fits)]
 
 
-def _smaller(what: PlannedPrediction) -> Iterator[tuple[str, PlannedPrediction]]:
-    """Options that need less memory, and the prediction with each."""
+def _smaller(what: PlannedPrediction) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Options that need less memory, and what each changes in the prediction."""
     if what.recorded:
-        yield "--cuda_graphs false", replace(what, graphs=False)
+        yield "--cuda_graphs false", {"graphs": False}
     if not what.half:
-        yield "--precision bf16", replace(what, half=True)
+        yield "--precision bf16", {"half": True}
     if what.memory is None or what.memory > _SMALL_WORKING:
-        yield "--working_memory 64MiB", replace(what, memory=_SMALL_WORKING)
+        yield "--working_memory 64MiB", {"memory": _SMALL_WORKING}
     if what.sizes.extra > _FEW_ROWS:
-        yield f"--extra_msa {_FEW_ROWS}", replace(what, sizes=replace(what.sizes, extra=_FEW_ROWS))
+        yield f"--extra_msa {_FEW_ROWS}", {"sizes": replace(what.sizes, extra=_FEW_ROWS)}
 
 
 def _more_ranks(what: PlannedPrediction, fits: Callable[[PlannedPrediction], bool]) -> list[str]:

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from evodsp.errors import UserError
 from evodsp.planner.device import is_tight
 from evodsp.planner.prediction import GIB, Machine, PlannedPrediction, PredictionNeeds, prediction_needs
-from evodsp.planner.report import TIGHT, add_memory, aligned
+from evodsp.planner.report import TIGHT, add_memory, add_parts, aligned, by_ranks
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted
 from evodsp.report.charts import Series, lines
@@ -127,11 +127,8 @@ def add_plan(made: Page, found: PredictionPlan) -> None:
         hourly = [found.hourly(share) for share in found.shares]
         made.charts(
             {
-                "Seconds of a structure": lines(
-                    [Series("seconds", x, [seconds(share) for share in found.shares])],
-                    "ranks of a structure",
-                    "seconds",
-                    "zero",
+                "Seconds of a structure": by_ranks(
+                    x, "ranks of a structure", [seconds(share) for share in found.shares], "seconds"
                 ),
                 "Structures an hour on all devices": lines(
                     [Series("structures", x, hourly)], "ranks of a structure", "structures an hour", "zero"
@@ -139,14 +136,7 @@ def add_plan(made: Page, found: PredictionPlan) -> None:
             }
         )
     shown = found.fastest or found.shares[-1]
-    made.heading(f"Where a pass goes on {shown.what.ranks} ranks")
-    times = one_pass(shown)
-    places = sorted(times.by_part.items(), key=lambda item: -item[1])
-    made.table(
-        ["part", "milliseconds, with waits", "share"],
-        [[part, f"{took * 1e3:.1f}", f"{took / times.total:.0%}"] for part, took in places if took > 0],
-        numbers=("milliseconds, with waits", "share"),
-    )
+    add_parts(made, f"Where a pass goes on {shown.what.ranks} ranks", one_pass(shown))
 
 
 def _rows(found: PredictionPlan) -> Sequence[tuple[str, ...]]:

@@ -53,6 +53,8 @@ half of block k."""
 MADE_ONCE: Segment = ("template_torsions", 0)
 """The place of the templates' torsion angles, which are made once a sample, not in each pass."""
 
+SINGLE, HALF = 4, 2
+"""Bytes of a number in fp32 and in bf16."""
 LEAST_FIRST, LEAST_LAST = 4, 3
 """Blocks of a reduced stack that recomputes more of its first blocks than of its last ones."""
 
@@ -136,16 +138,19 @@ def program(step: PlannedStep) -> Program:
         if step.half:
             _cast(model)
     with on_cpu, torch.device("meta" if step.on_gpu else "cpu"):
-        _prepare(model, step)
+        if step.on_gpu:
+            use_kernels(model, Kernels.of(triton))
+        else:
+            model.to_empty(device="cpu")
         batch = sample_batch(step)
     ledger = Ledger()
     if step.ranks > 1:
-        group = ImaginedGroup(step.rank, step.ranks, recorder.began, recorder.waited, ledger)
+        group = ImaginedGroup(step.rank, step.ranks, recorder, ledger)
         wire = torch.bfloat16 if step.wire == "bf16" else None
         use_exchange(model, ShardedExchange(group, dtype=wire), step.plan)
     n, memory = step.sizes, step.memory
     if step.ranks == 1:
-        memory = model.memory_limit(memory, 2 if step.half else 4, n.residues, n.clusters, n.extra, n.templates)
+        memory = model.memory_limit(memory, HALF if step.half else SINGLE, n.residues, n.clusters, n.extra, n.templates)
     use_memory(model, memory, step.samples)
     _name_places(model, recorder)
     draws = [Draws.root(0)] if step.loss is not None else []
@@ -243,14 +248,6 @@ def _cast(model: AlphaFold) -> None:
             module.to(torch.bfloat16)
 
 
-def _prepare(model: AlphaFold, step: PlannedStep) -> None:
-    """Give the model the device and the operators of the step."""
-    if step.on_gpu:
-        use_kernels(model, Kernels.of(triton))
-    else:
-        model.to_empty(device="cpu")
-
-
 _TRAILING: dict[str, tuple[int, ...]] = {
     "atom14_atom_exists": (14,), "atom37_atom_exists": (37,), "residx_atom14_to_atom37": (14,),
     "residx_atom37_to_atom14": (37,), "template_all_atom_positions": (37, 3), "template_all_atom_masks": (37,),
@@ -279,19 +276,15 @@ def sample_batch(step: PlannedStep, make: Callable[..., Tensor] = torch.empty) -
         batch[name] = make(shape, dtype=dtype)
     if step.loss is None:
         return batch
-    for name, (sizes, dtype) in _labels().items():
+    for name, label in _LABELS.items():
         if name not in batch:
-            batch[name] = make((1, n.residues, *sizes), dtype=dtype)
+            batch[name] = make((1, n.residues, *label.shape[1:]), dtype=label.dtype)
     batch |= {name: make((1,)) for name in ("resolution", "use_clamped_fape")}
     return batch | {name: make((1, size), dtype=torch.int64) for name, size in listed_sizes(n.residues).items()}
 
 
-def _labels() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The trailing axes and the types of the labels of a structure."""
-    return {name: (tuple(x.shape[1:]), x.dtype) for name, x in _LABELS.items()}
-
-
 _LABELS = structure_labels(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 37, 3), torch.zeros(2, 37))
+"""The labels of a structure, of two residues: their trailing axes and types are those of any."""
 
 
 def _name_places(model: AlphaFold, recorder: ProgramRecorder) -> None:

@@ -6,10 +6,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from markupsafe import Markup
+
 from evodsp.planner.choose import Comparison
 from evodsp.planner.device import MARGIN
 from evodsp.planner.mesh import Estimate
-from evodsp.planner.simulate import Interval
+from evodsp.planner.simulate import Times
 from evodsp.printing import counted
 from evodsp.report.charts import Level, Series, lines, stacked, timeline
 from evodsp.report.page import Page
@@ -164,33 +166,39 @@ def page(compared: Comparison, gpus: int) -> Page:
         x = [one.sequence for one in compared.estimates]
         made.charts(
             {
-                "Efficiency of a device": lines(
-                    [Series("efficiency", x, [compared.efficiency(one) for one in compared.estimates])],
-                    "ranks of a sample",
-                    "efficiency",
-                    "zero",
+                "Efficiency of a device": by_ranks(
+                    x, "ranks of a sample", [compared.efficiency(one) for one in compared.estimates], "efficiency"
                 ),
-                "Seconds of a sample": lines(
-                    [Series("seconds", x, [one.sample_s for one in compared.estimates])],
-                    "ranks of a sample",
-                    "seconds",
-                    "zero",
+                "Seconds of a sample": by_ranks(
+                    x, "ranks of a sample", [one.sample_s for one in compared.estimates], "seconds"
                 ),
             }
         )
-    made.heading(f"Where a pass goes, {shown.data} x {shown.sequence}")
-    parts = sorted(shown.one.by_part.items(), key=lambda item: -item[1])
-    made.table(
-        ["part", "milliseconds, with waits", "share"],
-        [[part, f"{seconds * 1e3:.1f}", f"{seconds / shown.one.total:.0%}"] for part, seconds in parts if seconds > 0],
-        numbers=("milliseconds, with waits", "share"),
-    )
-    lanes = _lanes(shown.block.intervals)
+    add_parts(made, f"Where a pass goes, {shown.data} x {shown.sequence}", shown.one)
+    lanes: dict[str, list[tuple[float, float, str]]] = {"device": [], "link": []}
+    for interval in shown.block.intervals:
+        lanes["device" if interval[2] == "compute" else "link"].append(interval)
     if lanes["link"]:  # a device that never waits is one bar
         made.heading("One Evoformer block, forward pass")
         made.note("Above: what the device computes; where it waits there is a gap. Below: what the link carries.")
         made.wide_chart("Time line, microseconds", timeline(lanes, "time line of an Evoformer block"))
     return made
+
+
+def by_ranks(ranks: Sequence[int], x_label: str, values: Sequence[float], y_label: str) -> Markup:
+    """A chart of one number of each mesh."""
+    return lines([Series(y_label, ranks, values)], x_label, y_label, "zero")
+
+
+def add_parts(made: Page, heading: str, times: Times) -> None:
+    """The time that passes in each part of the model, the longest first."""
+    made.heading(heading)
+    parts = sorted(times.by_part.items(), key=lambda item: -item[1])
+    made.table(
+        ["part", "milliseconds, with waits", "share"],
+        [[part, f"{seconds * 1e3:.1f}", f"{seconds / times.total:.0%}"] for part, seconds in parts if seconds > 0],
+        numbers=("milliseconds, with waits", "share"),
+    )
 
 
 def add_memory(made: Page, labels: Sequence[str], memory: Mapping[str, Sequence[float]], limit: float) -> None:
@@ -202,15 +210,6 @@ def add_memory(made: Page, labels: Sequence[str], memory: Mapping[str, Sequence[
     else:
         made.charts({title: stacked(labels, memory, Level("usable", limit))})
         made.legend(list(memory))
-
-
-def _lanes(intervals: Sequence[Interval]) -> dict[str, list[tuple[float, float, str]]]:
-    """What the device computes and what the link carries, in seconds."""
-    lanes: dict[str, list[tuple[float, float, str]]] = {"device": [], "link": []}
-    for one in intervals:
-        if one.what != "wait":
-            lanes["device" if one.what == "compute" else "link"].append((one.begin, one.end, one.what))
-    return lanes
 
 
 def _row(one: Estimate, compared: Comparison) -> list[str]:

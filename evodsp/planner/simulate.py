@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from evodsp.parallel.ledger import Kind, Phase
+from evodsp.planner.device import Device
 from evodsp.planner.program import MADE_ONCE, Program, Repeat
-from evodsp.planner.trace import Event, Operation, Segment, Send
+from evodsp.planner.trace import Communication, Event, Operation, Segment, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,43 +41,15 @@ class Span:
     """Bytes held before, at most, and after."""
 
 
-@dataclass(frozen=True, slots=True)
-class Communication:
-    """A collective begins."""
-
-    place: Segment
-    phase: Phase
-    number: int
-    kind: Kind
-    bytes: int
-    operators: int = 1
-    """1 if the host launches it, 0 if a CUDA graph does."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The result of a collective is awaited."""
-
-    place: Segment
-    phase: Phase
-    number: int
-
-
 Item = Span | Communication | Wait
 
 
-def one(work: Operation) -> float:
-    """The host's time for an operator that is like every other."""
-    return 1.0
-
-
-def spans(
-    events: Iterable[Event], seconds: Callable[[Operation], float], operators: Callable[[Operation], float] = one
-) -> list[Item]:
+def spans(events: Iterable[Event], device: Device, busy: int = 1, tf32: bool = False) -> list[Item]:
     """Merge consecutive operators of one place into one `Span`; collectives separate spans.
 
-    `seconds`: time of an operator on the device. `operators`: the host's time for it, in units of that for one of torch's.
+    The times are those of `device`, of which `busy` work at once. `tf32`: whether products of float32 are in TF32.
     """
+    crowded = device.crowded(busy)
     items: list[Item] = []
     run: list[Operation] = []
     held = 0
@@ -88,9 +61,9 @@ def spans(
                 Span(
                     run[0].place,
                     run[0].phase,
-                    sum(operators(work) for work in run),
+                    sum(device.operators(work) for work in run),
                     sum(work.launches for work in run),
-                    sum(seconds(work) for work in run),
+                    sum(crowded * device.seconds(work, tf32) for work in run),
                     sum(work.flops for work in run),
                     sum(work.bytes for work in run),
                     held,
@@ -106,12 +79,9 @@ def spans(
             if run and (run[-1].place, run[-1].phase) != (event.place, event.phase):
                 close()
             run.append(event)
-            continue
-        close()
-        if isinstance(event, Send):
-            items.append(Communication(event.place, event.phase, event.number, event.begun.kind, event.begun.bytes))
         else:
-            items.append(Wait(event.place, event.phase, event.number))
+            close()
+            items.append(event)
     close()
     return items
 
@@ -182,11 +152,9 @@ def segment(items: list[Item], place: Segment, forward: bool = True) -> list[Ite
     return [] if run is None else items[slice(*run)]
 
 
-def items_of(
-    program: Program, seconds: Callable[[Operation], float], operators: Callable[[Operation], float] = one
-) -> list[Item]:
-    """The items of the whole step of `program`."""
-    return whole(spans(program.events, seconds, operators), program.repeats)
+def items_of(program: Program, device: Device, busy: int = 1, tf32: bool = False) -> list[Item]:
+    """The items of the whole step of `program`, with times as in `spans`."""
+    return whole(spans(program.events, device, busy, tf32), program.repeats)
 
 
 def free_pass(items: Iterable[Item]) -> Iterator[Item]:
@@ -204,18 +172,6 @@ def replayed(items: Iterable[Item]) -> Iterator[Item]:
         if not isinstance(item, Wait) and item.place[0] in RECORDED:
             item = dataclasses.replace(item, operators=0)
         yield item
-
-
-@dataclass
-class Interval:
-    """What the device or the link does for a while."""
-
-    place: Segment
-    phase: Phase
-    what: str
-    """`compute`, `wait`, or the kind of a collective."""
-    begin: float
-    end: float
 
 
 @dataclass
@@ -240,7 +196,8 @@ class Times:
     """Seconds that pass in each part of the model."""
     by_kind: dict[str, int] = field(default_factory=dict)
     """Bytes by kind of collective."""
-    intervals: list[Interval] = field(default_factory=list)
+    intervals: list[tuple[float, float, str]] = field(default_factory=list)
+    """What the device or the link does for a while: begin, end, and `compute` or the kind of a collective."""
 
 
 def simulate(
@@ -272,7 +229,7 @@ def simulate(
             times.launches += item.launches
             times.flops += item.flops
             if keep_intervals:
-                times.intervals.append(Interval(item.place, item.phase, "compute", start, device))
+                times.intervals.append((start, device, "compute"))
         elif isinstance(item, Communication):
             seconds = link(item.kind, item.bytes)
             host += item.operators * launch_s
@@ -287,14 +244,12 @@ def simulate(
             times.bytes += item.bytes
             kinds[item.kind] += item.bytes
             if keep_intervals:
-                times.intervals.append(Interval(item.place, item.phase, item.kind, start, wire))
+                times.intervals.append((start, wire, item.kind))
         elif isinstance(item, Wait):
             ready = arrival.pop(item.number, 0.0)
             now = max(device, host)
             if ready > now:
                 times.exposed += ready - now
-                if keep_intervals:
-                    times.intervals.append(Interval(item.place, item.phase, "wait", now, ready))
                 device = ready
         parts[item.place[0]] += max(host, device) - began  # type: ignore[assignment]
     times.total = max(host, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +27,6 @@ Segment = tuple[str, int]
 """A part of the model, and the number of the segment of a stack (0 for other parts)."""
 
 OUTSIDE: Segment = ("other", 0)
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A collective that begins."""
-
-    kind: Kind
-    bytes: int
-    """Bytes as the ledger counts them."""
 
 
 @dataclass(slots=True)
@@ -58,28 +49,30 @@ class Operation:
     """Logits of attention by own kernels. A backward pass counts as many logits as a forward pass computes in the same time."""
 
 
-@dataclass(slots=True)
-class Send:
+@dataclass(frozen=True, slots=True)
+class Communication:
     """A collective begins."""
 
     place: Segment
     phase: Phase
     number: int
-    begun: Begun
-    live: int
+    kind: Kind
+    bytes: int
+    """Bytes as the ledger counts them."""
+    operators: int = 1
+    """1 if the host launches it, 0 if a CUDA graph does."""
 
 
-@dataclass(slots=True)
-class Await:
-    """The result of collective `number` is awaited."""
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The result of a collective is awaited."""
 
     place: Segment
     phase: Phase
     number: int
-    live: int
 
 
-Event = Operation | Send | Await
+Event = Operation | Communication | Wait
 
 
 _SMALL = 1 << 16
@@ -161,17 +154,15 @@ class ProgramRecorder(TorchDispatchMode):
         self._places.pop()
         self._mark()
 
-    def began(self, begun: Begun) -> int:
-        """A collective begins. Returns its number."""
+    def began(self, kind: Kind, counted: int) -> int:
+        """A collective of `counted` bytes begins. Returns its number."""
         self._collectives += 1
-        place, phase = self._where()
-        self.events.append(Send(place, phase, self._collectives, begun, self._memory.bytes))
+        self.events.append(Communication(*self._where(), self._collectives, kind, counted))
         return self._collectives
 
     def waited(self, number: int) -> None:
         """The result of a collective is awaited."""
-        place, phase = self._where()
-        self.events.append(Await(place, phase, number, self._memory.bytes))
+        self.events.append(Wait(*self._where(), number))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -207,11 +198,6 @@ class ProgramRecorder(TorchDispatchMode):
             Operation(place, phase, name, flops, moved, launches, half, self._memory.bytes, logits_of(name, args))
         )
         return out
-
-    @property
-    def live(self) -> int:
-        """Bytes that the program has made and still holds."""
-        return self._memory.bytes
 
     def _report(self, name: str, args: tuple[Any, ...]) -> tuple[int, int]:
         """Launches and bytes of an own operator. They are remembered, because equal blocks ask for the same."""
@@ -251,27 +237,19 @@ class ProgramRecorder(TorchDispatchMode):
 class Arrival:
     """A collective whose result can be awaited."""
 
-    def __init__(self, number: int, waited: Callable[[int], None]) -> None:
-        self._number, self._waited = number, waited
+    def __init__(self, number: int, recorder: ProgramRecorder) -> None:
+        self._number, self._recorder = number, recorder
 
     def wait(self) -> None:
-        self._waited(self._number)
+        self._recorder.waited(self._number)
 
 
 class ImaginedGroup(Place):
     """Rank `rank` of `size`, for tensors without numbers. The exchange and the collectives that use it are the real ones."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        began: Callable[[Begun], int],
-        waited: Callable[[int], None],
-        ledger: Ledger | None = None,
-    ) -> None:
-        """`began` is told of each collective and numbers it; `waited` is told when its result is awaited."""
+    def __init__(self, rank: int, size: int, recorder: ProgramRecorder, ledger: Ledger) -> None:
         super().__init__(rank, size, ledger)
-        self._began, self._waited = began, waited
+        self._recorder = recorder
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
         return self._begin("all-to-all", sent)
@@ -291,9 +269,9 @@ class ImaginedGroup(Place):
     def reduce(self, x: Tensor, root: int) -> Any:
         return self._begin("reduce", x)
 
-    def begin(self, what: Begun) -> Arrival:
-        """Tell of a collective."""
-        return Arrival(self._began(what), self._waited)
+    def begin(self, kind: Kind, counted: int) -> Arrival:
+        """Write down a collective of `counted` bytes."""
+        return Arrival(self._recorder.began(kind, counted), self._recorder)
 
     def _begin(self, kind: Kind, buffer: Tensor, times: int = 1) -> Arrival:
-        return self.begin(Begun(kind, times * buffer.numel() * buffer.element_size()))
+        return self.begin(kind, times * buffer.numel() * buffer.element_size())

@@ -108,11 +108,9 @@ class RecordingExchange(ShardedExchange):
 
     def _launched(self, x: Tensor, collective: Collective, exact: bool) -> Pending:
         shape = collective.result_shape(x.shape)
-        self._record(collective.kind, collective.volume(x.shape), collective.transpose().volume(shape))
+        counted, backward = collective.volume(x.shape), collective.transpose().volume(shape)
+        self.calls.append(CollectiveCall(self.layer or "", collective.kind, counted, backward))
         return Ready(x.new_empty(shape))
-
-    def _record(self, kind: Kind, elements: int, backward: int) -> None:
-        self.calls.append(CollectiveCall(self.layer or "", kind, elements, backward))
 
     def _named(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
         """`call`, whose collectives are those of the sub-layer `name`."""

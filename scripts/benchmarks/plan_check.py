@@ -54,13 +54,7 @@ def cases() -> dict[str, PlannedStep]:
 
 def predicted(step: PlannedStep, ranks: int, device: Device, links: Links) -> float:
     """Seconds by the planner."""
-    crowded = device.crowded(ranks)
-    items = items_of(
-        program(dataclasses.replace(step, ranks=ranks)),
-        lambda work: (
-            crowded * device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, logits=work.logits)
-        ),
-    )
+    items = items_of(program(dataclasses.replace(step, ranks=ranks)), device, ranks)
     link = links.seconds
     return simulate(items, 0.0, lambda kind, counted: link(kind, counted, ranks), device.overlaps).total
 

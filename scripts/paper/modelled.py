@@ -19,7 +19,6 @@ from evodsp.errors import UserError
 from evodsp.parallel.ledger import Kind
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.simulate import Times, simulate, spans
-from evodsp.planner.trace import Operation
 
 from .counting import BYTES, CLAIMS, of_one_collective
 from .experiments import Case, cases
@@ -118,11 +117,7 @@ def row_of(case: Case, device: Device, links: Links) -> Row:
 
 def timed(found: Followed, ranks: int, device: Device, links: Links) -> Times:
     """The program on the device, with its collectives on the links."""
-
-    def seconds(work: Operation) -> float:
-        return device.seconds(work.name, work.flops, work.bytes, work.launches, work.half, logits=work.logits)
-
-    return simulate(spans(found.events, seconds), 1e-6 * device.launch_us, link_of(links, ranks), device.overlaps)
+    return simulate(spans(found.events, device), 1e-6 * device.launch_us, link_of(links, ranks), device.overlaps)
 
 
 def link_of(links: Links, ranks: int) -> Callable[[Kind, int], float]:

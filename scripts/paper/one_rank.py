@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.parallel.ledger import Entry, Ledger
-from evodsp.planner.trace import Begun, Event, ImaginedGroup, Operation, ProgramRecorder
+from evodsp.planner.trace import Event, ImaginedGroup, Operation, ProgramRecorder
 from scripts.benchmarks.fake_ranks import fake_group
 from scripts.benchmarks.peak_memory import PeakMemory
 
@@ -91,15 +91,15 @@ class ImaginedRing(ImaginedGroup, RingGroup):
 
     def pass_on(self, received: Sequence[Tensor], sent: Sequence[Tensor], first_tag: int = 0) -> list[Any]:
         size = sum(tensor.numel() * tensor.element_size() for tensor in sent)
-        return [self.begin(Begun("send-receive", size))]
+        return [self.begin("send-receive", size)]
 
 
 class ImaginedGroups(Groups):
     """The first rank's place, for the layers and for the model's ends."""
 
     def __init__(self, ranks: int, recorder: ProgramRecorder) -> None:
-        self.layers = ImaginedRing(0, ranks, recorder.began, recorder.waited, Ledger())
-        self.ends = ImaginedGroup(0, ranks, recorder.began, recorder.waited, Ledger())
+        self.layers = ImaginedRing(0, ranks, recorder, Ledger())
+        self.ends = ImaginedGroup(0, ranks, recorder, Ledger())
 
 
 def follow(method: str, workload: Workload, ranks: int, training: bool = True) -> Followed:

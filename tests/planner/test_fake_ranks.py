@@ -17,8 +17,10 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.ledger import Ledger
+from evodsp.planner.device import load_device
 from evodsp.planner.program import PlannedStep, SampleSizes, program, sample_batch
-from evodsp.planner.simulate import Communication, items_of
+from evodsp.planner.simulate import items_of
+from evodsp.planner.trace import Communication
 from evodsp.rng import Draws
 from scripts.benchmarks.fake_ranks import fake_group
 
@@ -68,7 +70,7 @@ def on_fake_ranks(step: PlannedStep) -> Counter[tuple[bool, str, int]]:
 def test_collectives_are_those_of_the_whole_model(ranks: int, rank: int, recomputed: bool | int) -> None:
     """Catches a segment that is repeated once too often, and a number of ranks at which the planner cuts other shards."""
     step = PlannedStep(model_of(5 if recomputed is True else 9, recomputed), SIZES, LOSS, ranks, rank, half=False)
-    items = items_of(program(step), lambda _: 0.0)
+    items = items_of(program(step), load_device("h100"))
     planned = Counter(
         (item.phase == "forward", item.kind, item.bytes) for item in items if isinstance(item, Communication)
     )

@@ -16,8 +16,8 @@ from evodsp.planner.device import Device, Link, Links, load_device, load_link, n
 from evodsp.planner.measure import with_shares
 from evodsp.planner.operator_costs import logits_of
 from evodsp.planner.program import Repeat
-from evodsp.planner.simulate import Communication, Item, Span, Wait, replayed, simulate, spans, whole
-from evodsp.planner.trace import Operation
+from evodsp.planner.simulate import Item, Span, replayed, simulate, spans, whole
+from evodsp.planner.trace import Communication, Operation, Wait
 
 PLACE = ("evoformer", 1)
 LINK = Link("test", dict.fromkeys(load_link("nvlink4").start_us, 10.0), [[1e3, 1.0], [1e6, 2.0]], 0.5)
@@ -35,6 +35,12 @@ def send(number: int, place: tuple[str, int] = PLACE, kind: Kind = "all-gather")
 
 def wait(number: int, place: tuple[str, int] = PLACE) -> Wait:
     return Wait(place, "forward", number)
+
+
+def operation(
+    name: str, moved: int, launches: int = 1, flops: int = 0, half: bool = True, logits: float = 0.0
+) -> Operation:
+    return Operation(PLACE, "forward", name, flops, moved, launches, half, 0, logits)
 
 
 def three_seconds(kind: Kind, counted: int) -> float:
@@ -114,28 +120,29 @@ def test_an_operator_takes_the_longer_of_its_products_and_its_traffic() -> None:
     """Catches peaks of another precision, launches that take no time, and operators that take none."""
     device = load_device("h100")
 
-    def more(name: str, flops: int, moved: int, launches: int, **precision: bool) -> float:
+    def more(name: str, flops: int, moved: int, launches: int, half: bool, tf32: bool = False) -> float:
         """The seconds beside those of the launches, of 3 us each."""
-        return device.seconds(name, flops, moved, launches, **precision) - 3e-6 * launches
+        return device.seconds(operation(name, moved, launches, flops, half), tf32) - 3e-6 * launches
 
     assert more("mm", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.6))
     assert more("mm", 10**12, 8, 4, half=False) == pytest.approx(1 / (67 * 0.6))
     assert more("mm", 10**12, 8, 1, half=False, tf32=True) == pytest.approx(1 / (494 * 0.6))
     assert more("evodsp::attention", 10**12, 8, 1, half=True) == pytest.approx(1 / (989 * 0.45))
     assert more("add", 0, 10**9, 1, half=True) == pytest.approx(1 / (3350 * 0.7))
-    assert device.seconds("add", 0, 8, 3, half=True) == pytest.approx(9e-6, rel=1e-3)
-    assert device.seconds("view", 0, 0, 0, half=True) == 0.0
+    assert device.seconds(operation("add", 8, 3)) == pytest.approx(9e-6, rel=1e-3)
+    assert device.seconds(operation("view", 0, 0)) == 0.0
 
 
 def test_attention_of_a_gpu_takes_the_time_of_its_logits() -> None:
     """Catches narrow heads that are planned as faster than wide ones: an H200 needed the same time for 8 channels as for 32."""
     device = replace(load_device("h200"), kernel_us=0.0)
     for flops in (10**12, 4 * 10**12):
-        taken = device.seconds("evodsp::attention", flops, 8, 1, half=True, logits=2e9)
+        taken = device.seconds(operation("evodsp::attention", 8, 1, flops, logits=2e9))
         assert taken == pytest.approx(2e-3)
-    assert device.seconds("evodsp::attention", 10**12, 8, 1, half=False, logits=2e9) == pytest.approx(1 / (67 * 0.45))
-    slow = replace(device, attention_tlogits=0.0)
-    assert slow.seconds("evodsp::attention", 10**12, 8, 1, half=True, logits=2e9) == pytest.approx(1 / (989 * 0.45))
+    single = operation("evodsp::attention", 8, 1, 10**12, half=False, logits=2e9)
+    assert device.seconds(single) == pytest.approx(1 / (67 * 0.45))
+    half, slow = replace(single, half=True), replace(device, attention_tlogits=0.0)
+    assert slow.seconds(half) == pytest.approx(1 / (989 * 0.45))
     backward = logits_of("evodsp::attention_backward", (None, torch.empty(1, 3, 5, 4, 2, 8, device="meta")))
     assert backward == pytest.approx(3.4 * 3 * 2 * 5 * 5)
 
@@ -215,10 +222,6 @@ def test_the_host_launches_collectives_too() -> None:
     )
 
 
-def operation(name: str, moved: int, launches: int = 1) -> Operation:
-    return Operation(PLACE, "forward", name, 0, moved, launches, True, 0)
-
-
 def test_the_host_launches_own_kernels_sooner_than_torchs_operators() -> None:
     """Catches one time for all operators, grids of an own operator that cost nothing, and a file of an earlier version that is
     refused or planned otherwise than before."""
@@ -226,8 +229,7 @@ def test_the_host_launches_own_kernels_sooner_than_torchs_operators() -> None:
     events = [operation("add", 8), operation("evodsp::gate", 8), operation("evodsp::attention_backward", 8, launches=4)]
 
     def host(of: Device) -> float:
-        items = spans(events, lambda work: 0.0, lambda work: of.operators(work.name, work.launches))
-        return simulate(items, of.launch_us * 1e-6, three_seconds).host
+        return simulate(spans(events, of), of.launch_us * 1e-6, three_seconds).host
 
     assert host(device) == pytest.approx(100e-6)
     earlier = {name: value for name, value in asdict(device).items() if name not in ("own_us", "small_efficiency")}
@@ -241,7 +243,7 @@ def test_two_blocks_tell_two_shares() -> None:
     many = [operation("add", 10**9)] * 90 + [operation("add", 10**7)]
 
     def taken(works: list[Operation]) -> float:
-        return sum(device.seconds(work.name, work.flops, work.bytes, work.launches, work.half) for work in works)
+        return sum(map(device.seconds, works))
 
     start = replace(device, memory_efficiency=0.3, small_efficiency=1.0)
     found = with_shares(start, (few, taken(few)), (many, taken(many)))

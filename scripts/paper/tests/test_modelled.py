@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from evodsp.planner.device import Links, load_device, load_link
-from evodsp.planner.trace import Operation, Send
+from evodsp.planner.trace import Communication, Operation
 from scripts.paper import modelled
 from scripts.paper.counting import CLAIMS
 from scripts.paper.experiments import Case
@@ -32,7 +32,7 @@ def test_the_program_is_the_one_that_is_counted(method: str) -> None:
     assert found.parameters == counted.parameters
     # The planner leaves out tensors below 64 KiB, such as parameters in the backward pass.
     assert 0.9 * counted.peak < found.peak <= counted.peak
-    sent = [event for event in found.events if isinstance(event, Send)]
+    sent = [event for event in found.events if isinstance(event, Communication)]
     hops = 3 + 3 + 7  # of a layer's keys and values: forward, again, and backward with those of the gradients
     layers = larger.config.layers
     calls = {"ring": hops * layers}.get(method, len(counted.layers))
