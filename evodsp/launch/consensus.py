@@ -145,8 +145,6 @@ def tensors_from_first(
 
 def check_same(what: str, text: str, group: Group | None) -> None:
     """Raise UserError on every rank if the ranks hold different texts. `what`: a name for the text, such as 'command lines'."""
-    if group is None:
-        return
     texts = all_of(text, group)
     most_common, _ = Counter(texts).most_common(1)[0]
     if others := [rank for rank, text in enumerate(texts) if text != most_common]:

@@ -65,14 +65,8 @@ def launch(ranks: int, words: list[str]) -> int:
     """
     # Created here, so that it outlives every rank and uses a port that is certainly free.
     store = local_store()
-    with _signals_noted() as asked:
-        return _run(ranks, words, store.port, asked)
-
-
-def _run(ranks: int, words: list[str], port: int, asked: list[int]) -> int:
-    """Start all ranks, wait for their end, and return the exit code of the run. `asked`: signals to end them."""
-    with ExitStack() as stack:
-        started = [_start(number, ranks, port, words, stack) for number in range(ranks)]
+    with _signals_noted() as asked, ExitStack() as stack:
+        started = [_start(number, ranks, store.port, words, stack) for number in range(ranks)]
         try:
             first = _first_failure(started, asked)
         except KeyboardInterrupt:

@@ -68,7 +68,10 @@ def start(
         return
     here = place()
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    device = _take_gpu(here) if backend == "nccl" else None
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", gpu_number(here))
+        torch.cuda.set_device(device)
     try:
         # Two clients, because the watch reads the store while the main thread waits on it. Both use a part of the store that no
         # earlier attempt has used.
@@ -112,7 +115,7 @@ def _fresh_part(store: dist.Store, here: RankAddress, timeout_s: float) -> str:
     attempt: each machine's agent counts its own workers' failures, so two machines may have different counts. Instead rank 0
     draws a random name, and every other rank requests it under its own random name, which no old answer can match.
     """
-    store, mine = part_of(store), uuid.uuid4().hex
+    store, mine = dist.PrefixStore("evodsp", store), uuid.uuid4().hex
     if here.rank > 0:
         store.set(f"asks/{here.rank}", mine)
         store.wait([f"answer/{mine}"])
@@ -163,12 +166,6 @@ def gpu_number(here: RankAddress) -> int:
     return here.local_rank
 
 
-def _take_gpu(here: RankAddress) -> torch.device:
-    device = torch.device("cuda", gpu_number(here))
-    torch.cuda.set_device(device)
-    return device
-
-
 def _claim_gpu(store: dist.Store, here: RankAddress, device: torch.device) -> None:
     """Raise UserError if another rank has this GPU, which may have different numbers in two processes: NCCL would hang."""
     gpu = torch.cuda.get_device_properties(device).uuid
@@ -207,11 +204,6 @@ def _check_address(store: dist.Store, here: RankAddress) -> None:
             f"rank {here.rank} on {host}: gloo would tell ranks of other hosts to connect to {address}, which is their own "
             "machine; set GLOO_SOCKET_IFNAME to a network that all hosts share (`ip -br address` lists them)"
         )
-
-
-def part_of(store: dist.Store) -> dist.Store:
-    """evodsp's own part of the store through which ranks meet."""
-    return dist.PrefixStore("evodsp", store)
 
 
 def stop() -> None:

@@ -48,15 +48,6 @@ class State:
     heartbeat: int
     collectives: int
 
-    @classmethod
-    def parse(cls, text: str) -> State:
-        """The state that `str` has written. Raises ValueError for anything else."""
-        heartbeat, collectives = map(int, text.split())
-        return cls(heartbeat, collectives)
-
-    def __str__(self) -> str:
-        return f"{self.heartbeat} {self.collectives}"
-
 
 class StallDetector:
     """Finds the rank that all others wait for, from states and times alone.
@@ -176,14 +167,15 @@ class Watch(threading.Thread):
     def _state(self, rank: int, value: bytes) -> State:
         key = f"state/{rank}"
         try:
-            return State.parse(as_text(self._store, key, value))
+            heartbeat, collectives = map(int, as_text(self._store, key, value).split())
+            return State(heartbeat, collectives)
         except ValueError:
             raise foreign(self._store, key, shown(value), "two numbers") from None
 
     def _write_state(self) -> None:
         self._heartbeat += 1
         collectives = _launched() + sum(count() for count in self._counts)
-        self._store.set(f"state/{self._rank}", str(State(self._heartbeat, collectives)))
+        self._store.set(f"state/{self._rank}", f"{self._heartbeat} {collectives}")
 
 
 def watch_of_this_process() -> Watch | None:

@@ -197,4 +197,4 @@ def test_what_graphs_launch_again_counts() -> None:
     watch = Watch(store, 0, 2, timeout_s=5.0)
     watch.count(lambda: 41)
     watch._write_state()
-    assert State.parse(store.get("state/0").decode()).collectives == 41
+    assert store.get("state/0").decode().split()[1] == "41"

@@ -7,6 +7,7 @@ import socket
 import threading
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -42,13 +43,13 @@ def test_the_store_of_a_local_launch_listens_on_loopback_only(monkeypatch: pytes
     """Catches a store that every machine of the network reaches, as torch opens it whatever host it is given."""
     found = []
 
-    def note(ranks: int, words: list[str], port: int, *_: object) -> int:
+    def note(number: int, ranks: int, port: int, *_: object) -> Mock:
         found.append(listening(port))
-        return 0
+        return Mock(number=number, process=Mock(poll=lambda: 0))
 
-    monkeypatch.setattr(launcher, "_run", note)
-    launcher.launch(2, [])
-    assert found == [{"0100007F"}]
+    monkeypatch.setattr(launcher, "_start", note)
+    assert launcher.launch(2, []) == 0
+    assert found == [{"0100007F"}] * 2
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -149,7 +150,7 @@ def test_no_pickle_in_the_store_is_run(monkeypatch: pytest.MonkeyPatch, trace: P
 def test_a_meeting_that_is_disturbed_is_one_line(trace: Path) -> None:
     """Catches code, or a traceback, from the requests and answers by which ranks agree on a part of the store."""
     store, one = local_store(), RankAddress(0, 2, 0, "127.0.0.1", 1, hosts_store=True)
-    process_group.part_of(store).set("asks/1", pickle.dumps(Attack(trace)))  # type: ignore[arg-type]
+    dist.PrefixStore("evodsp", store).set("asks/1", pickle.dumps(Attack(trace)))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="key asks/1: found"):
         process_group._fresh_part(store, one, 5.0)
     assert not trace.exists()
