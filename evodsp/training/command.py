@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lightning
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from evodsp.errors import UserError
@@ -57,46 +58,32 @@ class TrainingParser(PresetParser, LightningArgumentParser):
     """Lightning's parser with our errors and presets."""
 
 
-class TrainingCLI(LightningCLI):
+def training_parser(command: Command) -> TrainingParser:
+    """The parser of all options of a command, those of Lightning's Trainer among them."""
+    parser = TrainingParser(
+        prog=f"evodsp {command}",
+        description=f"{SUMMARY[command].capitalize()}.",
+        parser_mode="omegaconf+",
+        default_env=True,
+        env_prefix="EVODSP",
+        dump_header=[f"lightning.pytorch=={lightning.__version__}"],
+    )
+    add_arguments(parser)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    defaults = {**dataclasses.asdict(TrainerOptions()), "use_distributed_sampler": False}
+    parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
+    return parser
+
+
+class TrainingCLI:
     """Parses the command line and the YAML files into `settings`. Builds nothing else."""
 
-    parser: TrainingParser
-    settings: Settings
-
     def __init__(self, command: Command, words: list[str]) -> None:
-        super().__init__(
-            save_config_callback=None,
-            trainer_defaults={**dataclasses.asdict(TrainerOptions()), "use_distributed_sampler": False},
-            parser_class=TrainingParser,
-            parser_kwargs={
-                "prog": f"evodsp {command}",
-                "description": f"{SUMMARY[command].capitalize()}.",
-                "parser_mode": "omegaconf+",
-                "default_env": True,
-                "env_prefix": "EVODSP",
-            },
-            args=words,
-            run=False,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
-
-    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        add_arguments(parser)
-
-    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(Trainer, "trainer")
-        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)  # the base class would warn about sys.argv
-
-    def _set_seed(self) -> None:
+        self.parser = training_parser(command)
+        self.config = self.parser.parse_args(words)
         with self.parser.located():
             seed = run_config(self.config).seed
         seed_everything(seed, workers=True, verbose=False)
-
-    def instantiate_classes(self) -> None:
         self.settings = Settings.of(self.parser.instantiate_settings(self.config))
         check_callbacks(_as_list(self.settings.trainer["callbacks"]))
 
@@ -207,15 +194,16 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
         callbacks.append(LastValidation())
     if settings.trainer["enable_progress_bar"]:
         callbacks.append(TrainingProgress())
-    if run.command == "fit":
-        callbacks.append(AutomaticRecomputation(projections=settings.run.compile == "none"))
-    if run.command == "fit" and settings.run.compile == "blocks":
+    if run.command != "fit":
+        return callbacks
+    callbacks.append(AutomaticRecomputation(projections=settings.run.compile == "none"))
+    if settings.run.compile == "blocks":
         callbacks.append(CompiledBlocks())
-    if run.command == "fit" and run.records_stacks:
+    if run.records_stacks:
         callbacks.append(RecordedStacks(required=settings.run.cuda_graphs is True))
-    if run.command == "fit" and settings.model.ema_decay is not None:
+    if settings.model.ema_decay is not None:
         callbacks.append(ExponentialMovingAverage(settings.model.ema_decay))
-    if run.command == "fit" and settings.trainer["enable_checkpointing"] is not False:
+    if settings.trainer["enable_checkpointing"] is not False:
         if run.chains.validation:
             callbacks.append(BestCheckpoint(run.folder.checkpoints, settings.run.keep_best))
         callbacks.append(last)  # after the best, whose scores it holds
@@ -253,7 +241,7 @@ def run(command: Command, words: list[str]) -> int:
     with guarded(), cli.parser.located():
         world = _met(cli)
         checked = check_run(command, cli.settings, world.group)
-    if checked.must_launch:
+    if checked.ranks > 1 and not under_launcher():
         return launch(checked.ranks, [command, *words])
     built = build(checked, world, begun)
     if (

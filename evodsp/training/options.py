@@ -6,8 +6,8 @@ of Lightning's Trainer; `--trainer.help` imports Lightning and lists all of them
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from jsonargparse import ActionConfigFile
 
@@ -40,27 +40,35 @@ EXAMPLES: dict[Command, tuple[str, ...]] = {
 }
 
 
+Rule = Literal["refused", "applied", "same", "free"]
+"""What a resumed run does about a setting that has changed (`evodsp.training.resume`). refused: it does not start. applied:
+from the next sample on. same: the run computes the same, with sums rounded in another order. free: decides nothing about the
+weights (files, logs, validation's times, names of machines)."""
+
+
 @dataclass(frozen=True)
 class TrainerOptions:
     """Lightning's Trainer: its most used options (--trainer.help lists all)."""
 
-    max_steps: int = -1
+    RESUME: ClassVar[Rule] = "free"
+
+    max_steps: int = field(default=-1, metadata={"resume": "applied"})
     """Number of optimizer steps to train for. `max_samples` may end the run before; -1 for no limit."""
-    max_epochs: int | None = -1
+    max_epochs: int | None = field(default=-1, metadata={"resume": "applied"})
     """Number of epochs (of data.samples_per_epoch samples) to train for; -1 for no limit."""
     max_time: str | None = None
     """Save and stop this long after the start of this command, as DD:HH:MM:SS."""
-    accelerator: str = "auto"
+    accelerator: str = field(default="auto", metadata={"resume": "same"})
     """cpu, gpu, …; auto uses GPUs if there are any."""
     devices: str | int | list[int] = "auto"
     """Number of devices. On a CPU, auto starts parallel.sequence ranks; on GPUs it uses all of them."""
     num_nodes: int = 1
     """Number of machines."""
-    precision: str | int | None = "32-true"
+    precision: str | int | None = field(default="32-true", metadata={"resume": "applied"})
     """Floating-point precision: 32-true, bf16-mixed, …"""
-    accumulate_grad_batches: int = 1
+    accumulate_grad_batches: int = field(default=1, metadata={"resume": "same"})
     """Batches whose gradients are accumulated for each optimizer step; follows from `global_batch` if that is given."""
-    gradient_clip_val: float | None = 0.1
+    gradient_clip_val: float | None = field(default=0.1, metadata={"resume": "applied"})
     """Gradients with a larger norm are scaled down to this norm; model.optimizer.clip says which gradients."""
     log_every_n_steps: int = 10
     """Steps between two rows of curve.csv and of the other logs."""
@@ -78,14 +86,19 @@ class TrainerOptions:
     """Show progress."""
 
 
-OTHER_TRAINER_OPTIONS = frozenset((
-    "barebones", "benchmark", "callbacks", "default_root_dir", "detect_anomaly", "deterministic", "enable_autolog_hparams",
-    "enable_checkpointing", "fast_dev_run", "gradient_clip_algorithm", "inference_mode", "limit_predict_batches",
-    "limit_test_batches", "limit_train_batches", "min_epochs", "min_steps", "model_registry", "overfit_batches", "plugins",
-    "profiler", "reload_dataloaders_every_n_epochs", "strategy", "sync_batchnorm", "use_distributed_sampler",
-    "val_check_interval",
-))  # fmt: skip
-"""The Trainer's other options. They are listed because importing Lightning takes seconds; a test compares them with it."""
+_OTHERS: dict[Rule, str] = {
+    "refused": "limit_train_batches overfit_batches",
+    "applied": "gradient_clip_algorithm min_epochs min_steps",
+    "same": "benchmark deterministic",
+    "free": (
+        "barebones callbacks default_root_dir detect_anomaly enable_autolog_hparams enable_checkpointing fast_dev_run "
+        "inference_mode limit_predict_batches limit_test_batches model_registry plugins profiler "
+        "reload_dataloaders_every_n_epochs strategy sync_batchnorm use_distributed_sampler val_check_interval"
+    ),
+}
+OTHER_TRAINER_OPTIONS = {name: rule for rule, names in _OTHERS.items() for name in names.split()}
+"""The Trainer's other options, with their rules. They are listed because importing Lightning takes seconds; a test compares
+them with it."""
 
 
 SETTINGS: tuple[tuple[type, str], ...] = (
@@ -145,7 +158,13 @@ _ENDS_PARSING = ("--print_config", "--print-config", "--help", "-h")
 
 
 def add_arguments(parser: Any) -> None:
-    """Add everything but the Trainer's options and --config to a jsonargparse parser."""
+    """Add everything but the Trainer's options to a jsonargparse parser."""
+    parser.add_argument(
+        "-c",
+        "--config",
+        action=ActionConfigFile,
+        help="YAML file of options, or the name of one that comes with evodsp, such as quickstart. Several may be given.",
+    )
     for settings, group in SETTINGS:
         parser.add_class_arguments(settings, group or None)
     parser.add_argument(
@@ -178,12 +197,6 @@ def print_help(command: Command) -> None:
         description=f"{SUMMARY[command].capitalize()}. Options come from YAML files and the command line; the last one wins.",
         epilog="\n".join(["Examples:", *(f"  {example}" for example in EXAMPLES[command])]),
         parser_mode="omegaconf+",
-    )
-    parser.add_argument(
-        "-c",
-        "--config",
-        action=ActionConfigFile,
-        help="YAML file of options, or the name of one that comes with evodsp, such as quickstart. Several may be given.",
     )
     add_arguments(parser)
     parser.add_class_arguments(TrainerOptions, "trainer")

@@ -3,7 +3,7 @@
 A checkpoint holds the settings that its run's numbers depend on. One that differs is applied from the next sample on and named
 in a line, or it is refused: no setting keeps its former value without a word. Which of these happens stands at the setting's
 field, as `metadata={"resume": RULE}`, or at its class, as `RESUME`, for all fields that say nothing. A test compares the rules
-with the settings that exist, so that a new one needs a rule. Rules for the options of Lightning's Trainer are here.
+with the settings that exist, so that a new one needs a rule.
 
 Lightning counts the batches of one rank. On half the data ranks the same global batch takes twice as many batches, so the
 counts in a checkpoint are rewritten when a run resumes on another mesh (`recount_batches`).
@@ -17,7 +17,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -25,25 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from evodsp.errors import UserError
 from evodsp.training.chains import Chains
 from evodsp.training.config import OptimizerConfig, RunConfig
-from evodsp.training.options import SETTINGS
-
-Rule = Literal["refused", "applied", "same", "free"]
-"""refused: the run does not start. applied: from the next sample on. same: the run computes the same, with sums rounded in
-another order. free: decides nothing about the weights (files, logs, validation's times, names of machines)."""
-
-
-_TRAINER: dict[Rule, str] = {
-    "refused": "limit_train_batches overfit_batches",
-    "applied": "max_steps max_epochs min_steps min_epochs precision gradient_clip_val gradient_clip_algorithm",
-    "same": "accelerator accumulate_grad_batches deterministic benchmark",
-    "free": (
-        "strategy devices num_nodes logger callbacks fast_dev_run max_time limit_val_batches limit_test_batches "
-        "limit_predict_batches val_check_interval check_val_every_n_epoch num_sanity_val_steps log_every_n_steps "
-        "enable_checkpointing enable_progress_bar enable_model_summary inference_mode use_distributed_sampler profiler "
-        "detect_anomaly barebones plugins sync_batchnorm reload_dataloaders_every_n_epochs default_root_dir "
-        "enable_autolog_hparams model_registry"
-    ),
-}
+from evodsp.training.options import OTHER_TRAINER_OPTIONS, SETTINGS, Rule, TrainerOptions
 
 
 def _stated(settings: Any, where: str) -> Iterator[tuple[str, Rule]]:
@@ -58,7 +40,8 @@ def _stated(settings: Any, where: str) -> Iterator[tuple[str, Rule]]:
 
 RULES: dict[str, Rule] = {
     **{key: rule for settings, group in SETTINGS for key, rule in _stated(settings(), group)},
-    **{f"trainer.{name}": rule for rule, names in _TRAINER.items() for name in names.split()},
+    **dict(_stated(TrainerOptions(), "trainer")),
+    **{f"trainer.{name}": rule for name, rule in OTHER_TRAINER_OPTIONS.items()},
 }
 """Each setting's rule, by its dotted name."""
 

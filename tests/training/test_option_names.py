@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from evodsp.training.options import OTHER_TRAINER_OPTIONS, TrainerOptions, check
 
 def test_the_trainers_names_are_those_of_lightning() -> None:
     """Catches an option of Lightning's that is refused, and one that a misspelt name is taken for."""
-    listed = OTHER_TRAINER_OPTIONS | set(TrainerOptions.__dataclass_fields__)
+    listed = set(OTHER_TRAINER_OPTIONS) | set(asdict(TrainerOptions()))
     assert listed == set(inspect.signature(Trainer.__init__).parameters) - {"self"}
 
 
@@ -28,7 +29,7 @@ def test_the_documentation_has_the_options_that_cannot_work() -> None:
     table = page.partition("| option of `trainer` |")[2].partition("\n\n")[0]
     cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     options = {re.findall(r"`(\w+)", cell)[0] for cell in cells}
-    assert options <= OTHER_TRAINER_OPTIONS | set(TrainerOptions.__dataclass_fields__)
+    assert options <= set(OTHER_TRAINER_OPTIONS) | set(asdict(TrainerOptions()))
     assert set(trainer._MUST_BE) <= options
     classes = {name for cell in cells for name in re.findall(r"of the class `(\w+)`", cell)}
     assert classes == {kind.__name__ for kind in trainer._NOT_CALLBACKS}
