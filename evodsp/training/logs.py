@@ -126,9 +126,7 @@ class CurveLogger(Logger):
     def save_dir(self) -> str:
         return str(self.folder)
 
-    @property
-    def log_dir(self) -> str:
-        return str(self.folder)
+    log_dir = save_dir
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
@@ -163,9 +161,6 @@ class CurveLogger(Logger):
         for row in new:
             rows[int(row["step"])] = {**rows.get(int(row["step"]), {}), **row}
         self._rewrite(rows)
-
-    def finalize(self, status: str) -> None:
-        self.save()
 
     def _can_append(self, rows: Sequence[dict[str, str]]) -> bool:
         """Whether the rows fit behind the others, or over the last one, in a file that nobody else has changed."""

@@ -97,7 +97,6 @@ class TrainingModule(LightningModule):
         """
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
-        self._kernels = kernels or KernelsConfig()
         self.model = model or AlphaFold(config.model_config())
         freeze(self.model, config.freeze)
         self.settings: dict[str, Any] = {}
@@ -108,7 +107,7 @@ class TrainingModule(LightningModule):
         """Metrics of the last validation or test, by chain."""
         self.scored_step = 0
         """The number of steps that the weights of that validation had been trained for."""
-        self.seed, self.kernels = seed, self._kernels
+        self.seed, self.kernels = seed, kernels or KernelsConfig()
         self.bad_samples, self._requests = bad_samples or BadSamples(), requests
         self.samples_per_step = samples_per_step
         self.rows = LogRows()
@@ -127,7 +126,7 @@ class TrainingModule(LightningModule):
         dtype = (
             torch.bfloat16 if "bf16" in precision else torch.float64 if precision.startswith("64") else torch.float32
         )
-        kernels, choices = choose(self._kernels, device, dtype, on_all_ranks=self.world.gather)
+        kernels, choices = choose(self.kernels, device, dtype, on_all_ranks=self.world.gather)
         use_kernels(self.model, kernels)
         if self.trainer.is_global_zero:
             show("\n".join(summary(choices, device)))
@@ -291,8 +290,7 @@ class TrainingModule(LightningModule):
     def on_validation_epoch_start(self) -> None:
         self.scores = {}
 
-    def on_test_epoch_start(self) -> None:
-        self.scores = {}
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         self._collect("val")

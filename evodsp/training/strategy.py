@@ -13,54 +13,32 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import Trainer
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 
-from evodsp.launch.environment import place, under_launcher
+from evodsp.launch.environment import place
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.dtensor import gather_tree, shard_state
 from evodsp.training.world import MeshWorld
 
 
-class LaunchedRank(ClusterEnvironment):
-    """Tells Lightning which rank this process is. A launcher has started all ranks already."""
+class LaunchedRank(TorchElasticEnvironment):
+    """Tells Lightning which rank this process is, as for torchrun, but whichever program has started all ranks already."""
 
     def __init__(self) -> None:
         self._place = place()
 
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return self._place.host
-
-    @property
-    def main_port(self) -> int:
-        return self._place.port
-
-    @staticmethod
-    def detect() -> bool:
-        return under_launcher()
-
     def world_size(self) -> int:
         return self._place.ranks
-
-    def set_world_size(self, size: int) -> None:
-        """Lightning asks for this; the launcher decides the number of ranks."""
 
     def global_rank(self) -> int:
         return self._place.rank
 
-    def set_global_rank(self, rank: int) -> None:
-        """Lightning asks for this; the launcher numbers the ranks."""
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Lightning is told of one device, this rank's (`evodsp.training.command.build`)."""
 
     def local_rank(self) -> int:
         return self._place.local_rank
@@ -88,29 +66,20 @@ class DSPStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        for decorator in (rank_zero_only, utilities_rank_zero_only):
-            setattr(decorator, "rank", self.global_rank)  # noqa: B010  (an attribute of a function)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
-    def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self.model_to_device()
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """Lightning calls this once the module is on its device, before it makes the optimizers."""
         half = torch.bfloat16 if self.precision_plugin.precision == "bf16-mixed" else None
-        self.world.place(cast(nn.Module, self.lightning_module.model), self.plan, half)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.root_device)
+        self.world.place(cast(nn.Module, model.model), self.plan, half)
+        return model
 
     def on_train_start(self) -> None:
         # Before each batch Lightning broadcasts whether it got SIGTERM, and waits for the answer. Here it never gets it;
         # Lightning 2.6 has no switch for that.
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
     def on_validation_start(self) -> None:
         assert self.lightning_module is not None
@@ -145,22 +114,13 @@ class DSPStrategy(ParallelStrategy):
         dist.all_reduce(total, dist.ReduceOp.SUM, group=group)
         return total / dist.get_world_size(group) if mean else total
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self.lightning_module.state_dict()
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Rank 0 writes full tensors, so that a run on any mesh can read them. All ranks must call this together."""
         super().save_checkpoint(gather_tree(checkpoint, keep=self.is_global_zero), filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(shard_state(state, optimizer))
-        _optimizers_to_device(self.optimizers, self.root_device)
-
-
-def _nothing() -> None:
-    """Stands in for a step of Lightning's loop."""
+        pairs = zip(checkpoint["optimizer_states"], self.optimizers, strict=True)
+        super().load_optimizer_state_dict({"optimizer_states": [shard_state(*pair) for pair in pairs]})
 
 
 def _restore_sigterm() -> None:
