@@ -59,17 +59,12 @@ CHAINS_FOR_RESOLUTION = 16
 
 
 @dataclass(frozen=True)
-class Chains:
-    """The open store and the chains of each stage."""
+class ChainNames:
+    """The chains of each stage, by their names, and what is known of them: what rank 0 tells the others."""
 
-    store: Records
     train: list[str]
     validation: list[str]
     test: list[str]
-    templates: TemplateSource | None = None
-    """The source of templates; None if samples have none."""
-    distillation: DistillationSet | None = None
-    """The self-distillation set; None if there is none."""
     weights: Float64[np.ndarray, " n"] | None = None
     """Relative frequencies with which training chains are drawn; None: all are equal."""
     distilled: list[str] = field(default_factory=list)
@@ -81,6 +76,17 @@ class Chains:
     resolutions: Float64[np.ndarray, " k"] = field(default_factory=lambda: np.zeros(0))
     """Resolutions of the training chains, or of those whose resolution is known before the first step: in Å, 0 if the structure
     has none."""
+
+
+@dataclass(frozen=True)
+class Chains(ChainNames):
+    """The chains of each stage and the open store."""
+
+    store: Records = field(kw_only=True)
+    templates: TemplateSource | None = None
+    """The source of templates; None if samples have none."""
+    distillation: DistillationSet | None = None
+    """The self-distillation set; None if there is none."""
 
     def notes(self, listed_in: Path) -> list[str]:
         """Warnings before training starts, one a line. `listed_in`: the file that lists `missing`."""
@@ -100,20 +106,6 @@ class Chains:
                     f"{store.index.path} is older than {', '.join(stale)}; make it again: {store.index.command}"
                 )
         return notes
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The result of looking the chains up; see `Chains`."""
-
-    train: list[str]
-    validation: list[str]
-    test: list[str]
-    weights: Float64[np.ndarray, " n"] | None
-    distilled: list[str]
-    distilled_weights: Float64[np.ndarray, " m"] | None
-    missing: dict[str, Lacking]
-    resolutions: Float64[np.ndarray, " k"]
 
 
 def find_chains(
@@ -156,7 +148,7 @@ def _look_up(
     store: Records,
     templates: TemplateSource | None,
     predicted: DistillationSet | None,
-) -> _Found:
+) -> ChainNames:
     presence = Presence(store)
     validation = chain_list(config.validation_chains) if config.validation_chains is not None else []
     test = chain_list(config.test_chains) if config.test_chains is not None else validation
@@ -177,7 +169,8 @@ def _look_up(
     present = [key for key in listed if key not in missing]
     for name, keys in (("train", [] if present else listed), ("validation", validation), ("test", test)):
         for key in keys:
-            _check_chain(key, presence, store, f"data.{name}_chains")
+            if (lacking := presence.lacks(key)) is not None:
+                raise UserError(f"data.{name}_chains: {store.absence(key, lacking)}")
     excluded = exclusion(config.exclude_like, config.exclude_identity, Compared(store, config.chain_data_cache))
     rules = _rules(config, "data", excluded)
     train = _selected(present, rules, store, "training")
@@ -194,7 +187,7 @@ def _look_up(
         missing |= {DISTILLED + key: what for key, what in absent.items()}
     names = [DISTILLED + key for key in distilled.keys]
     resolutions = _resolutions([key for key in train.keys if key not in quarantined], store, train.known, read)
-    return _Found(train.keys, validation, test, train.weights, names, distilled.weights, missing, resolutions)
+    return ChainNames(train.keys, validation, test, train.weights, names, distilled.weights, missing, resolutions)
 
 
 def _resolutions(
@@ -262,20 +255,10 @@ def _selected(keys: list[str], rules: Selection, store: Store, kind: str) -> Sel
     return found
 
 
-def _check_chain(key: str, presence: Presence, store: Store, source: str) -> None:
-    """Raise UserError if the chain is not in the store, or lacks a part."""
-    lacking = presence.lacks(key)
-    if lacking is not None:
-        raise UserError(f"{source}: {store.absence(key, lacking)}")
-
-
 def _built_store(config: DataConfig, address: str, unit: Unit) -> tuple[FeatureStore, TemplateSource | None]:
     """The feature store at `address`, and its templates if samples have any. Raises UserError that names the setting."""
-    for name in ("template_structure_dir", "obsolete", "template_chains"):
-        if (value := getattr(config, name)) is not None:
-            raise UserError(
-                f"data.{name} is {value}, but data.store holds the templates that it was built with; leave {name} out"
-            )
+    held = "data.store holds the templates that it was built with; leave {} out"
+    _refuse(config, ("template_structure_dir", "obsolete", "template_chains"), held)
     latest = parse_latest_date("data.max_template_date", config.max_template_date)
     store = open_store(address, unit)
     if store.min_plddt is not None:
@@ -313,6 +296,13 @@ def _check_folders(config: DataConfig) -> None:
             raise UserError(f"data.{name} is {path}, which is {what}; give the folder of {content}")
 
 
+def _refuse(config: DataConfig, names: Iterable[str], why: str) -> None:
+    """Raise UserError if one of these settings is given. `why`: the reason and the remedy, with {} for the setting's name."""
+    for name in names:
+        if (value := getattr(config, name)) is not None:
+            raise UserError(f"data.{name} is {value}, but {why.format(name)}")
+
+
 def _template_source(
     config: DataConfig, files: ChainFiles | StructureFolder, index: DataIndex | None = None
 ) -> TemplateSource | None:
@@ -327,11 +317,8 @@ def _template_source(
             "chains, or leave template_max_identity out"
         )
     if folder is None:
-        for name, value in (("max_template_date", latest), ("obsolete", obsolete)):
-            if value is not None:
-                raise UserError(
-                    f"data.{name} is {value}, but data.template_structure_dir is null; give it, or leave {name} out"
-                )
+        missing = "data.template_structure_dir is null; give it, or leave {} out"
+        _refuse(config, ("max_template_date", "obsolete"), missing)
         return None
     if not (config.train.max_templates or config.validation.max_templates):
         raise UserError(
@@ -353,11 +340,8 @@ def _template_source(
 def _template_chains(config: DataConfig, files: ChainFiles | StructureFolder) -> TemplateSource:
     """The source of templates that are chains of `structure_dir`. Raises UserError that names the setting."""
     assert config.template_chains is not None
-    for name in ("template_structure_dir", "max_template_date", "obsolete"):
-        if (value := getattr(config, name)) is not None:
-            raise UserError(
-                f"data.{name} is {value}, but data.template_chains names the templates; leave one of them out"
-            )
+    named = "data.template_chains names the templates; leave one of them out"
+    _refuse(config, ("template_structure_dir", "max_template_date", "obsolete"), named)
     if not (config.train.max_templates or config.validation.max_templates):
         raise UserError(
             "data.template_chains is given, but data.train.max_templates and data.validation.max_templates are 0; "

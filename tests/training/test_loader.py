@@ -16,8 +16,9 @@ from evodsp.parallel.config import ParallelConfig
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
+from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader
 from evodsp.training.quarantine import FailedChain, Quarantine, QuarantineFull
+from evodsp.training.recipe import Batching
 from evodsp.training.world import MeshWorld, World
 from tests.builders.chains import MemoryStore
 from tests.ranks import RankPool
@@ -86,8 +87,8 @@ def test_a_resume_yields_the_rest_of_the_epoch(taken: int) -> None:
 
 def test_epochs_hold_whole_optimizer_steps() -> None:
     """A last accumulation of fewer batches than the others."""
-    assert whole_batches(samples=10, batch_size=2, ranks=1, accumulate=1) == 5
-    assert whole_batches(samples=10, batch_size=2, ranks=2, accumulate=2) == 4
+    assert Batching(data_ranks=1, batch_size=2, accumulate=1).batches(10) == 5
+    assert Batching(data_ranks=2, batch_size=2, accumulate=2).batches(10) == 4
 
 
 def test_samples_made_ahead_do_not_move_the_saved_position() -> None:
@@ -291,7 +292,7 @@ def test_ranks_leave_out_their_own_validation_chains(pool: RankPool) -> None:
 
 def test_a_resume_within_a_step_repeats_the_step() -> None:
     """Samples of an interrupted step whose gradients are lost must be taken again; those of finished steps must not."""
-    chains = Chains(Mock(spec=ChainFiles), ["a"], [], [])
+    chains = Chains(["a"], [], [], store=Mock(spec=ChainFiles))
     config = DataConfig(batch_size=2, samples_per_epoch=8)
     for taken, expected in ((0, 0), (3, 0), (4, 4), (6, 4), (7, 4), (8, 8)):
         module = ChainDataModule(config, chains)
@@ -303,7 +304,7 @@ def test_a_resume_within_a_step_repeats_the_step() -> None:
 @pytest.mark.parametrize(("workers", "share"), [(0, 2), (1, 2), (5, 6)])
 def test_processes_share_the_memory_for_parsed_chains(workers: int, share: int) -> None:
     """A limit that every worker has to itself, or one that is lost on the way to a worker."""
-    chains = Chains(Mock(spec=ChainFiles), ["a"], ["a"], [])
+    chains = Chains(["a"], ["a"], [], store=Mock(spec=ChainFiles))
     config = DataConfig(cache="3GiB", num_workers=workers)
     reads = Mock(spec=World, data_ranks=1, data_rank=0, reads=False)
     module = ChainDataModule(config, chains, 0, reads)

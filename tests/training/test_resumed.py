@@ -21,7 +21,8 @@ from evodsp.training.chains import Chains
 from evodsp.training.checks import Settings
 from evodsp.training.command import TrainingCLI
 from evodsp.training.config import RunConfig, TrainingConfig
-from evodsp.training.resume import KEY, RULES, Rule, began_with, changes, recorded
+from evodsp.training.options import Rule
+from evodsp.training.resume import KEY, RULES, began_with, changes, recorded
 from evodsp.weights.checkpoint import read_checkpoint, sizes_by_name
 from tests.builders.one_step import largest_difference, next_weights
 from tests.builders.training_chains import SEQUENCES
@@ -213,7 +214,7 @@ def test_what_changes_no_number_is_one_line() -> None:
 def test_a_new_order_of_alignments_is_said() -> None:
     """Catches a run of an earlier version that draws other rows without a word, and a line where nothing changes: in a run that
     has begun with the order, and in one that reads a store, whose rows are joined already."""
-    chains = Chains(MagicMock(spec=ChainFiles), train=["a"], validation=[], test=[])
+    chains = Chains(["a"], validation=[], test=[], store=MagicMock(spec=ChainFiles))
     files, store = (recorded({"init_from": None, "data.store": one}, 1, chains) for one in (None, "store"))
     earlier = {"settings": {name: value for name, value in files.items() if name != "order of alignments"}}
     line = "order of alignments was by name and is uniref90, bfd, mgnify, others from the next sample on"
@@ -241,7 +242,7 @@ def test_what_cannot_change_is_refused(
 def training_set(**changed: Any) -> str:
     """What a checkpoint keeps of a set of four chains."""
     chains = {"train": ["a", "b"], "distilled": ["c", "d"], "weights": np.array([1.0, 2.0]), "distilled_weights": None}
-    of_run = Chains(MagicMock(spec=ChainFiles), validation=[], test=[], **{**chains, **changed})
+    of_run = Chains(store=MagicMock(spec=ChainFiles), validation=[], test=[], **{**chains, **changed})
     return str(recorded({"init_from": None}, 1, of_run)["training set"])
 
 

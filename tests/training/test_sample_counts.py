@@ -41,7 +41,7 @@ def sample_numbers(config: DataConfig, data_ranks: int, accumulate: int, steps: 
     """By step, the number and the recycling iterations of each sample of all data ranks."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(steps)]
     for rank in range(data_ranks):
-        chains = Chains(Mock(spec=ChainFiles), ["a"], [], [])
+        chains = Chains(["a"], [], [], store=Mock(spec=ChainFiles))
         module = ChainDataModule(config, chains, 7, Mock(spec=World, data_ranks=data_ranks, data_rank=rank, reads=True))
         module.trainer = Mock(accumulate_grad_batches=accumulate)
         loader = module.train_dataloader()
