@@ -86,10 +86,9 @@ class Frame:
     def x_tick(self, x: float | int, text: str) -> Mark:
         return mark("text", x=x, y=self.base + 16, text_anchor="middle", text=text)
 
-    def rule(self, y: float | int, dashed: bool = False) -> Mark:
+    def rule(self, y: float | int) -> Mark:
         """A line across the plot."""
-        dashes = _DASHED if dashed else None
-        return mark("line", kind="axis", stroke_dasharray=dashes, x1=self.left, y1=y, x2=self.end, y2=y)
+        return mark("line", kind="axis", x1=self.left, y1=y, x2=self.end, y2=y)
 
     def x_label(self, text: str) -> Mark:
         middle = f"{(self.left + self.end) / 2:.0f}"
@@ -246,7 +245,9 @@ def lines(
     whole = all(value == int(value) for one, _ in drawn for value in one.x if math.isfinite(value))
     marks = [part for text, y in heights.items() for part in (frame.rule(y), frame.y_tick(y + 4, text))]
     marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks(whole)]
-    marks += [_moment(one, frame, across(float(one.x))) for one in moments if min(ends) <= one.x <= max(ends)]
+    for one in (moment for moment in moments if min(ends) <= moment.x <= max(ends)):
+        x, kind = across(float(one.x)), _coloured("moment", one.colour)
+        marks.append(mark("line", one.name, kind=kind, x1=x, y1=frame.top, x2=x, y2=frame.base))
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]
     marks += _levels(levels, frame, up)
@@ -268,10 +269,6 @@ def _levels(levels: Sequence[Level], frame: Frame, up: _Axis) -> Iterator[Mark]:
         for number, row in enumerate(rows):
             taken.append(first + _TEXT * number)
             yield mark("text", x=frame.end, y=taken[-1], text_anchor="end", text=row)
-
-
-def _moment(moment: Moment, frame: Frame, x: float) -> Mark:
-    return mark("line", moment.name, kind=_coloured("moment", moment.colour), x1=x, y1=frame.top, x2=x, y2=frame.base)
 
 
 def _coloured(kind: str, colour: int | None) -> str:

@@ -127,10 +127,6 @@ def _headings(runs: Sequence[Run]) -> list[str]:
 
 def _cells(one: Run, runs: Sequence[Run]) -> list[str]:
     copying = "none" if one.baseline is None else f"{one.baseline.lddt_ca:.3f}"
-    return [*_summary(one), *([copying] if any(run.baseline for run in runs) else [])]
-
-
-def _summary(one: Run) -> list[str]:
     best = one.best("val/lddt_ca")
     seconds = one.last("seconds")
     bad = sum(not all(math.isfinite(float(cell)) for cell in row.values()) for row in one.rows.values())
@@ -141,6 +137,7 @@ def _summary(one: Run) -> list[str]:
         f"{one.last('train/loss'):.4g}" if one.points("train/loss")[1] else "none",
         "none" if best is None else f"{best[1]:.3f} at step {best[0] + 1:,}",
         f"{bad:,}",
+        *([copying] if any(run.baseline for run in runs) else []),
     ]
 
 

@@ -138,9 +138,9 @@ def _stopped_by_signals() -> Iterator[None]:
 
 def rows(check: Check, result: CheckResult) -> str:
     """The row of a check in the table, and below it the lines of its results; of a check that failed, all of its output."""
-    state, lines = ("ok", []) if result.succeeded else ("FAILED", result.output.splitlines())
+    state, lines = "FAILED", result.output.splitlines()
     if result.succeeded:
-        lines = [line.removeprefix("result: ") for line in result.output.splitlines() if line.startswith("result: ")]
+        state, lines = "ok", [line.removeprefix("result: ") for line in lines if line.startswith("result: ")]
     return "\n".join([f"{state:<6} {result.seconds:>8.0f}  {check.name}", *(f"{_COLUMN}{line}" for line in lines)])
 
 

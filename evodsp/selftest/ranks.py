@@ -13,7 +13,6 @@ Prints lines that begin with 'result:', or raises if a check fails.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import json
@@ -47,6 +46,7 @@ from evodsp.parallel.layout import shard_sizes
 from evodsp.parallel.mesh import init_mesh, whole_group
 from evodsp.parallel.pending import start
 from evodsp.printing import show
+from evodsp.report.curve import read_curve
 from evodsp.rng import Draws
 from evodsp.selftest.shared_device import shared
 
@@ -256,8 +256,7 @@ def curves(tolerance: float, first: int, paths: list[Path]) -> str:
     """Check that the `first` training losses of several runs agree, relative to those of the first run."""
     losses = []
     for path in paths:
-        with path.open() as file:
-            found = [float(row["train/loss"]) for row in csv.DictReader(file) if row.get("train/loss")]
+        found = [float(row["train/loss"]) for row in read_curve(path).values() if "train/loss" in row]
         losses.append(torch.tensor(found, dtype=torch.float64))
     if len(losses[0]) == 0 or len({len(loss) for loss in losses}) > 1:
         raise AssertionError(

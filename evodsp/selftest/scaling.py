@@ -147,9 +147,7 @@ def _supervise(settings: SelftestConfig, here: RankAddress) -> int:
     if here.rank == 0:
         ScalingReport.begin(settings.report, here.ranks, settings.chosen)
         show(f"{'result':<6} {'seconds':>8}  part", flush=True)
-    limit = _CPU_FACTOR if settings.cpu else 1.0
-    told: dict[str, Any] = {"path": str(settings.report.absolute()), "cpu": bool(settings.cpu), "factor": limit}
-    told["ended"] = None
+    told: dict[str, Any] = {"path": str(settings.report.absolute()), "cpu": bool(settings.cpu), "ended": None}
     for _ in range(len(settings.chosen) + 1):  # each time a part is over
         told["ended"] = ended = _worker(told)
         if ended["code"] in (0, 2) or (ended["part"] == "start" and ended["code"] != GIVEN_UP):
@@ -219,7 +217,7 @@ def work(told: dict[str, Any]) -> None:
         if report is not None and None not in ended:
             report.ended(ended)
         while name := from_first(lambda: report and report.next(), scaling_run.group):
-            limit = SCALING_PARTS[name] * (1.0 if name in FAULTS else told["factor"])
+            limit = SCALING_PARTS[name] * (_CPU_FACTOR if told["cpu"] and name not in FAULTS else 1.0)
             faulthandler.dump_traceback_later(limit, exit=True)
             _tell_progress(Path(told["progress"]), name, limit)
             if name in FAULTS:

@@ -125,7 +125,7 @@ class ScalingRun:
         """The operators of training."""
         dtype = torch.bfloat16 if half else torch.float32
         if dtype not in self._kernels:
-            gather = lambda value: all_of(value, self.group)  # noqa: E731
+            gather = partial(all_of, group=self.group)
             self._kernels[dtype] = choose(KernelsConfig(), self.device, dtype, on_all_ranks=gather)[0]
         return self._kernels[dtype]
 

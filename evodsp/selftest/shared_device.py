@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.planner.program import SampleSizes
 from evodsp.rng import Draws
 from evodsp.selftest.random_sample import EVERY_TERM, random_features, with_labels
 from evodsp.weights.random_parameters import randomise
@@ -47,15 +48,6 @@ UNSEEN = (
     "zero1 and fsdp2, whose exchanges are torch's, over several ranks",
 )
 """What only several GPUs can show."""
-
-
-class RandomSizes(NamedTuple):
-    """The sizes of a random sample of the whole model, as `random_features` takes them."""
-
-    sequences: int
-    extra: int
-    residues: int
-    templates: int
 
 
 @dataclass
@@ -169,13 +161,13 @@ class Setting:
         }
 
 
-def stack(config: ModelConfig, extra: bool, sizes: RandomSizes, setting: Setting) -> Results:
+def stack(config: ModelConfig, extra: bool, sizes: SampleSizes, setting: Setting) -> Results:
     """Blocks with dropout, from whole random representations to their gradients."""
     c_m, c_z = (config.channels.extra_msa if extra else config.channels.msa), config.channels.pair
     module = EvoformerStack(c_m, c_z, config.extra_msa if extra else config.evoformer, extra)
     module = setting.prepared(module)
     generator = torch.Generator().manual_seed(1)
-    s, r, exchange = sizes.extra if extra else sizes.sequences, sizes.residues, setting.exchange
+    s, r, exchange = sizes.extra if extra else sizes.clusters, sizes.residues, setting.exchange
     shapes = {"m": (1, s, r, c_m), "z": (1, r, r, c_z)}
     given = {name: torch.randn(shape, generator=generator).to(setting.device) for name, shape in shapes.items()}
     weights = {name: torch.randn(shape, generator=generator).to(setting.device) for name, shape in shapes.items()}
@@ -197,10 +189,11 @@ def stack(config: ModelConfig, extra: bool, sizes: RandomSizes, setting: Setting
     return setting.gradients(module, compute, leaves)
 
 
-def whole_model(config: ModelConfig, sizes: RandomSizes, setting: Setting) -> Results:
+def whole_model(config: ModelConfig, sizes: SampleSizes, setting: Setting) -> Results:
     """The model with templates and dropout, and every term of the loss."""
     module = setting.prepared(AlphaFold(config))
-    batch = {name: x.to(setting.device) for name, x in with_labels(random_features(*sizes)).items()}
+    features = random_features(sizes.clusters, sizes.extra, sizes.residues, sizes.templates)
+    batch = {name: x.to(setting.device) for name, x in with_labels(features).items()}
 
     def compute() -> tuple[Tensor, Results]:
         output = module(batch, [Draws.root(0)])
@@ -230,7 +223,7 @@ def subjects(device: torch.device) -> list[Subject]:
         structure_module=dataclasses.replace(config.structure_module, iterations=2),
     )
     # On a GPU longer than the tiles of the kernels, so that shards begin within one.
-    sizes = RandomSizes(47, 149, 73, 3) if device.type == "cuda" else RandomSizes(11, 17, 13, 3)
+    sizes = SampleSizes(73, 47, 149, 3) if device.type == "cuda" else SampleSizes(13, 11, 17, 3)
     return [
         Subject("Evoformer", partial(stack, config, False, sizes), STACK),
         Subject("extra-MSA stack", partial(stack, config, True, sizes), STACK),

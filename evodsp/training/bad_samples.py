@@ -122,29 +122,32 @@ class BadSamples(Callback):
 
     `limit`: the most samples that may be left out before the run stops. `replays`: the number of samples that are written to
     files, which `evodsp replay` computes again. `skip`: samples that are left out by the user's wish; they are neither named
-    nor counted. `folder`: the folder of the run, on the rank that writes files.
+    nor counted.
     """
 
-    def __init__(
-        self, limit: int = 10, replays: int = 0, skip: Collection[int] = (), folder: RunFolder | None = None
-    ) -> None:
-        self.limit, self.replays, self.skip, self.folder = limit, replays, frozenset(skip), folder
+    def __init__(self, limit: int = 10, replays: int = 0, skip: Collection[int] = ()) -> None:
+        self.limit, self.replays, self.skip = limit, replays, frozenset(skip)
+        self.folder: RunFolder | None = None
+        """The folder of the run, on the rank that writes files."""
         self.samples: list[BadSample] = []
         self.kept = False
         """Whether some step of this run kept a sample."""
 
     def skips(self, samples: Iterable[int]) -> bool:
         """Whether one of these samples is to be left out."""
-        return bool(self.skip) and not self.skip.isdisjoint(samples)
+        return not self.skip.isdisjoint(samples)
 
     def add(self, suspects: Sequence[Suspect], module: TrainingModule) -> None:
         """Name the suspects of this step, before the optimizer changes the weights. All ranks call this with the same ones."""
         trainer, now = module.trainer, datetime.now(UTC).isoformat(timespec="seconds")
+        loader = trainer.train_dataloader
         for suspect in suspects:
             terms = [name for name in suspect.numbers if name not in _DERIVED]
             if not terms and {"loss", "total"} & set(suspect.numbers):
                 terms = ["total"]
-            chain, parameters = chain_of(trainer, suspect.sample), list(suspect.parameters)
+            # Empty if the trainer's data are not evodsp's.
+            chain = loader.chain_of(suspect.sample) if isinstance(loader, TrainingLoader) else ""
+            parameters = list(suspect.parameters)
             bad = BadSample(suspect.sample, chain, trainer.global_step, terms, parameters, suspect.one_of, now)
             self.samples.append(bad)
             if trainer.is_global_zero:
@@ -207,9 +210,3 @@ class BadSamples(Callback):
             _log.warning("%s is not written: %s", path, error)
         else:
             _log.warning("compute it again alone with: evodsp replay %s", path)
-
-
-def chain_of(trainer: Trainer, sample: int) -> str:
-    """The chain of a training sample; an empty text if the trainer's data are not evodsp's."""
-    loader = trainer.train_dataloader
-    return loader.chain_of(sample) if isinstance(loader, TrainingLoader) else ""

@@ -76,7 +76,18 @@ def _content(chains: Chains, cache: str | None) -> dict[str, Any]:
         found = Bar([])
     if not found.copies and found.without:
         raise UserError("{}: {}".format(*next(iter(found.without.items()))))
-    return _as_json(found, chains, both)
+    interface = found.interface_lddt_ca
+    return {
+        **({} if both else {"lddt_ca": found.lddt_ca, "identity": found.identity}),
+        **({} if interface is None else {"interface_lddt_ca": interface}),
+        "trained_on": both,
+        "validation_chains": len(chains.validation),
+        "training_chains": len(chains.train),
+        "training_names": _checksum(chains.train),
+        "validation_names": _checksum(chains.validation),
+        "copies": [dataclasses.asdict(copy) for copy in found.copies],
+        "without": found.without,
+    }
 
 
 def _by_name(chains: Chains, scored: Iterable[str]) -> dict[str, str]:
@@ -128,22 +139,6 @@ def _bar(letters: Letters, chains: Chains, comparison: Compared, end: float) -> 
 def _check_time(end: float) -> None:
     if time.monotonic() > end:
         raise UserError(f"it takes more than {SECONDS:g} s; evodsp data doctor says it")
-
-
-def _as_json(bar: Bar, chains: Chains, both: dict[str, str]) -> dict[str, Any]:
-    interface = bar.interface_lddt_ca
-    means = {} if both else {"lddt_ca": bar.lddt_ca, "identity": bar.identity}
-    return {
-        **means,
-        **({} if interface is None else {"interface_lddt_ca": interface}),
-        "trained_on": both,
-        "validation_chains": len(chains.validation),
-        "training_chains": len(chains.train),
-        "training_names": _checksum(chains.train),
-        "validation_names": _checksum(chains.validation),
-        "copies": [dataclasses.asdict(copy) for copy in bar.copies],
-        "without": bar.without,
-    }
 
 
 def _checksum(names: Sequence[str]) -> int:

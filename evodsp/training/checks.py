@@ -29,7 +29,7 @@ from evodsp.printing import counted
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_samples, check_templates
 from evodsp.training.execution import check_compilation, check_graphs, obstacle_to_graphs
-from evodsp.training.options import Command
+from evodsp.training.options import SETTINGS, Command
 from evodsp.training.quarantine import read_quarantine
 from evodsp.training.recipe import Batching, batching
 from evodsp.training.resume import began_with, changes, recorded
@@ -56,23 +56,15 @@ class Settings:
     @classmethod
     def of(cls, options: Any) -> Settings:
         """The settings in the parser's namespace of instantiated options."""
-        return cls(
-            run_config(options),
-            options.model,
-            options.data,
-            options.parallel,
-            options.plan,
-            options.kernels,
-            dict(options.trainer),
-        )
+        groups = {group: options[group] for _, group in SETTINGS if group}
+        return cls(run_config(options), **groups, trainer=dict(options.trainer))
 
     @property
     def by_name(self) -> dict[str, Any]:
         """Every option by its dotted name."""
-        own = {item.name: getattr(self.run, item.name) for item in dataclasses.fields(self.run)}
-        parts = ("model", "data", "parallel", "plan", "kernels")
-        typed = {name: value for part in parts for name, value in leaves(getattr(self, part), part)}
-        return {**own, **typed, **{f"trainer.{name}": value for name, value in self.trainer.items()}}
+        groups = {group: getattr(self, group or "run") for _, group in SETTINGS}
+        typed = {name: value for group, part in groups.items() for name, value in leaves(part, group)}
+        return {**typed, **{f"trainer.{name}": value for name, value in self.trainer.items()}}
 
     @property
     def communication(self) -> CommunicationPlan:
@@ -170,17 +162,6 @@ class CheckedRun:
         return min(limits, default=-1)
 
     @property
-    def epoch_batches(self) -> int:
-        """Batches of a data rank in an epoch, as Lightning counts them."""
-        steps = self.batching.steps(self.settings.data.samples_per_epoch)
-        return steps * self.batching.accumulate * self.settings.batches_per_pass
-
-    @property
-    def must_launch(self) -> bool:
-        """Whether this process has to start the ranks instead of being one of them."""
-        return self.ranks > 1 and not under_launcher()
-
-    @property
     def checkpoint_steps(self) -> list[int]:
         """The intervals of `checkpoints/last.ckpt` in steps; an interval in samples is rounded down."""
         steps, samples = self.settings.run.checkpoint_every, self.settings.run.checkpoint_every_samples
@@ -228,10 +209,13 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
     if command != "fit":
         return checked
-    check_interval(settings.trainer, checked.epoch_batches)
+    check_interval(settings.trainer, batches.batches(data.samples_per_epoch) * settings.batches_per_pass)
     check_least("min_steps", settings.trainer, checked.last_step)
     check_length(checked)
-    return dataclasses.replace(checked, changed=on_every(lambda: _changed(checked), group))
+    if start is None:
+        return checked
+    changed = on_every(lambda: changes(start, read_checkpoint(start), checked.recorded), group)
+    return dataclasses.replace(checked, changed=tuple(changed))
 
 
 def _begun(command: Command, settings: Settings, start: Path | None) -> Settings:
@@ -246,13 +230,6 @@ def _begun(command: Command, settings: Settings, start: Path | None) -> Settings
     elif settings.run.init_from is not None:
         check_initial(settings.run.init_from, settings.model.model_config())
     return settings
-
-
-def _changed(run: CheckedRun) -> tuple[str, ...]:
-    """A line for each setting that differs from those of the run that is resumed. Raises UserError for one that may not."""
-    if run.start is None:
-        return ()
-    return tuple(changes(run.start, read_checkpoint(run.start), run.recorded))
 
 
 def check_length(run: CheckedRun) -> None:
@@ -353,17 +330,13 @@ def on_gpu(trainer: Mapping[str, Any]) -> bool:
 
 def check_training_sizes(parallel: ParallelConfig, data: DataConfig) -> None:
     """Raise UserError if training samples have too few MSA rows or residues for `parallel.sequence` ranks."""
-    rows, residues = data.train.msa_clusters, data.train.crop_size
-    if parallel.sequence > rows:
-        raise UserError(
-            f"parallel.sequence is {parallel.sequence}, but data.train.msa_clusters is {rows}, and each rank of a sample needs "
-            "an MSA row; lower parallel.sequence or raise data.train.msa_clusters"
-        )
-    if residues is not None and parallel.sequence > residues:
-        raise UserError(
-            f"parallel.sequence is {parallel.sequence}, but data.train.crop_size is {residues}, and each rank of a sample "
-            "needs a residue; lower parallel.sequence or raise data.train.crop_size"
-        )
+    for name, part in (("msa_clusters", "an MSA row"), ("crop_size", "a residue")):
+        size = getattr(data.train, name)
+        if size is not None and parallel.sequence > size:
+            raise UserError(
+                f"parallel.sequence is {parallel.sequence}, but data.train.{name} is {size}, and each rank of a sample needs "
+                f"{part}; lower parallel.sequence or raise data.train.{name}"
+            )
 
 
 def check_precision(trainer: Mapping[str, Any]) -> None:

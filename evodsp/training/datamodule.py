@@ -21,8 +21,9 @@ from evodsp.ranges import memory_size
 from evodsp.rng import Draws
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
-from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader, whole_batches
+from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader
 from evodsp.training.quarantine import Quarantine, failures_of
+from evodsp.training.recipe import Batching
 from evodsp.training.world import World
 
 _READ_BY_THE_HOST = {*HOST, "sample_index", ENTITIES}
@@ -31,25 +32,18 @@ _READ_BY_THE_HOST = {*HOST, "sample_index", ENTITIES}
 class ChainDataModule(LightningDataModule):
     """Turns chains into batches, and gives every data rank its share of them."""
 
-    def __init__(
-        self,
-        config: DataConfig,
-        chains: Chains,
-        seed: int = 0,
-        world: World | None = None,
-        quarantine: Quarantine | None = None,
-    ) -> None:
-        """`world`: the ranks that share the samples; None for one process. `quarantine`: the list of chains that are left out;
-        None for a new list without a file."""
+    def __init__(self, config: DataConfig, chains: Chains, seed: int = 0, world: World | None = None) -> None:
+        """`world`: the ranks that share the samples; None for one process."""
         super().__init__()
-        self.quarantine = Quarantine(config.max_quarantined) if quarantine is None else quarantine
+        self.quarantine = Quarantine(config.max_quarantined)
+        """The list of chains that are left out; it has no file yet."""
         self.quarantine_is_known = False
         """Whether `quarantine` is that of this run already, so that a checkpoint's copy does not replace it."""
         self.config, self.chains, self.seed = config, chains, seed
         self.world = world or World()
         self._samples_taken = 0
         self._training: TrainingLoader | None = None
-        self._loaders: list[TrainingLoader | WholeChainLoader] = []
+        self._makers: list[SampleMaker] = []
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move all tensors but those that only the host reads, then share them with the ranks that read nothing."""
@@ -67,14 +61,16 @@ class ChainDataModule(LightningDataModule):
         return self.trainer.precision_plugin.convert_input(with_features(batch, config))
 
     def train_dataloader(self) -> TrainingLoader:
-        config, world, accumulate = self.config, self.world, self._accumulate
-        batches = whole_batches(config.samples_per_epoch, config.batch_size, world.data_ranks, accumulate)
-        samples_per_step = config.batch_size * world.data_ranks * accumulate
+        config, world = self.config, self.world
+        step = Batching(
+            world.data_ranks, config.batch_size, self.trainer.accumulate_grad_batches if self.trainer else 1
+        )
         # `group`: all samples of one optimizer step run the same number of recycling iterations.
-        samples = self._samples(self.chains.train, config.train, training=True, group=samples_per_step)
+        samples = self._samples(self.chains.train, config.train, training=True, group=step.samples)
+        batches = step.batches(config.samples_per_epoch)
         sampler = EpochSampler(config.batch_size, batches, world.data_rank, world.data_ranks)
         # Round down to a whole optimizer step: the gradients of an interrupted step are not saved.
-        sampler.samples = self._samples_taken - self._samples_taken % samples_per_step
+        sampler.samples = self._samples_taken - self._samples_taken % step.samples
         maker, most = self._maker(samples, config.num_workers), memory_size("data.prefetch", config.prefetch)
         self._training = TrainingLoader(
             samples,
@@ -83,9 +79,8 @@ class ChainDataModule(LightningDataModule):
             world.check_batches,
             self.quarantine,
             lambda size: ahead(config.num_workers, most, size),
-            accumulate,
+            step.accumulate,
         )
-        self._loaders.append(self._training)
         return self._training
 
     def val_dataloader(self) -> Iterable[Any]:
@@ -96,8 +91,8 @@ class ChainDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """End the processes that make samples."""
-        while self._loaders:
-            self._loaders.pop().close()
+        while self._makers:
+            self._makers.pop().close()
 
     @property
     def waited_s(self) -> float:
@@ -149,25 +144,16 @@ class ChainDataModule(LightningDataModule):
         share = [index % len(keys) for index in range(rank, longest * ranks, ranks)]
         samples = self._samples(keys, self.config.validation, training=False)
         maker = self._maker(samples, min(1, self.config.num_workers))
-        loader = WholeChainLoader(samples, share, maker, self.world.check_batches, self._fitting)
-        self._loaders.append(loader)
-        return loader
+        # A bad validation chain does not end a training run; `evodsp validate` has nothing else to do.
+        fitting = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        return WholeChainLoader(samples, share, maker, self.world.check_batches, leave_out=fitting)
 
     def _maker(self, samples: SampleDataset, workers: int) -> SampleMaker | None:
         """The maker of this rank's samples; None if another rank of its sequence group reads them."""
         if not self.world.reads:
             return None
-        return SamplePool(samples, workers, self.config.time_limit) if workers else MadeHere(samples)
-
-    @property
-    def _fitting(self) -> bool:
-        """Whether this is a training run, which a bad validation chain does not end; `evodsp validate` has nothing else to
-        do."""
-        return self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-
-    @property
-    def _accumulate(self) -> int:
-        return self.trainer.accumulate_grad_batches if self.trainer else 1
+        self._makers.append(SamplePool(samples, workers, self.config.time_limit) if workers else MadeHere(samples))
+        return self._makers[-1]
 
 
 def ahead(workers: int, most_bytes: int, sample_bytes: int) -> int:

@@ -45,28 +45,28 @@ _GRAPHS = 64
 torch's limit is 8 for all modules together."""
 
 
+_SHARDED = (
+    "parallel.parameters is fsdp2, which gathers parameters inside of blocks",
+    "parallel.parameters to replicate or zero1",
+)
+"""Why blocks of sharded parameters can be neither compiled nor recorded, and what to set."""
+
+
 def check_compilation(
     run: RunConfig, parallel: ParallelConfig, plan: CommunicationPlan, data: DataConfig, on_gpu: bool
 ) -> None:
     """Raise UserError if the run cannot be compiled as `run.compile` asks."""
     if run.compile == "none":
         return
-    instead = "or compile to none"
-    if parallel.parameters == "fsdp2":
-        raise UserError(
-            "compile is blocks, but parallel.parameters is fsdp2, which gathers parameters inside of blocks; set "
-            f"parallel.parameters to replicate or zero1, {instead}"
-        )
-    if plan.stream_bias:
-        raise UserError(
-            "compile is blocks, but plan.stream_bias is true, which recomputes inside of blocks; set plan.stream_bias to "
-            f"false, {instead}"
-        )
-    if data.train.crop_size is None:
-        raise UserError(
-            "compile is blocks, but data.train.crop_size is null, and each new length would be compiled anew; set "
-            f"data.train.crop_size, {instead}"
-        )
+    recomputes = "plan.stream_bias is true, which recomputes inside of blocks", "plan.stream_bias to false"
+    anew = "data.train.crop_size is null, and each new length would be compiled anew", "data.train.crop_size"
+    for found, (why, remedy) in (
+        (parallel.parameters == "fsdp2", _SHARDED),
+        (plan.stream_bias, recomputes),
+        (data.train.crop_size is None, anew),
+    ):
+        if found:
+            raise UserError(f"compile is blocks, but {why}; set {remedy}, or compile to none")
     compiler = os.environ.get("CXX", "g++")
     if not on_gpu and shutil.which(compiler) is None:
         raise UserError(
@@ -224,10 +224,7 @@ def obstacle_to_graphs(
     if run.compile != "none":
         return f"compile is {run.compile}, and compiled blocks are not recorded", "compile to none"
     if parallel.parameters == "fsdp2":
-        return (
-            "parallel.parameters is fsdp2, which gathers parameters inside of blocks",
-            "parallel.parameters to replicate or zero1",
-        )
+        return _SHARDED
     if data.train.crop_size is None:
         return "data.train.crop_size is null, and each length would be recorded by itself", "data.train.crop_size"
     return None
@@ -347,10 +344,12 @@ class AutomaticRecomputation(Callback):
         them is not known.
         """
         self._undecided: list[Stack] = []
+        """The stack with most blocks comes first."""
         self._projections = projections
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self._undecided = self._stacks(pl_module)
+        stacks = (module for module in pl_module.modules() if isinstance(module, Stack) and module.recomputation.auto)
+        self._undecided = sorted(stacks, key=lambda stack: -len(stack.blocks))
         if pl_module.device.type != "cuda":
             for stack in self._undecided:
                 stack.recompute(Recomputed(len(stack.blocks)))
@@ -380,9 +379,3 @@ class AutomaticRecomputation(Callback):
                 for one, (whole, projections) in zip(counted, chosen, strict=True)
             )
             show(f"checkpoint auto: blocks that keep their activations: {numbers}")
-
-    @staticmethod
-    def _stacks(module: LightningModule) -> list[Stack]:
-        """The stacks that are not decided yet; the stack with most blocks comes first."""
-        found = [stack for stack in module.modules() if isinstance(stack, Stack) and stack.recomputation.auto]
-        return sorted(found, key=lambda stack: -len(stack.blocks))

@@ -197,8 +197,7 @@ class SampleGradients(FlatGradients):
         return Reduced(norms.sum() / number, counted, _exceeds(norms, self.clip).sum() / number)
 
     def not_finite(self) -> list[int]:
-        if self._blamed is None:
-            return super().not_finite()
+        assert self._blamed is not None, "called after a pass"
         rows = [size // _ALIGNMENT for size in self._sizes]
         return [i for i, part in enumerate(self._blamed.split(rows)) if not part.isfinite().all()]
 

@@ -68,11 +68,6 @@ class EpochSampler(Sampler[list[int]]):
             yield self.indices(batch)
 
 
-def whole_batches(samples: int, batch_size: int, ranks: int, accumulate: int) -> int:
-    """Batches per data rank of an epoch of at least `samples` samples, rounded up to whole optimizer steps."""
-    return math.ceil(samples / (batch_size * ranks * accumulate)) * accumulate
-
-
 @dataclass
 class _Request:
     """A sample that was asked for. `failed`: the chains that could not be made into it, each with its reason; the ranks have
@@ -143,11 +138,6 @@ class TrainingLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.indices.samples = state["samples"]
-
-    def close(self) -> None:
-        """End the processes that make samples."""
-        if self.maker is not None:
-            self.maker.close()
 
     def _agreed(self, step: list[list[int]]) -> list[Batch]:
         """The batches of a step, given their samples, once no rank has met a chain that it could not read."""
@@ -242,11 +232,6 @@ def sample_numbers(indices: Sequence[int]) -> Batch:
     return {"sample_index": torch.tensor(indices)}
 
 
-def _as_found(batch: Batch | UserError | None) -> list[Batch] | UserError:
-    """A single batch in the form that `Check` takes: a list of batches, or the error."""
-    return batch if isinstance(batch, UserError) else [] if batch is None else [batch]
-
-
 class WholeChainLoader:
     """An iterable of batches of one chain each, for validation.
 
@@ -264,44 +249,40 @@ class WholeChainLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         left_out: dict[str, str] = {}
-        for index, batch in zip(self.share, self._batches(), strict=True):
+        for index, found in zip(self.share, self._batches(), strict=True):
             if not self.leave_out:
-                self.check(_as_found(batch), ())
-            elif found := self._failures(batch, index):
-                left_out |= {failure.chain: failure.reason for failure in found}
-                if any(failure.sample == index for failure in found):
+                self.check(found, ())
+            elif failures := self._failures(found, index):
+                left_out |= {failure.chain: failure.reason for failure in failures}
+                if any(failure.sample == index for failure in failures):
                     self.check([], ())
                     continue
-                self.check(_as_found(batch), ())
-            yield batch if isinstance(batch, dict) else sample_numbers([index])
+                self.check(found, ())
+            yield found[0] if isinstance(found, list) and found else sample_numbers([index])
         for chain, reason in left_out.items():
             _log.warning("chain %s is left out of this validation: %s", chain, reason)
         if len(left_out) == len(self.samples):
             raise UserError(f"no validation chain can be read, the last one because: {reason}")
 
-    def _batches(self) -> Iterator[Batch | UserError | None]:
-        """This rank's batches; an error in the place of a batch whose file is wrong, and None on a rank that reads nothing."""
+    def _batches(self) -> Iterator[list[Batch] | UserError]:
+        """This rank's batches, as `Check` takes them: one, an error if its file is wrong, and none on a rank that reads
+        nothing."""
         if self.maker is None:
-            yield from [None] * len(self.share)
+            yield from [[]] * len(self.share)
             return
         requests: list[Future[Sample]] = []
         for place, index in enumerate(self.share):
             requests += [self.maker.submit(i, self.samples.key_of(i)) for i in self.share[len(requests) : place + 2]]
             try:
-                yield collate([{**requests[place].result(), "sample_index": torch.tensor(index)}])
+                yield [collate([{**requests[place].result(), "sample_index": torch.tensor(index)}])]
             except MachineError:
                 raise
             except UserError as error:
                 yield error
             requests[place] = Future()  # drops the sample
 
-    def _failures(self, batch: Batch | UserError | None, index: int) -> list[FailedChain]:
+    def _failures(self, found: list[Batch] | UserError, index: int) -> list[FailedChain]:
         """The failed chains of all ranks, for one batch of each."""
-        if isinstance(batch, UserError):
-            return self.check([], [FailedChain(self.samples.key_of(index), index, str(batch))])
-        return self.check(_as_found(batch), ())
-
-    def close(self) -> None:
-        """End the processes that make samples."""
-        if self.maker is not None:
-            self.maker.close()
+        if isinstance(found, UserError):
+            return self.check([], [FailedChain(self.samples.key_of(index), index, str(found))])
+        return self.check(found, ())

@@ -34,6 +34,10 @@ class Batching:
         """Optimizer steps after which at least `samples` samples were taken."""
         return math.ceil(samples / self.samples)
 
+    def batches(self, samples: int) -> int:
+        """Batches of a data rank in these steps."""
+        return self.steps(samples) * self.accumulate
+
     def __str__(self) -> str:
         return (
             f"{counted(self.samples, 'sample')} a step: data ranks {self.data_ranks} x data.batch_size {self.batch_size} x "

@@ -57,13 +57,11 @@ class StopRequest(Callback):
 
     @property
     def asked(self) -> bool:
-        """Whether this rank wants to stop."""
         if self.reason is None and time.time() >= self.deadline:
             self.reason = "the time limit"
         return self.reason is not None
 
     def agree(self) -> None:
-        """Called on all ranks alike, in a step in which one of them wanted to stop."""
         self.reason = self.reason or "another rank's request"
         self._agreed = True
 

@@ -153,7 +153,8 @@ class RunFolder:
         Only one process may call this, and no other run may be writing here. Raises UserError if the folder is not writable.
         """
         with output_errors(self.path):
-            self.remove_partial()
+            for folder in (self.path, self.checkpoints):
+                remove_partial(folder)
             if not resumes:
                 self.quarantine.unlink(missing_ok=True)
                 self.bad_samples.unlink(missing_ok=True)
@@ -170,11 +171,6 @@ class RunFolder:
                 write_text(
                     self.missing, "".join(f"{printable(key)}\tno {lacking}\n" for key, lacking in missing.items())
                 )
-
-    def remove_partial(self) -> None:
-        """Delete the partial files of a run that was killed while writing."""
-        for folder in (self.path, self.checkpoints):
-            remove_partial(folder)
 
 
 def numbered(first: Path, keep: int) -> list[Path]:

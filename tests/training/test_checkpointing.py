@@ -57,7 +57,7 @@ def test_a_run_writes_checkpoints_in_place(chains: Path, tmp_path: Path, monkeyp
 
 
 def test_only_unfinished_files_are_deleted(tmp_path: Path) -> None:
-    RunFolder(tmp_path / "absent").remove_partial()
+    RunFolder(tmp_path / "absent").prepare("", replace=False)
     (tmp_path / "checkpoints").mkdir()
     for name in (
         "checkpoints/last.ckpt",
@@ -67,9 +67,9 @@ def test_only_unfinished_files_are_deleted(tmp_path: Path) -> None:
         "a.partial",
     ):
         (tmp_path / name).touch()
-    RunFolder(tmp_path).remove_partial()
+    RunFolder(tmp_path).prepare("", replace=False)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert left == {"checkpoints/last.ckpt", "curve.csv", "a.partial"}
+    assert left == {"checkpoints/last.ckpt", "curve.csv", "a.partial", "config.yaml", "absent/config.yaml"}
 
 
 def _checkpoints(folder: Path, keep: int, steps: int) -> RunFolder:
