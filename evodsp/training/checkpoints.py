@@ -40,6 +40,8 @@ class LastCheckpoint(ModelCheckpoint):
     Lightning's class takes one kind of interval only, and asks rank 0 for the time in each batch.
     """
 
+    state_key = "LastCheckpoint"  # intervals may change from one start to the next
+
     def __init__(self, path: Path, steps: Sequence[int] = (), seconds: float | None = None) -> None:
         """`steps`: numbers of steps; the file is written when the steps done are a multiple of one of them. `seconds`: the
         longest time between two writes; when it has passed on any rank, all ranks write."""
@@ -47,10 +49,6 @@ class LastCheckpoint(ModelCheckpoint):
         self.path, self._steps, self._seconds = path, steps, seconds
         self._saved_at = time.monotonic()
         self._agreed = False
-
-    @property
-    def state_key(self) -> str:
-        return "LastCheckpoint"  # intervals may change from one start to the next
 
     @property
     def saved_step(self) -> int | None:
@@ -118,6 +116,8 @@ class BestCheckpoint(ModelCheckpoint):
     after it are shifted when a new one is written (`RunFolder.former`).
     """
 
+    state_key = "BestCheckpoint"  # a user may have another callback that monitors the same
+
     def __init__(self, folder: Path, keep: int = 1) -> None:
         super().__init__(
             folder,
@@ -128,10 +128,6 @@ class BestCheckpoint(ModelCheckpoint):
             save_on_train_epoch_end=False,
             enable_version_counter=False,
         )
-
-    @property
-    def state_key(self) -> str:
-        return "BestCheckpoint"  # a user may have another callback that monitors the same
 
     def _update_best_and_save(self, current: Tensor, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
         first = Path(self.format_checkpoint_name({}))

@@ -33,16 +33,14 @@ class LogRows(Callback):
     others. A step that was left out because it was not finite adds nothing.
     """
 
+    state_key = "IntervalMeans"  # in the checkpoints of all versions
+
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, int]] = {}
         self._row: dict[str, float] = {}
         """Numbers of the row that belongs to the running step."""
         self.last: dict[str, float] = {}
         """The means of the last interval that has ended."""
-
-    @property
-    def state_key(self) -> str:
-        return "IntervalMeans"  # in the checkpoints of all versions
 
     def add_step(self, numbers: Mapping[str, float]) -> None:
         """Add the numbers of one more step to the interval."""
@@ -95,9 +93,12 @@ class CurveLogger(Logger):
     clock, and rewrites its file in place, so that a kill can lose all of it.
     """
 
+    name, version = "curve", ""
+
     def __init__(self, folder: str | Path) -> None:
         super().__init__()
         self.folder = Path(folder)
+        self.path = self.folder / "curve.csv"
         self.first_step: int | None = None
         """Where this run begins or resumes: rows from this step on are repeated. None: with the first row that is logged."""
         self._begun = time.monotonic()  # not at the first row, which comes only after the first steps
@@ -109,18 +110,6 @@ class CurveLogger(Logger):
         self._last_at = self._end = 0
         """Where it begins in the file, and where the file ends."""
         self._unsaved: dict[int, dict[str, str]] = {}
-
-    @property
-    def path(self) -> Path:
-        return self.folder / "curve.csv"
-
-    @property
-    def name(self) -> str:
-        return "curve"
-
-    @property
-    def version(self) -> str:
-        return ""
 
     @property
     def save_dir(self) -> str:

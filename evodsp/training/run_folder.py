@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.errors import UserError
@@ -19,23 +18,25 @@ from evodsp.weights.parameter_file import archive_damage, first_sentence
 from evodsp.weights.untrusted import load_checked, refuse_foreign
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The files of a run below `path`."""
+    """The files of a run below `path`. `keep_last`, `keep_best`: the numbers of newest and of best checkpoints to keep."""
 
-    path: Path
-    keep_last: int = 1
-    """The number of newest checkpoints to keep."""
-    keep_best: int = 1
-    """The number of best checkpoints to keep."""
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def last(self) -> Path:
-        return self.checkpoints / "last.ckpt"
+    def __init__(self, path: Path, keep_last: int = 1, keep_best: int = 1) -> None:
+        self.path, self.keep_last, self.keep_best = path, keep_last, keep_best
+        self.checkpoints = path / "checkpoints"
+        self.last = self.checkpoints / "last.ckpt"
+        self.config = path / "config.yaml"
+        self.curve = path / "curve.csv"
+        self.baseline = path / "baseline.json"
+        """The bar for the validation chains: what copies of their nearest training chains score."""
+        self.missing = path / "missing_chains.tsv"
+        """The list of training chains that the run leaves out, each with the file that it lacks."""
+        self.quarantine = path / "quarantine.jsonl"
+        """Chains that failed, and that the run leaves out from then on."""
+        self.bad_samples = path / "bad_samples.jsonl"
+        """Samples whose loss or gradient was not finite."""
+        self.replays = path / "replays"
+        """Some of these samples, for `evodsp replay`."""
 
     def former(self, path: Path) -> list[Path]:
         """The names that are one, two, … places after `path`, which its content gets when `path` is written anew: of earlier
@@ -72,42 +73,9 @@ class RunFolder:
             )
         return None
 
-    @property
-    def curve(self) -> Path:
-        return self.path / "curve.csv"
-
     def scores(self, command: str) -> Path:
         """The scores of each chain, of `evodsp validate` or `test`."""
         return self.path / f"{command}.csv"
-
-    @property
-    def baseline(self) -> Path:
-        """The bar for the validation chains: what copies of their nearest training chains score."""
-        return self.path / "baseline.json"
-
-    @property
-    def quarantine(self) -> Path:
-        """Chains that the run leaves out."""
-        return self.path / "quarantine.jsonl"
-
-    @property
-    def bad_samples(self) -> Path:
-        """Samples whose loss or gradient was not finite."""
-        return self.path / "bad_samples.jsonl"
-
-    @property
-    def replays(self) -> Path:
-        """Some of these samples, for `evodsp replay`."""
-        return self.path / "replays"
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def missing(self) -> Path:
-        """The list of training chains that the run leaves out, each with the file that it lacks."""
-        return self.path / "missing_chains.tsv"
 
     def start(self, command: str, run: RunConfig, restarted: bool) -> Path | None:
         """The checkpoint to start from; None to start a new run. `restarted`: the launcher restarted this run after a failure.
