@@ -10,7 +10,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,25 +22,16 @@ from evodsp.parallel.group import Group
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Members:
     """Some ranks of a group, who send one another messages through it, one by one. A process group of their own would cost
     every rank of the run a split of its communicator.
     """
 
-    group: Group
-    ranks: Sequence[int]
-    """Their numbers in the group, this rank's among them."""
-
-    @property
-    def rank(self) -> int:
+    def __init__(self, group: Group, ranks: Sequence[int]) -> None:
+        """`ranks`: their numbers in the group, this rank's among them."""
+        self.group, self.ranks = group, ranks
+        self.rank = ranks.index(group.rank)
         """This rank's number among the members."""
-        return list(self.ranks).index(self.group.rank)
-
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
 
 
 _WORD_EVERY_S = 1.0

@@ -48,11 +48,8 @@ class EpochSampler(Sampler[list[int]]):
         self.batch_size, self.batches, self.rank, self.ranks = batch_size, batches, rank, ranks
         self.samples = 0
         """Samples that all ranks together have taken since the start of training."""
-
-    @property
-    def samples_per_batch(self) -> int:
+        self.samples_per_batch = batch_size * ranks
         """Samples of one batch on each of the data ranks, together."""
-        return self.batch_size * self.ranks
 
     def __len__(self) -> int:
         return self.batches
