@@ -187,20 +187,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Level:
-    """A value to compare a chart's lines with: a dotted line across, and its name with the value."""
+    """A value that a chart marks: of y a dotted line across, and its name with the value; of x a line down."""
 
     name: str
-    value: float
-    colour: int | None = None
-    """Number of the colour; None for that of text."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A place of x that is told: a thin line down, with its name as the tooltip."""
-
-    name: str
-    x: float | int
+    value: float | int
     colour: int | None = None
     """Number of the colour; None for that of text."""
 
@@ -219,12 +209,13 @@ def lines(
     y_label: str,
     scale: str = "auto",
     levels: Sequence[Level] = (),
-    moments: Sequence[Moment] = (),
+    moments: Sequence[Level] = (),
 ) -> Markup:
     """A chart of the series. Its title, which the page writes above it, is `y_label`, so that the axis needs none.
 
     `scale` of y: linear, zero (linear from 0), log, or auto (log if all values are positive and differ much). `levels`: finite
-    values to compare the series with. `moments`: places of x; those beside the series are left out.
+    values to compare the series with. `moments`: places of x, with their names as tooltips; those beside the series are left
+    out.
 
     Raises ValueError if no series has a finite point, or if one has not as many x as y.
     """
@@ -245,8 +236,8 @@ def lines(
     whole = all(value == int(value) for one, _ in drawn for value in one.x if math.isfinite(value))
     marks = [part for text, y in heights.items() for part in (frame.rule(y), frame.y_tick(y + 4, text))]
     marks += [frame.x_tick(across(value), _short(value)) for value in across.ticks(whole)]
-    for one in (moment for moment in moments if min(ends) <= moment.x <= max(ends)):
-        x, kind = across(float(one.x)), _coloured("moment", one.colour)
+    for one in (moment for moment in moments if min(ends) <= moment.value <= max(ends)):
+        x, kind = across(float(one.value)), _coloured("moment", one.colour)
         marks.append(mark("line", one.name, kind=kind, x1=x, y1=frame.top, x2=x, y2=frame.base))
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]

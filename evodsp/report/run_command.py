@@ -11,7 +11,7 @@ from markupsafe import Markup
 from evodsp.files import write_text
 from evodsp.printing import show, tell
 from evodsp.progress import duration
-from evodsp.report.charts import Level, Moment, Series, lines
+from evodsp.report.charts import Level, Series, lines
 from evodsp.report.page import Page
 from evodsp.report.run_config import ReportConfig
 from evodsp.report.runs import Run, differing, read_runs
@@ -169,7 +169,7 @@ def _charts(runs: Sequence[Run], drawn: _Drawn) -> tuple[dict[str, Markup], dict
     levels = _levels(runs)
     several = len(runs) > 1
     moments = [
-        Moment(f"{one.name}: resumed at step {step + 1:,}", step, colour if several else None)
+        Level(f"{one.name}: resumed at step {step + 1:,}", step, colour if several else None)
         for colour, one in enumerate(runs)
         for step in one.resumes
     ]
