@@ -247,9 +247,8 @@ def _checked(cls: type[Any], kind: str, name: str, content: Any) -> Any:
     """The file's numbers as `cls`. Raises UserError that names the key."""
     expected = {f.name for f in fields(cls)}
     needed = {f.name for f in fields(cls) if f.default is MISSING}
-    if not isinstance(content, dict) or not needed <= set(content) <= expected:
-        found = set(content) if isinstance(content, dict) else set()
-        wrong = sorted((needed - found) | (found - expected))
+    found = set(content) if isinstance(content, dict) else set()
+    if wrong := sorted((needed - found) | (found - expected)):
         raise UserError(
             f"{kind} {name}: missing or unknown keys {', '.join(wrong)}; it needs {', '.join(sorted(needed))}"
         )
