@@ -38,7 +38,9 @@ def pass_flops(config: ModelConfig, batch: Mapping[str, Tensor]) -> int:
     return counter.get_total_flops()
 
 
-def backward_flops(config: ModelConfig, batch: Mapping[str, Tensor], frozen: Sequence[str]) -> int:
+def backward_flops(
+    config: ModelConfig, batch: Mapping[str, Tensor], frozen: Sequence[str], only: Sequence[str] = ()
+) -> int:
     """FLOPs of the backward pass of one recycling iteration, in which the parts of the model that are `frozen` (`freeze`) have
     no gradient of their weights, and what comes before the first trained weight has none at all.
 
@@ -47,7 +49,7 @@ def backward_flops(config: ModelConfig, batch: Mapping[str, Tensor], frozen: Seq
     names = ("evoformer", "extra_msa", "templates")
     stacks: dict[str, Any] = {name: dataclasses.replace(getattr(config, name), checkpoint=False) for name in names}
     model, first = _on_shapes(dataclasses.replace(config, **stacks), batch)
-    freeze(model, frozen)
+    freeze(model, frozen, only)
     results = [x for x in tree_leaves(model(first)) if isinstance(x, Tensor) and x.requires_grad]
     with FlopCounterMode(display=False) as counter:
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])

@@ -185,7 +185,7 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     check_clipping(parallel, model, settings.trainer)
     check_names(settings.kernels)
     if command == "fit":
-        check_patterns(model.model_config(), model.freeze)
+        check_patterns(model.model_config(), model.freeze, model.train_only)
     ranks = count_ranks(settings.trainer, parallel)
     accumulate = settings.trainer["accumulate_grad_batches"]
     global_batch = settings.run.global_batch if command == "fit" else None
@@ -209,6 +209,11 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
     if command != "fit":
         return checked
+    if settings.run.early_stop is not None and (not scored or settings.trainer["limit_val_batches"] == 0):
+        raise UserError(
+            f"early_stop is {settings.run.early_stop}, but the run validates nothing; give data.validation_chains, and leave "
+            "trainer.limit_val_batches out"
+        )
     check_interval(settings.trainer, batches.batches(data.samples_per_epoch) * settings.batches_per_pass)
     check_least("min_steps", settings.trainer, checked.last_step)
     check_length(checked)

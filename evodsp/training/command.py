@@ -44,7 +44,7 @@ from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
 from evodsp.training.progress import TrainingProgress
 from evodsp.training.quarantine import read_quarantine
-from evodsp.training.run_end import Interruption, LastValidation, RunStopped, StopRequest, deadline
+from evodsp.training.run_end import EarlyStop, Interruption, LastValidation, RunStopped, StopRequest, deadline
 from evodsp.training.scores import score_table, write_scores
 from evodsp.training.strategy import DSPStrategy
 from evodsp.training.throughput import Throughput, Utilisation
@@ -192,6 +192,8 @@ def _callbacks(run: CheckedRun, last: LastCheckpoint) -> list[Callback]:
     callbacks: list[Callback] = []
     if run.command == "fit" and run.chains.validation:
         callbacks.append(LastValidation())
+    if run.command == "fit" and settings.run.early_stop is not None:
+        callbacks.append(EarlyStop(settings.run.early_stop))
     if settings.trainer["enable_progress_bar"]:
         callbacks.append(TrainingProgress())
     if run.command != "fit":
@@ -218,9 +220,8 @@ def _throughput(run: CheckedRun, module: TrainingModule, data: ChainDataModule) 
     utilisation = None
     if settings.data.train.crop_size is not None:
         precision, limits = str(settings.trainer["precision"]), settings.run
-        utilisation = Utilisation(
-            module.model.config, precision, limits.matmul_precision, limits.peak_tflops, settings.model.freeze
-        )
+        trained = settings.model.freeze, settings.model.train_only
+        utilisation = Utilisation(module.model.config, precision, limits.matmul_precision, limits.peak_tflops, *trained)
     return Throughput(module, data, waits, utilisation)
 
 
@@ -354,6 +355,8 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
 def _report(run: CheckedRun, built: Built) -> None:
     """Print the scores of the last validation or test, and the files that were written. `validate` and `test` write the scores
     of each chain into the output folder."""
+    if early := [one for one in built.trainer.callbacks if isinstance(one, EarlyStop) and one.stopped_epoch]:  # type: ignore[attr-defined]
+        show(early[0].line)
     if built.module.scores:
         if run.command == "fit":
             show(f"scores after step {built.module.scored_step}:")

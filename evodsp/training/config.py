@@ -84,6 +84,9 @@ class TrainingConfig(ModelConfig):
     freeze: list[str] = field(default_factory=list, metadata={"resume": "refused"})
     """Parts of the model that keep the weights they begin with, by the names of its parameters: evoformer, extra_msa_stack,
     evoformer.blocks.0, or patterns such as evoformer.blocks.[0-3]. docs/training.md lists the parts."""
+    train_only: list[str] = field(default_factory=list, metadata={"resume": "refused"})
+    """Parts of the model that are trained, in the form of freeze: [structure_module] or [heads]. All others keep the weights
+    that they begin with. An empty list trains all that freeze does not name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -318,8 +321,12 @@ class RunConfig:
     `last` if it exists and otherwise starts a new run, so that one command line does both."""
     init_from: str | None = field(default=None, metadata={"resume": "refused"})
     """fit: begin with the weights of this file: a checkpoint of evodsp, a folder of `weights export --format safetensors` (or
-    hf:organisation/name), DeepMind's .npz or OpenFold's .pt. Optimizer, step and samples are new. A run that resumes (ckpt_path
-    auto or last) does not read it again."""
+    hf:organisation/name), DeepMind's .npz or OpenFold's .pt. Or with AlphaFold2's published parameters by name, such as
+    model_1_ptm or model_1_multimer_v3, which also chooses model.preset and the number of templates; they are fetched if they
+    are not there (`evodsp weights fetch`). Optimizer, step and samples are new. A run that resumes (ckpt_path auto or last)
+    does not read it again."""
+    early_stop: int | None = field(default=None, metadata={"resume": "free"})
+    """End the run after this many validations in a row without a higher val/lddt_ca. null: it goes on to its last step."""
     raw: bool = field(default=False, metadata={"resume": "refused"})
     """Use the raw weights of a checkpoint instead of their moving average: those that validate and test score, and those of
     init_from."""
@@ -353,6 +360,7 @@ class RunConfig:
         ranges |= {
             "keep_last": SIZE,
             "keep_best": SIZE,
+            "early_stop": SIZE,
             "stop_before_end": COUNT,
             "global_batch": SIZE,
             "max_samples": SIZE,

@@ -98,7 +98,7 @@ class TrainingModule(LightningModule):
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
         self.model = model or AlphaFold(config.model_config())
-        freeze(self.model, config.freeze)
+        freeze(self.model, config.freeze, config.train_only)
         self.settings: dict[str, Any] = {}
         """The settings that checkpoints keep, for a run that resumes."""
         self.chain_names: dict[str, list[str]] = {}

@@ -17,6 +17,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
+from evodsp.weights import by_name
 
 Command = Literal["fit", "validate", "test"]
 
@@ -135,7 +136,11 @@ class PresetParser(OneLineErrors):
         words = list(args or [])
         before = [word for word in words if not word.startswith(_ENDS_PARSING)]
         config = super().parse_args(before, *rest, **kwargs)
-        if (name := config.model.preset) is not None:
+        start = config.init_from if config.init_from in by_name.NAMES else None
+        if config.model.preset is None and start is not None:
+            templates = 4 if PRESETS[start].templates.enabled else 0  # supplement 1.2.3
+            self.set_defaults({f"data.{part}.max_templates": templates for part in ("train", "validation")})
+        if (name := config.model.preset or start) is not None:
             if name not in PRESETS:
                 raise UserError(
                     f"{self.where('model.preset')}model.preset: no preset '{name}'.{nearest(name, PRESETS)} "
@@ -171,7 +176,7 @@ def add_arguments(parser: Any) -> None:
         "--model.preset",
         type=str | None,
         help=f"Model whose sizes are the defaults of the sizes below: {LISTED_PRESETS}. Sizes that are given "
-        "override it. null: the defaults shown.",
+        "override it. null: that of init_from, if it names published parameters; otherwise the defaults shown.",
     )
 
 

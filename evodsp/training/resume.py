@@ -55,6 +55,7 @@ _WHY = {
     "init_from": "the run has begun with the weights of the former file",
     "raw": "the run has begun with the other weights of that file",
     "model.freeze": "the checkpoint holds the optimizer's state of the parameters that were trained",
+    "model.train_only": "the checkpoint holds the optimizer's state of the parameters that were trained",
 }
 
 
@@ -103,7 +104,7 @@ def changes(path: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, An
     Raises UserError for one that may not differ.
     """
     # Earlier versions trained all parameters, and joined alignments in the order of their names.
-    saved = {"model.freeze": [], "order of alignments": "by name", **checkpoint.get(KEY, {})}
+    saved = {"model.freeze": [], "model.train_only": [], "order of alignments": "by name", **checkpoint.get(KEY, {})}
     lines: list[str] = []
     same: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in settings.items():

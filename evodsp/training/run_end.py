@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.states import TrainerFn
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -159,6 +160,27 @@ class Interruption(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.happened = self.happened or isinstance(exception, KeyboardInterrupt)
+
+
+class EarlyStop(EarlyStopping):
+    """Ends a run whose validations do not get better (`early_stop`)."""
+
+    def __init__(self, patience: int) -> None:
+        super().__init__(
+            "val/lddt_ca", patience=patience, mode="max", check_finite=False, check_on_train_epoch_end=False
+        )
+
+    @property
+    def state_key(self) -> str:
+        return "EarlyStop"  # a user may have another one with the same settings
+
+    @property
+    def line(self) -> str:
+        """For the log of a run that this has ended."""
+        return (
+            f"ended early: val/lddt_ca has not risen above {float(self.best_score):.4f} in {self.patience} validations "
+            "(early_stop)"
+        )
 
 
 class LastValidation(Callback):

@@ -191,12 +191,13 @@ class Utilisation:
         matmul: MatmulPrecision,
         peak_tflops: float | None,
         frozen: Sequence[str] = (),
+        only: Sequence[str] = (),
     ) -> None:
         """`peak_tflops`: the peak of one device; None takes the known peak of the device. `frozen`: parts of the model that
         are not trained.
         """
         self._model, self._precision, self._matmul, self._given = model, precision, matmul, peak_tflops
-        self._frozen = frozen
+        self._frozen = (frozen, only)
         self._peak: float | None = None
         self._of_a_pass: int | None = None
         self._backward: int | None = None
@@ -213,7 +214,7 @@ class Utilisation:
         """Count a pass of the first batch, which takes seconds for a large model."""
         if self._peak is not None and self._of_a_pass is None:
             self._of_a_pass = pass_flops(self._model, batch)
-            self._backward = backward_flops(self._model, batch, self._frozen) if self._frozen else None
+            self._backward = backward_flops(self._model, batch, *self._frozen) if any(self._frozen) else None
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         """One more batch has been trained on."""

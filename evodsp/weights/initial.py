@@ -22,7 +22,7 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import counted
-from evodsp.weights import deepmind, openfold
+from evodsp.weights import by_name, deepmind, openfold
 from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
 from evodsp.weights.hub import located
 from evodsp.weights.names import is_fused, parameter_names
@@ -86,11 +86,11 @@ def check_initial(path: str | Path, config: ModelConfig) -> None:
 
     Reads little of the file. The arrays of other programs' files are checked when they are read.
     """
-    path = located(path)
+    path = _located(path)
     if not Path(path).exists():
         raise UserError(
             f"--init_from {path}: no such file; give a checkpoint, a folder of `weights export --format safetensors`, "
-            "DeepMind's .npz or OpenFold's .pt"
+            "DeepMind's .npz or OpenFold's .pt, or the name of published parameters, such as model_1_ptm"
         )
     if Path(path).is_file() and container(Path(path)) is None:
         raise UserError(
@@ -127,7 +127,7 @@ def initialise(model: AlphaFold, path: str | Path, raw: bool = False) -> Initial
     Raises UserError if the file cannot be read, holds none of the model's parameters, an array of another shape or a number
     that is not finite; the model is then unchanged.
     """
-    path = located(path)
+    path = _located(path)
     check_initial(path, model.config)
     found, left_out, zeros = (_others if is_parameter_file(path) else _own)(model, path, raw)
     parameters = dict(model.named_parameters())
@@ -141,6 +141,12 @@ def initialise(model: AlphaFold, path: str | Path, raw: bool = False) -> Initial
     new = tuple(name for name in parameters if name not in found)
     wider = tuple(f"{columns} of {parameters[name].shape[-1]} columns of {name}" for name, columns in zeros.items())
     return Initialised(taken, sum(value.numel() for value in parameters.values()), new, tuple(left_out), wider)
+
+
+def _located(source: str | Path) -> Path:
+    """The file or folder of `init_from`. Published parameters that it names are fetched if they are not there."""
+    is_name = str(source) in by_name.NAMES and not Path(source).exists()
+    return by_name.fetch_weights([str(source)])[0] if is_name else located(source)
 
 
 Found = tuple[dict[str, Tensor], list[str], Mapping[str, int]]

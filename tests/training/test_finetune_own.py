@@ -12,6 +12,8 @@ import torch
 from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.report.curve import read_curve
+from evodsp.training.command import TrainingCLI
+from evodsp.weights import by_name
 from evodsp.weights.checkpoint import read_checkpoint, save_model
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from tests.builders.processes import ROOT
@@ -31,7 +33,7 @@ def sources(config: ModelConfig, folder: Path) -> tuple[Path, Path]:
     return folder / "params.npz", folder / "reference.ckpt"
 
 
-def first_row(source: Path, output: Path, raw: bool, *options: str) -> dict[str, str]:
+def first_row(source: Path | str, output: Path, raw: bool, *options: str) -> dict[str, str]:
     """The first row of the curve of the config's first step, of one small sample of the bundled chains."""
     words = ["fit", f"--config={ROOT}/configs/finetune_own.yaml", f"--init_from={source}", f"--output={output}"]
     words += [f"--data.{part}_dir={ROOT}/data/{name}" for part, name in FOLDERS.items()]
@@ -72,6 +74,42 @@ def test_deepminds_weights_and_a_new_head(
     assert_grown(row, out, "pae")
     assert "new, at their initial values: heads.predicted_aligned_error (2 arrays)" in error
     assert "left out" not in error
+
+
+def test_published_parameters_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a name that is taken for a file, sizes of another model than the name's, and a file that is not looked for where
+    the others lie."""
+    monkeypatch.setattr(by_name, "NAMES", (*by_name.NAMES, "test"))
+    monkeypatch.setenv("EVODSP_WEIGHTS", str(tmp_path))
+    config = ModelConfig.preset("test")
+    source, reference = sources(config, tmp_path)
+    monkeypatch.setenv("REFERENCE", str(reference))
+    source.rename(tmp_path / "params_test.npz")
+    given = ("--model.loss.experimentally_resolved=0",)
+    row = first_row("test", tmp_path / "run", True, *given)
+    out, error = capsys.readouterr()
+    assert_grown(row, out)
+    assert "starts from test: " in error
+    assert "new, at" not in error
+    assert read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")["settings"]["init_from"] == "test"
+
+
+@pytest.mark.parametrize(
+    ("name", "templates", "arrangement"),
+    [("model_3", 0, "monomer"), ("model_1_ptm", 4, "monomer"), ("model_1_multimer_v3", 4, "multimer")],
+)
+def test_a_name_chooses_the_sizes(name: str, templates: int, arrangement: str) -> None:
+    """Catches a preset of another model, and samples without the templates that the model takes."""
+    words = [f"--config={ROOT}/configs/finetune_own.yaml", f"--init_from={name}"]
+    settings = TrainingCLI("fit", words).settings
+    assert settings.model.model_config() == ModelConfig.preset(name)
+    assert settings.model.arrangement == arrangement
+    assert (settings.data.train.max_templates, settings.data.validation.max_templates) == (templates, templates)
+    other = TrainingCLI("fit", [*words, "--model.preset=model_5", "--data.train.max_templates=0"]).settings
+    assert other.model.model_config() == ModelConfig.preset("model_5")
+    assert other.data.train.max_templates == 0
 
 
 @pytest.mark.verify

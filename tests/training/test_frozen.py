@@ -137,3 +137,38 @@ def test_ranks_train_the_same_part(
         if name.removeprefix("model.").startswith(PARTS):
             assert torch.equal(value, expected["state_dict"][name]), name
     assert len(found["optimizer_states"][0]["state"]) == len(expected["optimizer_states"][0]["state"])
+
+
+def test_a_part_is_trained_alone(chains: Path, source: Path, tmp_path: Path) -> None:
+    """Catches parts that are trained besides, a part that is not, and FLOPs of a whole backward pass."""
+    options = (f"--init_from={source}", "--model.train_only=[structure_module]", "--overwrite=true")
+    assert main(words(chains, tmp_path / "run", *options, frozen=())) == 0
+    first, last = read_checkpoint(source)["state_dict"], saved(tmp_path / "run")["state_dict"]
+    moved = {name.split(".")[1] for name, x in last.items() if not torch.equal(x, first[name])}
+    assert moved == {"structure_module"}
+    assert main(words(chains, tmp_path / "run", *options, frozen=("structure_module.angle*",))) == 0
+    last = saved(tmp_path / "run")["state_dict"]
+    moved = {name.split(".")[2] for name, x in last.items() if not torch.equal(x, first[name])}
+    assert moved
+    assert not any(part.startswith("angle") for part in moved)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--model.train_only=[head]"],
+            "model.train_only: 'head' names no parameter of this model. Did you mean 'heads'?",
+        ),
+        (
+            ["--model.train_only=[heads]", "--model.freeze=[heads]"],
+            "model.freeze: 'heads' names all that model.train_only trains ('heads'), so that nothing is left to train",
+        ),
+    ],
+)
+def test_a_wrong_part_is_one_line(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    assert main(["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path}/run", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -19,6 +19,7 @@ from evodsp.training.command import TrainingCLI
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.recipe import learning_rate
 from evodsp.training.world import World
+from evodsp.weights import by_name
 from scripts.benchmarks.fake_ranks import fake_group
 from tests.builders.training_chains import SEQUENCES
 
@@ -125,7 +126,8 @@ STAGES = {"af2_initial": INITIAL, "af2_finetune": FINE_TUNING, "af2_finetune_ptm
 def settings_of(name: str, folder: Path, *words: str, **changes: Any) -> Settings:
     """The settings of a config with `changes` of its `data`, without the weights that it starts from."""
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
-    content.pop("init_from", None)
+    if (start := content.pop("init_from", None)) in by_name.NAMES:
+        content["model"] = {"preset": start, **content["model"]}
     content["data"] |= changes
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(content))
     return TrainingCLI("fit", ["--config", str(folder / f"{name}.yaml"), *words]).settings
@@ -240,6 +242,6 @@ def test_own_chains_need_their_two_folders_only(chains: Path, tmp_path: Path) ->
         words = [f"--output={tmp_path}/run", "--trainer.accelerator=cpu", f"--parallel.sequence={sequence}"]
         run = check_run("fit", settings_of("finetune_own", tmp_path, *words, **folders))
         assert (run.batching.samples, run.last_step) == (8, 1000)
-    assert run.settings.model.model_config() == ModelConfig.preset("model_3")
+    assert run.settings.model.model_config() == ModelConfig.preset("model_3")  # that of init_from
     text = (CONFIGS / "finetune_own.yaml").read_text()
     assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 10
