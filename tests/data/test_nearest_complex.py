@@ -54,7 +54,7 @@ class Training:
     def copy_for(self, name: str, target: Assembly) -> PlacedCopy | str:
         letters = {name: tuple(one.sequence for one in target.chains)}
         ((_, found),) = placed_copies(letters, self.known, lambda _: target, self.folder.assembly_of)
-        return found if isinstance(found, str) else found.copy
+        return found if isinstance(found, str) else found[0]
 
 
 def training(folder: Path, **complexes: list[tuple[str, str]]) -> Training:
