@@ -70,40 +70,26 @@ def _lddt_sums(
     predicted, true = (x.float() if x.dtype.itemsize < 4 else x for x in (predicted, true))
     mask = mask.to(true.dtype)
     first, last, _ = rows.indices(residues)
-    batch = max(1, mask[..., 0, 0].numel())
-    step = max(1, _PAIRS_AT_ONCE // (batch * residues * atoms * atoms))
-    kept, counted = zip(
-        *(
-            _lddt_counts(predicted, true, mask, group, slice(start, min(start + step, last)), cutoff)
-            for start in range(first, last, step)
-        ),
-        strict=True,
-    )
+
+    def counts(rows: slice) -> tuple[Tensor, Tensor]:
+        """Of a few rows, whose distances are in memory together."""
+
+        def distances(x: Tensor) -> Tensor:
+            between = _distances(x[..., rows, :, :].flatten(-3, -2), x.flatten(-3, -2))
+            return between.unflatten(-1, (residues, atoms)).unflatten(-3, (rows.stop - rows.start, atoms))
+
+        distance = distances(true)
+        counted = (distance < cutoff) * mask[..., rows, :, None, None] * mask[..., None, None, :, :]
+        other = group[..., rows, None] != group[..., None, :]
+        counted = counted * other[..., :, None, :, None]
+        error = (distance - distances(predicted)).abs()
+        kept = sum((error < threshold).to(counted.dtype) for threshold in LDDT_THRESHOLDS) / len(LDDT_THRESHOLDS)
+        return (kept * counted).sum((-1, -2, -3)), counted.sum((-1, -2, -3))
+
+    step = max(1, _PAIRS_AT_ONCE // (max(1, mask[..., 0, 0].numel()) * residues * atoms * atoms))
+    pieces = [counts(slice(start, min(start + step, last))) for start in range(first, last, step)]
+    kept, counted = zip(*pieces, strict=True)
     return torch.cat(kept, -1), torch.cat(counted, -1)
-
-
-def _lddt_counts(
-    predicted: Float[Tensor, "*b R A 3"],
-    true: Float[Tensor, "*b R A 3"],
-    mask: Float[Tensor, "*b R A"],
-    group: Integer[Tensor, "*#b R"],
-    rows: slice,
-    cutoff: float,
-) -> tuple[Float[Tensor, "*b rows"], Float[Tensor, "*b rows"]]:
-    """`_lddt_sums` of a few rows, whose distances are in memory together."""
-    shape = (rows.stop - rows.start, *mask.shape[-1:], *mask.shape[-2:])  # rows, A, R, A
-
-    def distances(x: Tensor) -> Tensor:
-        between = _distances(x[..., rows, :, :].flatten(-3, -2), x.flatten(-3, -2))
-        return between.unflatten(-1, shape[2:]).unflatten(-3, shape[:2])
-
-    distance = distances(true)
-    counted = (distance < cutoff) * mask[..., rows, :, None, None] * mask[..., None, None, :, :]
-    other = group[..., rows, None] != group[..., None, :]
-    counted = counted * other[..., :, None, :, None]
-    error = (distance - distances(predicted)).abs()
-    kept = sum((error < threshold).to(counted.dtype) for threshold in LDDT_THRESHOLDS) / len(LDDT_THRESHOLDS)
-    return (kept * counted).sum((-1, -2, -3)), counted.sum((-1, -2, -3))
 
 
 def _distances(x: Float[Tensor, "*b n 3"], y: Float[Tensor, "*b m 3"]) -> Float[Tensor, "*b n m"]:

@@ -12,6 +12,8 @@ from evodsp.ranges import SIZE, check_numbers
 from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 
+Program = Literal["jackhmmer", "hhblits", "mmseqs"]
+
 
 @dataclass(frozen=True)
 class SearchConfig:
@@ -29,7 +31,7 @@ class SearchConfig:
     """Limits of the time and of the bytes that the server may take."""
     retry: bool = False
     """Ask the server again for records of which it found no related sequence, not only after a day."""
-    program: Literal["jackhmmer", "hhblits", "mmseqs"] | None = None
+    program: Program | None = None
     """Program of this machine to search with, in place of a server."""
     database: Path | None = None
     """The program's database: a FASTA file for jackhmmer, the path before _cs219 for hhblits, the path before .dbtype for

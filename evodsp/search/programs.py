@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from evodsp.errors import UserError
 from evodsp.printing import counted
+from evodsp.search.config import Program
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher
 
-Program = Literal["jackhmmer", "hhblits", "mmseqs"]
 _Commands = list[list[str]]
 
 

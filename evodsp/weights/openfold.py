@@ -59,21 +59,15 @@ def read_openfold(path: str | Path, raw: bool = False) -> dict[str, Tensor]:
         raise UserError(f"{file}: no such parameter file; give OpenFold's .pt checkpoint")
     if container(file) is None:
         raise UserError(f"{file}: not a PyTorch .pt file (or cut short); give OpenFold's checkpoint")
-    arrays = openfold_arrays(load_untrusted(file), str(file), raw)
-    check_bytes(arrays, file)
-    check_finite(arrays, file)
-    return arrays
-
-
-def openfold_arrays(content: Any, source: str, raw: bool = False) -> dict[str, Tensor]:
-    """The arrays in an OpenFold checkpoint's loaded `content`. Raises UserError if there are none."""
-    forms = [form for form in _forms(content) if _is_openfold(form)]
+    forms = [form for form in _forms(load_untrusted(file)) if _is_openfold(form)]
     if not forms:
-        raise UserError(f"{source}: not an OpenFold checkpoint, it lacks '{MARKS[0]}'; give one")
-    arrays = unwrapped(forms[-1 if raw else 0], source)
+        raise UserError(f"{file}: not an OpenFold checkpoint, it lacks '{MARKS[0]}'; give one")
+    arrays = unwrapped(forms[-1 if raw else 0], str(file))
     for key, value in arrays.items():
         if not is_array(value):
-            raise UserError(f"{source}: '{key}' is not an array of floats; give OpenFold's checkpoint")
+            raise UserError(f"{file}: '{key}' is not an array of floats; give OpenFold's checkpoint")
+    check_bytes(arrays, file)
+    check_finite(arrays, file)
     return arrays
 
 
