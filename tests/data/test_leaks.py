@@ -11,7 +11,7 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.data.doctor.leaks import ALIGNED_WITH, Overlap, overlap
-from evodsp.data.similarity.pairs import SHORTEST, identity
+from evodsp.data.similarity.pairs import SHORTEST, Words, identity
 from tests.builders.random_sequences import changed, random_sequences
 from tests.builders.training_chains import TINY, write_chain
 
@@ -61,6 +61,14 @@ def test_what_two_sets_have_in_common() -> None:
     alone = alike(first, {"near": second["near"]})
     assert (alone.chains, alone.same_sequence, alone.highest) == ([], [], pytest.approx(0.8, abs=0.01))
     assert alike(first, {"lower": "x" * 30}).highest is None
+
+
+def test_words_in_common_are_a_share_of_the_fewer() -> None:
+    """Catches a piece of a long sequence that is ranked behind one of its own length."""
+    piece = "ACDEFGHIKL"
+    longer = f"{piece}MNPQRSTVWY"
+    assert Words([piece, longer, "W" * 20, longer[5:]]).shares_with(piece).tolist() == [1.0, 1.0, 0.0, 2 / 7]
+    assert Words([piece]).shares_with(longer).tolist() == [1.0]
 
 
 def test_a_chain_is_aligned_with_several() -> None:
