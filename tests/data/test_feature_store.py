@@ -189,7 +189,7 @@ def test_it_is_what_training_needs(store: Path) -> None:
     templates = pickle.dumps(built.template_source())
     assert len(templates) < 1000
     assert pickle.loads(templates).structures.structure("8abc").chains.keys() == {"B"}
-    assert ("1abc_A" in built.keys(), "1abc_B" in built.keys(), len(built)) == (True, False, 3)  # noqa: SIM118
+    assert ("1abc_A" in built, "1abc_B" in built, len(built)) == (True, False, 3)
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file", "path"])

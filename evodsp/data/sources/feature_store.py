@@ -107,6 +107,9 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self._records)
 
+    def __contains__(self, key: object, /) -> bool:
+        return key in self._records
+
     def keys(self) -> list[str]:
         """All keys, sorted."""
         return self._records.keys()

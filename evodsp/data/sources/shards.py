@@ -98,6 +98,9 @@ class Table:
     def __len__(self) -> int:
         return len(self._index)
 
+    def __contains__(self, key: object, /) -> bool:
+        return isinstance(key, str) and self._row(key) is not None
+
     def keys(self) -> list[str]:
         """All keys, sorted by their bytes."""
         return [key.decode() for key in self._keys.tolist()]
