@@ -170,9 +170,8 @@ COMMANDS: dict[str, Command] = {
             settings="evodsp.inference.score.config:ScoreConfig",
             runner="evodsp.inference.score.scores:run",
             required="--predictions DIR --structures DIR [--train CHAINS] [--held_out CHAINS] --output DIR",
-            description="Compare predictions with known structures: a table of lDDT-CA, RMSD, GDT-TS and TM-score, how far "
-            "pLDDT can be trusted, and a picture of each chain. With "
-            "--complexes true: DockQ and lDDT-CA of the interfaces of complexes.",
+            description="Compare predictions with known structures: a table of lDDT-CA, RMSD, GDT-TS and TM-score, of "
+            "complexes (--complexes true) of lDDT-CA and DockQ, how far pLDDT can be trusted, and a picture of each.",
         ),
         SettingsCommand(
             "search",

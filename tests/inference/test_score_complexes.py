@@ -218,19 +218,22 @@ def test_confidence_belongs_to_the_residue_that_it_is_compared_with() -> None:
     the true chains' names."""
     truth = assembly("abc")
     c, a = prediction(truth, "CA", 0.5).chains
+    truth = Assembly("9abc", ("W", "X", "Y"), truth.chains)
     c = without_first(c, 6)
+    a.mask[5, CA] = 0
     plddt = np.arange(len(c) + len(a), dtype=np.float32)
     found = score_structure("9abc", "test", truth, Predicted(Assembly("x", ("P", "Q"), (c, a)), plddt))
     confidence = found.confidence()
     assert confidence is not None
-    seen = [*(n for n in range(20) if n not in (2, 3)), *range(36 + 6, 36 + 18)]  # of 20 + 16 + 18 true residues
-    assert confidence[0].tolist() == [12 + n for n in range(20) if n not in (2, 3)] + list(range(12))
+    seen = [*(n for n in range(20) if n not in (2, 3, 5)), *range(36 + 6, 36 + 18)]  # of 20 + 16 + 18 true residues
+    assert confidence[0].tolist() == [12 + n for n in range(20) if n not in (2, 3, 5)] + list(range(12))
     alphas = found.comparison.alphas(found.chosen)
     assert confidence[1] == pytest.approx(100 * metrics.lddt_ca(*alphas, per_residue=True)[seen].numpy())
     assert 0 < confidence[1].min() < confidence[1].max() < 100
     picture = found.picture()
     assert picture is not None
-    assert all(f">{name}</text>" in picture for name in "ABC")
+    assert all(f">{name}</text>" in picture for name in "WXY")
+    assert f"pLDDT, mean {plddt.sum() / 54:.1f} " in picture, "0 where nothing is predicted"
     assert "9abc (test): lDDT-CA 0." in picture
     assert score_structure("9abc", "test", truth, Predicted(Assembly("x", ("P", "Q"), (c, a)))).picture() is None
 

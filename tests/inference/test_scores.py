@@ -138,6 +138,7 @@ def test_table_explains_each_column():
     body, legend = shown.split("\n\n")
     lines = body.splitlines()
     assert len({len(line) for line in lines}) == 1
+    assert lines[0].startswith("chain ")
     for heading in ("split", "residues", "pLDDT", "lDDT-CA", "RMSD Å", "GDT-TS", "TM-score"):
         assert heading in lines[0]
         assert any(line.startswith(heading) for line in legend.splitlines())
@@ -215,7 +216,7 @@ def test_the_training_chains_of_a_run(cases, capsys):
     (row,) = csv.DictReader((root / "shown" / "scores.csv").open())
     names = ("nearest", "nearest_identity", "nearest_coverage", "nearest_lddt_ca", "better_by")
     assert [row[name] for name in names] == [""] * 5
-    alone = StructureScores("x_A", "held-out", 4, 4, 1.0, 0.5, 1.0, 1.0, 1.0, nearest="")
+    alone = StructureScores("x_A", "held-out", 4, 4, 1.0, 0.5, 1.0, 1.0, 1.0)
     write_scores(columns_of("chains", beside_copy=True), [alone], "chain", root / "scores.json")
     assert json.loads((root / "scores.json").read_text())[0]["better_by"] is None
 

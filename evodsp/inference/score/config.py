@@ -14,12 +14,12 @@ class ScoreConfig:
     """Which predictions to compare with which structures, and where to write the scores."""
 
     predictions: Path
-    """Output folder of `evodsp predict`; for complexes also a folder of structure files, <name>.cif or .pdb."""
+    """Output folder of `evodsp predict`, or a folder of structure files of any program, <name>.cif or .pdb."""
     structures: Path
     """Folder of the true structures, <pdbid>.cif or .pdb, also gzipped."""
     output: Path
-    """Folder for scores.csv, calibration.svg and a picture of each chain, distances_<chain>.svg; for complexes for scores.csv
-    and interfaces.csv."""
+    """Folder for scores.csv, for complexes also interfaces.csv, and if the predictions have pLDDT, for calibration.svg and a
+    picture of each, distances_<name>.svg."""
     train: str | None = None
     """Predictions to score: those of chains that the model was trained on, a file with one per line, or <pdbid>_<chain>,…
     (complexes: <pdbid>,…). Training chains that are only copied are those of train_chains."""
@@ -31,8 +31,8 @@ class ScoreConfig:
     """For complexes: the biological assembly that is the truth; null: the asymmetric unit. A structure file that lists no
     assemblies is one."""
     baseline: Literal["nearest"] | None = None
-    """nearest: name the nearest training chain of each chain (by alignment score), and the score of a copy of it. The training
-    chains are those of config, train_chains or train."""
+    """nearest: name the nearest training chain (of a complex the nearest training complex, both by alignment score), and the
+    score of a copy of it. The training chains or complexes are those of config, train_chains or train."""
     config: Path | None = None
     """For the baseline: config.yaml of the run's folder, or another file of `evodsp fit`. Its `data` block names the training
     chains and the folders or the store that they are in."""

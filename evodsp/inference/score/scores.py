@@ -189,9 +189,9 @@ def _finished(predictions: Path, structures: StructureFolder, splits: Splits) ->
 
 
 def _beside(row: StructureScores, copy: Mapping[str, Any] | str, kind: Kind) -> StructureScores:
-    """The scores with those of a copy, or of none for the reason given."""
+    """The scores with those of a copy; without them if there is none, for the reason given."""
     if isinstance(copy, str):
-        return replace(row, nearest="")
+        return row
     score = _BETTER[kind][0]
     ours, copied = getattr(row, score), copy[f"nearest_{score}"]
     return replace(row, **copy, better_by=None if ours is None or copied is None else ours - copied)
