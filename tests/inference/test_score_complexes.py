@@ -220,7 +220,9 @@ def test_confidence_belongs_to_the_residue_that_it_is_compared_with() -> None:
     c, a = prediction(truth, "CA", 0.5).chains
     truth = Assembly("9abc", ("W", "X", "Y"), truth.chains)
     c = without_first(c, 6)
-    a.mask[5, CA] = 0
+    bare = a.mask.copy()
+    bare[5, CA] = 0
+    a = dataclasses.replace(a, mask=bare)
     plddt = np.arange(len(c) + len(a), dtype=np.float32)
     found = score_structure("9abc", "test", truth, Predicted(Assembly("x", ("P", "Q"), (c, a)), plddt))
     confidence = found.confidence()
