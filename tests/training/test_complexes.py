@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -20,12 +21,13 @@ from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.samples.sampling import DISTILLED
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
+from evodsp.inference.score.table import columns_of
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.report.curve import read_curve
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, DistillationConfig, check_samples
 from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.scores import known_scores, mean_scores, score, score_table
+from evodsp.training.scores import known_scores, mean_scores, score, score_table, write_scores
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.complex_files import STRUCTURES, write_complex, write_shortened
 from tests.builders.random_outputs import leaves_of, output_of
@@ -146,9 +148,9 @@ def test_the_entries_of_a_run(data: DataConfig) -> None:
     assert (left.train, left.missing) == (["1abc"], {"2abc": "alignments"})
 
 
-def test_scores_of_interfaces() -> None:
+def test_scores_of_interfaces(tmp_path: Path) -> None:
     """Catches the score of an interface that counts distances within chains, or stands for all in a mean although a complex has
-    none."""
+    none, or that the file lacks."""
     true = 8.0 * torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.0, 0.0])
     near = torch.stack([true, true])
     moved = near.clone()
@@ -165,6 +167,11 @@ def test_scores_of_interfaces() -> None:
     assert "interface_lddt_ca" not in rows["b"]
     assert mean_scores(rows)["interface_lddt_ca"] == 0
     assert " - " in f"{score_table(rows).splitlines()[2]} "
+    counts = {"residues": 6.0, "resolved": 6.0}
+    write_scores({name: row | counts for name, row in rows.items()}, "test", tmp_path / "test.csv")
+    a, b = csv.DictReader((tmp_path / "test.csv").open())
+    assert [*a] == ["chain", *columns_of("chains")[1:], "interface_lddt_ca"]
+    assert (a["interface_lddt_ca"], b["interface_lddt_ca"], b["residues"]) == ("0.0", "", "6")
 
 
 @pytest.mark.parametrize(
