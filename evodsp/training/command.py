@@ -153,18 +153,13 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
     }
     if isinstance(world, MeshWorld):
         config["accelerator"], config["num_nodes"] = ("cuda" if world.on_gpu else "cpu"), 1
-        config["devices"] = (
-            [gpu_number(place())] if world.on_gpu else 1
-        )  # this rank's; the strategy knows the other ranks
+        # This rank's; the strategy knows the other ranks.
+        config["devices"] = [gpu_number(place())] if world.on_gpu else 1
         config["strategy"] = DSPStrategy(world, settings.communication)
     try:
         trainer = Trainer(**config)
-    except (
-        ValueError,
-        TypeError,
-        ModuleNotFoundError,
-        MisconfigurationException,
-    ) as error:  # how Lightning reports a wrong option
+    except (ValueError, TypeError, ModuleNotFoundError, MisconfigurationException) as error:
+        # How Lightning reports a wrong option.
         raise UserError(f"trainer: {error}") from error
     use_checkpoint_io(trainer, run.folder.former, settings.run.async_checkpoints)
     average = next((each for each in own_callbacks if isinstance(each, ExponentialMovingAverage)), None)
@@ -245,9 +240,8 @@ def run(command: Command, words: list[str]) -> int:
     if checked.ranks > 1 and not under_launcher():
         return launch(checked.ranks, [command, *words])
     built = build(checked, world, begun)
-    if (
-        command == "fit" and built.stop.deadline <= time.time()
-    ):  # a rank failed at the end, and torchrun started all again
+    # A rank failed at the end, and torchrun started all again.
+    if command == "fit" and built.stop.deadline <= time.time():
         tell_stopped()
         stop()
         tell_first("evodsp: the time limit is over; nothing was trained")
@@ -300,10 +294,8 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
     module, data, trainer = built.module, built.data, built.trainer
     overwrite = run.settings.run.overwrite
     if run.command != "fit":
-        scored, cache = (
-            run.chains.test if run.command == "test" else run.chains.validation,
-            run.settings.data.chain_data_cache,
-        )
+        scored = run.chains.test if run.command == "test" else run.chains.validation
+        cache = run.settings.data.chain_data_cache
         long_from_first(lambda: warn_of_overlap(run.chains, scored, cache), built.world.group)
         getattr(trainer, run.command)(module, datamodule=data, verbose=False)
         return

@@ -210,9 +210,8 @@ def log_settings(loggers: Sequence[Logger], config_text: str, resumes: bool = Fa
     """
     settings = parse_yaml(config_text, "config.yaml")
     for logger in loggers:
-        if isinstance(
-            logger, TensorBoardLogger
-        ):  # it keeps the file of an earlier start, which may have had other settings
+        if isinstance(logger, TensorBoardLogger):
+            # It keeps the file of an earlier start, which may have had other settings.
             Path(logger.log_dir, logger.NAME_HPARAMS_FILE).unlink(missing_ok=True)
         try:
             logger.log_hyperparams(settings)

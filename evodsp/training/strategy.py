@@ -44,9 +44,8 @@ class LaunchedRank(TorchElasticEnvironment):
         return self._place.local_rank
 
     def node_rank(self) -> int:
-        return (
-            0 if self._place.local_rank == self._place.rank else 1
-        )  # Lightning only asks whether this is the first node
+        # Lightning only asks whether this is the first node.
+        return 0 if self._place.local_rank == self._place.rank else 1
 
 
 class DSPStrategy(ParallelStrategy):
