@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64, Integer
 from torch import Tensor
 
+from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import ATOM_ORDER
-from evodsp.geometry.rigid import Rigid
 
 LDDT_CUTOFF = 15.0
 LDDT_THRESHOLDS = (0.5, 1.0, 2.0, 4.0)

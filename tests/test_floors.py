@@ -57,7 +57,6 @@ FREE = {
     "data.*": ("torch", "lightning", "jsonargparse", "rich"),
     "data.pool": FAST,
     "data.executors": FAST,
-    "geometry.alphabet": ("torch",),
     "geometry.residues": ("torch",),
     "model.schedule": FAST,
     "weights.by_name": FAST,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from evodsp.config import LossConfig
+from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import CA
-from evodsp.geometry.rigid import Rigid
 from evodsp.losses.fape import backbone_fape
 from evodsp.losses.total import total_loss
 from evodsp.metrics import lddt_ca

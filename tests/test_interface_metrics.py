@@ -10,8 +10,8 @@ import pytest
 import torch
 from Bio.SVDSuperimposer import SVDSuperimposer
 
+from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import ATOM_ORDER
-from evodsp.geometry.rigid import Rigid
 from evodsp.metrics import ChainAtoms, TrueInterface, interface_lddt_ca
 
 BACKBONE = ("N", "CA", "C", "O")

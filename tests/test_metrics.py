@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evodsp import metrics
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.metrics import gdt_ts, lddt, lddt_ca, rmsd, superpose, tm_d0, tm_score
 from tests.shared import load
 

@@ -1,7 +1,7 @@
 """Records that parsers, feature pipeline and writers exchange. They are frozen and checked when they are made.
 
 Shapes: N sequences of an alignment, L columns or residues, 37 atom types in AF2's atom37 order.
-Residue codes are those of `evodsp.geometry.alphabet`.
+Residue codes are those of `evodsp.geometry.residues`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Float32, Int8, Int32, Integer
 
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import GAP
+from evodsp.geometry.residues import GAP
 
 Kind = Literal["chains", "complexes"]
 CHAINS: Kind = "chains"

@@ -29,7 +29,7 @@ from evodsp.features.clusters import cluster_profiles, mean_deletions, members, 
 from evodsp.features.draws import Drawn, draw
 from evodsp.features.masking import mask_letters
 from evodsp.features.shared_clusters import shared_deletions, shared_profiles, shares_of
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP
+from evodsp.geometry.residues import LETTERS_WITH_GAP
 
 _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 

@@ -1,7 +1,7 @@
 """Clusters of an MSA: the cluster of each extra sequence, and the summary of each cluster (supplement 1.2.7).
 
 Shapes: C recycling iterations, N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop,
-K cells with deletions. Residue codes: `evodsp.geometry.alphabet`.
+K cells with deletions. Residue codes: `evodsp.geometry.residues`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float32, Int8, Int32, Int64, UInt64
 from torch import Tensor
 
-from evodsp.geometry.alphabet import GAP, LETTERS_WITH_X
+from evodsp.geometry.residues import GAP, LETTERS_WITH_X
 
 _BITS, _WORD = 5, 64
 _NO_LETTER = (1 << _BITS) - 1

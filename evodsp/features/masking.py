@@ -1,6 +1,6 @@
 """Masking of the clustered MSA (supplement 1.2.7).
 
-Shapes: A rows (those of all recycling iterations), L columns of the chain. Residue codes: `evodsp.geometry.alphabet`.
+Shapes: A rows (those of all recycling iterations), L columns of the chain. Residue codes: `evodsp.geometry.residues`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float32, Float64, Int8
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP
+from evodsp.geometry.residues import LETTERS_WITH_GAP
 
 
 def mask_letters(

@@ -18,7 +18,7 @@ from evodsp.data.sources.msa import msa_of
 from evodsp.data.sources.query_check import check_alignments
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import with_features
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 
 

@@ -6,7 +6,7 @@ cluster. (The published models have learnt features of this kind.) Shares are ro
 precision: every sum is exact, so it is the same in any order and on every rank.
 
 Shapes: N sequences, S clusters, E extra sequences, R residues, P pairs of an extra sequence and one of its clusters, K cells
-with deletions. Residue codes: `evodsp.geometry.alphabet`.
+with deletions. Residue codes: `evodsp.geometry.residues`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float32, Float64, Int8, Int32, Int64
 from torch import Tensor
 
-from evodsp.geometry.alphabet import LETTERS_WITH_MASK, LETTERS_WITH_X
+from evodsp.geometry.residues import LETTERS_WITH_MASK, LETTERS_WITH_X
 
 _STEP = 2.0**-32
 _ROWS = 1 << 10

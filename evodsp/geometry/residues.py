@@ -1,12 +1,19 @@
-"""Facts about the 20 amino acids and the unknown residue X: atoms, rigid groups, torsion angles, symmetries (supplement 1.8.4).
+"""Facts about residues: their codes and letters, and of the 20 amino acids and X the atoms, rigid groups, torsion angles
+and symmetries (supplement 1.8.4).
+
+Codes are AlphaFold2's: the 20 amino acids are 0..19 in the order of `RESTYPES`, X (unknown) is 20, the gap of an alignment
+21, the mask token of the masked-MSA loss 22. Every array of residues uses these codes; files with another numbering are
+translated when they are parsed.
 
 The facts are the tables in `evodsp/geometry/tables`; everything else is derived from them here, once, at import. Only numpy
-is imported, so that data-loading workers start fast. Positions are in Å. Residue types are numbered as in
-`geometry.alphabet`.
+is imported, so that data-loading workers start fast. Positions are in Å.
 
-Rigid groups of a residue: 0 backbone, 1 omega, 2 phi, 3 psi, 4..7 chi1..chi4. Each is a frame that rotates about a bond.
-The atoms of a residue are stored in one of two layouts. atom37 has one slot for every atom name; atom14 has only the slots
-that the residue's own atoms need.
+Rigid groups of a residue: 0 backbone, 1 omega, 2 phi, 3 psi, 4..7 chi1..chi4. Each is a frame that rotates about a bond. The
+atoms of a residue are stored in one of two layouts. atom37 has one slot for every atom name; atom14 has only the slots that
+the residue's own atoms need.
+
+The table is AlphaFold2's (`evodsp/geometry/tables/monomer_letters.csv` names its source), because published alignments and
+searches were made with it: pyroglutamate (PCA) is E, D-amino acids are their L form, selenocysteine (SEC) is A.
 """
 
 from __future__ import annotations
@@ -15,9 +22,73 @@ import csv
 from importlib import resources
 
 import numpy as np
-from jaxtyping import Float, Float32, Int32, Int64
+from jaxtyping import Float, Float32, Int8, Int32, Int64
 
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_X, RESTYPE_ORDER, RESTYPES, residue_name
+from evodsp.errors import UserError
+
+RESTYPE_1TO3: dict[str, str] = {
+    "A": "ALA", "R": "ARG", "N": "ASN", "D": "ASP", "C": "CYS", "Q": "GLN", "E": "GLU", "G": "GLY", "H": "HIS", "I": "ILE",
+    "L": "LEU", "K": "LYS", "M": "MET", "F": "PHE", "P": "PRO", "S": "SER", "T": "THR", "W": "TRP", "Y": "TYR", "V": "VAL",
+}  # fmt: skip
+"""Three-letter names of the 20 amino acids. X has no entry here; `residue_name` names it."""
+RESTYPES: tuple[str, ...] = tuple(RESTYPE_1TO3)
+RESTYPES_WITH_X: tuple[str, ...] = (*RESTYPES, "X")
+RESTYPE_ORDER: dict[str, int] = {letter: code for code, letter in enumerate(RESTYPES_WITH_X)}
+"""Code of each letter, X = 20 included."""
+
+UNKNOWN, GAP, MASK = 20, 21, 22
+LETTERS_WITH_X = 21
+"""Number of residue types: the amino acids and X."""
+LETTERS_WITH_GAP = 22
+"""Number of letters of an alignment: the amino acids, X and the gap."""
+LETTERS_WITH_MASK = 23
+"""Number of letters of a masked alignment: the amino acids, X, the gap and the mask token."""
+
+_EITHER_LETTER = {"B": "D", "Z": "E", "U": "C"}
+ALIGNMENT_CODES: dict[str, int] = {
+    letter: RESTYPE_ORDER.get(_EITHER_LETTER.get(letter, letter), UNKNOWN) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+}
+"""Code of each upper-case letter of an alignment. Ambiguous ones as in AF2's HHblits table: B is D, Z is E, U is C; J and O
+are X."""
+
+_ILLEGAL = -1
+_ENCODE = np.full(256, _ILLEGAL, np.int8)
+for _letter, _code in (*ALIGNMENT_CODES.items(), ("-", GAP)):
+    _ENCODE[[ord(_letter), ord(_letter.lower())]] = _code
+_ENCODE_SEQUENCE = np.full(256, UNKNOWN, np.int32)
+_ENCODE_SEQUENCE[np.frombuffer("".join(RESTYPES).encode(), np.uint8)] = np.arange(len(RESTYPES))
+_DECODE = np.frombuffer("".join((*RESTYPES_WITH_X, "-")).encode(), np.uint8)
+
+
+def encode(letters: str) -> Int8[np.ndarray, " L"]:
+    """Codes of the letters of an alignment, either case, '-' for a gap. `ALIGNMENT_CODES` defines the codes of ambiguous
+    letters.
+
+    Raises UserError, with the position, for any other character.
+    """
+    codes = _ENCODE[np.frombuffer(letters.encode("ascii", "replace"), np.uint8)]
+    if (illegal := np.flatnonzero(codes == _ILLEGAL)).size:
+        raise UserError(f"letter '{letters[illegal[0]]}' at position {illegal[0] + 1} is no amino acid; write X")
+    return codes
+
+
+def decode(residues: Int8[np.ndarray, " L"]) -> str:
+    """One-letter codes, '-' for a gap: the inverse of `encode` except for ambiguous letters."""
+    return _DECODE[residues].tobytes().decode()
+
+
+def encode_sequence(letters: str) -> Int32[np.ndarray, " L"]:
+    """Residue types (`aatype`) of a sequence: every letter that is not one of the 20 amino acids is X, as in AF2.
+
+    Unlike `encode`, which reads U in an alignment as C, this makes selenocysteine (U) an unknown residue.
+    """
+    return _ENCODE_SEQUENCE[np.frombuffer(letters.encode("latin-1", "replace"), np.uint8)]
+
+
+def residue_name(letter: str) -> str:
+    """Three-letter name of a one-letter code; UNK for X and every other letter."""
+    return RESTYPE_1TO3.get(letter, "UNK")
+
 
 ATOM_TYPES: tuple[str, ...] = (
     "N", "CA", "C", "CB", "O", "CG", "CG1", "CG2", "OG", "OG1", "SG", "CD", "CD1", "CD2", "ND1", "ND2", "OD1", "OD2", "SD",
@@ -230,3 +301,13 @@ ATOM14_DISTS_LOWER_BOUND: Float32[np.ndarray, "21 14 14"]
 ATOM14_DISTS_UPPER_BOUND: Float32[np.ndarray, "21 14 14"]
 """Largest allowed distance; 1e10 for atoms without a common bond or bond angle, 0 for an atom and itself and absent atoms."""
 ATOM14_DISTS_LOWER_BOUND, ATOM14_DISTS_UPPER_BOUND = _distance_bounds()
+
+MONOMER_LETTERS: dict[str, str] = {
+    name: row["letter"] for row in read_table("monomer_letters.csv") for name in row["names"].split()
+}
+"""Letter of each monomer's name (upper case) that has one."""
+
+
+def monomer_letter(name: str) -> str:
+    """One-letter code of a monomer's name; X for a name that is not in the table."""
+    return MONOMER_LETTERS.get(name, "X")

@@ -31,7 +31,7 @@ from jaxtyping import Float32
 from evodsp.data.formats.mmcif import read_structure as read_file
 from evodsp.data.records import Chain
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.alphabet import RESTYPES_WITH_X
+from evodsp.geometry.residues import RESTYPES_WITH_X
 from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name, pdb_chain_name
 from evodsp.inference.config import SaveSettings
 from evodsp.inference.interfaces import score_entries

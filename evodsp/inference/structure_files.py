@@ -29,9 +29,8 @@ import torch
 from jaxtyping import Float32, Float64, Integer
 
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPES_WITH_X
 from evodsp.geometry.frames import pseudo_beta
-from evodsp.geometry.residues import ATOM_TYPES
+from evodsp.geometry.residues import ATOM_TYPES, RESTYPES_WITH_X
 from evodsp.inference.chains import MOST_IN_PDB, ChainSpan, chain_name, pdb_chain_name, spans_of
 from evodsp.inference.interfaces import ComplexScores, Interface, interfaces_of
 from evodsp.version import __version__

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.losses.auxiliary import cross_entropy
 from evodsp.metrics import lddt_ca
 from evodsp.model.confidence import MAX_ALIGNED_ERROR

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.losses.chains import count_pairs
 from evodsp.losses.pairs import rows_at_once, take
 from evodsp.model.precision import without_autocast

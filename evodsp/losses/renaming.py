@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import RENAMING_MATRICES
-from evodsp.geometry.rigid import Rigid
 from evodsp.losses.pairs import rows_at_once, take
 from evodsp.parallel.exchange import Exchange, LocalExchange
 

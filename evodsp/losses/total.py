@@ -14,8 +14,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
+from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import CA
-from evodsp.geometry.rigid import Rigid
 from evodsp.losses.auxiliary import distogram_loss, masked_msa_loss
 from evodsp.losses.chains import chain_centre_loss, unique_residue_numbers
 from evodsp.losses.confidence import pae_loss, plddt_loss

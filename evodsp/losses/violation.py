@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.constants import Constant
+from evodsp.geometry.frames import Constant
 from evodsp.geometry.residues import (
     ATOM14_DISTS_LOWER_BOUND,
     ATOM14_DISTS_UPPER_BOUND,
     DISTANCE_TOLERANCE,
     RESTYPE_ATOM14_RADIUS,
+    RESTYPE_ORDER,
 )
 from evodsp.losses.clashes import Atoms, SummedOverlap
 from evodsp.losses.pairs import take

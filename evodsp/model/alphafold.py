@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import LETTERS_WITH_MASK
 from evodsp.geometry.frames import pseudo_beta
+from evodsp.geometry.residues import LETTERS_WITH_MASK
 from evodsp.model.arrangement import ARRANGEMENTS
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, below
 from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from evodsp.config import ArrangementName, EmbedderConfig, TemplateConfig
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X
+from evodsp.geometry.residues import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X
 from evodsp.model.embedders import TARGET_CHANNELS, RelativePosition
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.multimer import (

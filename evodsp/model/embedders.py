@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evodsp.config import ChannelsConfig, EmbedderConfig
-from evodsp.geometry.alphabet import LETTERS_WITH_MASK
+from evodsp.geometry.residues import LETTERS_WITH_MASK
 from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 
 TARGET_CHANNELS = 22

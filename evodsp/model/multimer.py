@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from evodsp.config import EmbedderConfig, TemplateConfig
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP, UNKNOWN
 from evodsp.geometry.frames import atom37_to_torsion_angles
+from evodsp.geometry.residues import LETTERS_WITH_GAP, UNKNOWN
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
 from evodsp.model.embedders import differences, distance_one_hot, squared_edges
 from evodsp.model.evoformer import PairStack

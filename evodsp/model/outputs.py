@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 
 
 @dataclass(frozen=True)

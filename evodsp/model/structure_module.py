@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evodsp.config import StructureModuleConfig
-from evodsp.geometry.frames import atom14_to_atom37, frames_to_atom14, torsion_angles_to_frames
+from evodsp.geometry.frames import Rigid, atom14_to_atom37, frames_to_atom14, torsion_angles_to_frames
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
-from evodsp.geometry.rigid import Rigid
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
 from evodsp.model.graphs import Recorded
 from evodsp.model.kernels.dropout import draw_masks

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from evodsp.config import TemplateConfig
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP, UNKNOWN
-from evodsp.geometry.frames import atom37_to_torsion_angles
-from evodsp.geometry.residues import CA, C, N
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid, atom37_to_torsion_angles
+from evodsp.geometry.residues import CA, LETTERS_WITH_GAP, UNKNOWN, C, N
 from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication

@@ -29,8 +29,7 @@ from Bio.PDB.Polypeptide import is_aa
 from evodsp.data.formats.forcefield_names import AMINO_ACID_OF, is_heavy
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.errors import UserError
-from evodsp.geometry.monomers import monomer_letter
-from evodsp.geometry.residues import ATOM_TYPES
+from evodsp.geometry.residues import ATOM_TYPES, monomer_letter
 from evodsp.geometry.residues import CA as ORDER_OF_CA
 from evodsp.reading.text_files import text_of
 

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK
-from evodsp.geometry.rigid import Rigid
 from evodsp.losses.chains import unique_residue_numbers
 from evodsp.losses.fape import backbone_fape_by_chain, sidechain_fape
 from evodsp.losses.violation import find_violations, violation_loss

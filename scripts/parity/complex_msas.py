@@ -28,7 +28,7 @@ from evodsp.data.sources.msa import letter_profile
 from evodsp.features.batch import with_features
 from evodsp.features.draws import draw
 from evodsp.features.masking import mask_letters
-from evodsp.geometry.alphabet import LETTERS_WITH_MASK
+from evodsp.geometry.residues import LETTERS_WITH_MASK
 from evodsp.rng import Draws
 
 from . import pairing

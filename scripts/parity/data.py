@@ -44,7 +44,7 @@ from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.features.draws import draw
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 
 from .compare import other_side

@@ -20,8 +20,7 @@ import numpy as np
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPES
-from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPES
 from evodsp.inference.score.chain_mapping import ComplexComparison
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 

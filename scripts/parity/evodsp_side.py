@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import LossConfig, ModelConfig
-from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid, structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.outer_product_first import OuterProductFirstBlock

@@ -31,7 +31,7 @@ from evodsp.data.samples.raw_features import complex_features
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.geometry.alphabet import GAP, LETTERS_WITH_GAP, decode
+from evodsp.geometry.residues import GAP, LETTERS_WITH_GAP, decode
 from evodsp.inference.target_msas import ComplexMsa
 from evodsp.inference.targets import find_targets
 from evodsp.rng import Draws

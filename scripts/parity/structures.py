@@ -31,8 +31,7 @@ from Bio.PDB.Polypeptide import is_aa
 
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.errors import UserError
-from evodsp.geometry.monomers import monomer_letter
-from evodsp.geometry.residues import ATOM_TYPES
+from evodsp.geometry.residues import ATOM_TYPES, monomer_letter
 
 KINDS = {
     "NH1 and NH2 exchanged": "evodsp calls that nitrogen of arginine NH1 that is nearer to CD, as AlphaFold2 does.",

@@ -11,7 +11,7 @@ import numpy as np
 
 from evodsp.data.records import Alignment
 from evodsp.data.sources.chain_folder import parse_alignment_file
-from evodsp.geometry.alphabet import decode, encode_sequence
+from evodsp.geometry.residues import decode, encode_sequence
 
 
 def make_alignment(letters: str, rows: int = 9, source: str = "hits.a3m") -> Alignment:

@@ -10,7 +10,7 @@ from evodsp.data.records import CHAINS, Alignment, Chain, ProteinSequence
 from evodsp.data.sources.parsed import Parsed, parse_chain
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.geometry import residues
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.residues import encode_sequence
 from tests.builders.alignments import make_alignment
 
 AMINO_ACIDS = "ARNDCQEGHILKMFPSTWYV"

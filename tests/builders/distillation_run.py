@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from evodsp.data.formats.mmcif import read_chain
-from evodsp.geometry.alphabet import RESTYPE_ORDER
+from evodsp.geometry.residues import RESTYPE_ORDER
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.bad_chains import Record
 from tests.builders.chains import AMINO_ACIDS

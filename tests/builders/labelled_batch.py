@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from evodsp.config import LossConfig
-from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import structure_labels
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from evodsp.losses.total import CHAIN, TERMS
 from tests.builders.small_model import CYCLES, features
 

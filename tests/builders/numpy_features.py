@@ -23,7 +23,7 @@ from evodsp.data.samples.raw_features import deleted_block_starts, fixed_feature
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import deletion_value as of_deletions
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
+from evodsp.geometry.residues import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
 from evodsp.rng import Draws
 
 _ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import HeadsConfig
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.model.outputs import ModelOutput, StructureOutput
 from evodsp.parallel.exchange import Exchange
 from tests.builders.labelled_batch import CLUSTERS, RESIDUES, Source

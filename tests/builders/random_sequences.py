@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evodsp.geometry.alphabet import RESTYPES
+from evodsp.geometry.residues import RESTYPES
 
 
 def random_sequences(number: int, length: int) -> list[str]:

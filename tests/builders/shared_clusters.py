@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evodsp.geometry.alphabet import GAP
+from evodsp.geometry.residues import GAP
 
 LETTERS = 23
 

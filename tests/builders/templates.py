@@ -11,7 +11,7 @@ from evodsp.data.records import Chain, ProteinSequence, Structure
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import encode
 
 LETTERS = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEV"
 QUERY = ProteinSequence("q", LETTERS)

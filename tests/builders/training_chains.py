@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.data.records import Chain
-from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 
 TINY = """

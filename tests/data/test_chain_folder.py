@@ -17,7 +17,7 @@ from evodsp.data.sources.chain_folder import (
     search_result_files,
 )
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode
+from evodsp.geometry.residues import decode
 from tests.builders.alignments import chain_folder, database, preparsed
 from tests.builders.templates import QUERY
 

@@ -18,7 +18,7 @@ from evodsp.data.samples.complex_record import ComplexRecord
 from evodsp.data.samples.dataset import SampleDataset, collate
 from evodsp.data.sources.parsed import Parsed
 from evodsp.features.batch import with_features
-from evodsp.geometry.alphabet import UNKNOWN, encode_sequence
+from evodsp.geometry.residues import UNKNOWN, encode_sequence
 from evodsp.losses.permutation import with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold

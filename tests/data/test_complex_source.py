@@ -13,7 +13,7 @@ from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, say_query_paired
 from evodsp.data.complexes.source import ComplexFiles
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode
+from evodsp.geometry.residues import decode
 from tests.builders.alignments import archives, archives_in_folders, one_database
 from tests.builders.complex_files import write_complex
 

@@ -22,7 +22,7 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.data.templates.template_chains import TemplateChains, listed_chains
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.residues import encode_sequence
 from tests.builders.complex_files import write_complex, write_shortened
 from tests.builders.templates import random_templates
 

@@ -21,8 +21,8 @@ from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.features.prediction import prediction_sample
-from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
+from evodsp.geometry.residues import encode_sequence
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain
 from tests.builders.finished import finished

@@ -29,7 +29,7 @@ from evodsp.data.sources.shards import digest_of
 from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import encode
 from tests.builders.builds import config, letters_of, write_chain, write_structure
 from tests.builders.chains import make_chain, straight_chain
 from tests.builders.records import same

@@ -12,7 +12,7 @@ from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode, encode
+from evodsp.geometry.residues import decode, encode
 
 
 def chain(name: str, rows: list[str], pairing: list[str] | None = None) -> ChainMsas:

@@ -13,7 +13,7 @@ from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.query_check import matched_alignments, matched_hits
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode, encode
+from evodsp.geometry.residues import decode, encode
 from tests.builders.alignments import make_alignment
 from tests.builders.mmcif import atom, entry
 from tests.builders.templates import make_hit

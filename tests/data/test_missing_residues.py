@@ -15,8 +15,7 @@ from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.query_check import QueryMismatch
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
-from evodsp.geometry.residues import CA
+from evodsp.geometry.residues import CA, encode
 from tests.builders.backbone import chain, pdb_text
 from tests.builders.missing_residues import NAMES, SEEN, WHOLE, write
 

@@ -12,8 +12,7 @@ import pytest
 
 from evodsp.data.formats.mmcif import read_chain, read_confidence, read_structure
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import ATOM_ORDER, encode
 from tests.builders.mmcif import COLUMNS, atom, entry
 from tests.shared import load
 

@@ -20,8 +20,7 @@ from evodsp.data.similarity.nearest import MOST_FILES, Bar, Copy, bar, copies
 from evodsp.data.similarity.sequences import sequences
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPES
-from evodsp.geometry.residues import CA
+from evodsp.geometry.residues import CA, RESTYPES
 from tests.builders.training_chains import TINY, write_chain
 from tests.shared import SHARED
 

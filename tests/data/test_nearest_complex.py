@@ -16,8 +16,7 @@ from evodsp.data.similarity import nearest
 from evodsp.data.similarity.nearest import PlacedCopy, TrainingSet, placed_copies
 from evodsp.data.similarity.pairs import score
 from evodsp.data.sources.structures import AssemblyFolder
-from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
 
 ALPHA, BETA, GAMMA = "MKTAYIAKQRWLEDFGHNPC", "GSHMDERVTCNPFWAQLLKK", "PPLLKKWWEEDDSSTTRRGG"

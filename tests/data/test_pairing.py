@@ -11,7 +11,7 @@ import pytest
 from evodsp.data.complexes.pairing import PairingMsa, pair, uniprot_species
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import encode
 
 
 def msa_of(*rows: str) -> PairingMsa:

@@ -13,7 +13,7 @@ from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm, query_o
 from evodsp.data.formats.a3m import query_of_a3m
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import FileFormatError
-from evodsp.geometry.alphabet import GAP, decode, encode
+from evodsp.geometry.residues import GAP, decode, encode
 from evodsp.reading import text_files
 from tests.shared import load
 

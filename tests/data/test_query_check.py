@@ -8,7 +8,7 @@ import pytest
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.query_check import check_alignments, check_query
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import encode
 from tests.builders.alignments import make_alignment
 
 

@@ -11,7 +11,7 @@ import pytest
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode
+from evodsp.geometry.residues import decode
 from tests.builders.alignments import database
 
 A3M = ">q\nACDE\n>h\nAC-E\n"

@@ -15,7 +15,7 @@ from evodsp.data.sources.structures import KeptStructures
 from evodsp.data.templates import template_chains
 from evodsp.data.templates.source import TemplateSource
 from evodsp.data.templates.template_chains import TemplateChains
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.residues import encode_sequence
 from tests.builders.training_chains import write_chain
 
 QUERY = "MKTAYIAKQRWLEDERVTCNPFGHW"

@@ -23,7 +23,7 @@ from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
 from evodsp.features.prediction import prediction_sample
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain, straight_chain

@@ -17,8 +17,7 @@ from evodsp.data.templates.filters import HitLimits, select_hits
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection, match_hit, realign
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.alphabet import GAP, UNKNOWN, decode, encode
-from evodsp.geometry.residues import CA, N
+from evodsp.geometry.residues import CA, GAP, UNKNOWN, N, decode, encode
 from tests.builders.chains import straight_chain
 from tests.builders.templates import (
     HHBLITS_LETTERS,

@@ -19,7 +19,7 @@ from evodsp.data.samples.raw_features import complex_features
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.features.batch import with_features
-from evodsp.geometry.alphabet import GAP, decode
+from evodsp.geometry.residues import GAP, decode
 from evodsp.model.arrangement import ARRANGEMENTS
 from evodsp.rng import Draws
 from tests.builders.shared_clusters import by_formula

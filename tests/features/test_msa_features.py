@@ -20,7 +20,7 @@ from evodsp.features.batch import RawMsa, deletion_value, rows_of, write_feature
 from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters, write_one_hot
 from evodsp.features.draws import Drawn
 from evodsp.features.masking import mask_letters
-from evodsp.geometry.alphabet import encode_sequence
+from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.finished import made
 from tests.builders.templates import from_raw

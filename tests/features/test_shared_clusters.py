@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evodsp.features.shared_clusters import shared_deletions, shared_profiles, shares_of
-from evodsp.geometry.alphabet import GAP, MASK
+from evodsp.geometry.residues import GAP, MASK
 from tests.builders.shared_clusters import by_formula
 
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from evodsp.errors import UserError
-from evodsp.geometry import alphabet
-from evodsp.geometry.alphabet import decode, encode, encode_sequence, residue_name
+from evodsp.geometry import residues
+from evodsp.geometry.residues import decode, encode, encode_sequence, residue_name
 from tests.shared import load
 
 
 def test_order_equals_alphafold(golden: Path) -> None:
     """Catches two residue types exchanged, which no test of shapes would show."""
     expected = load(golden / "residue_constants.npz")["restypes"]
-    assert "".join(alphabet.RESTYPES) == b"".join(expected).decode()
-    assert (alphabet.UNKNOWN, alphabet.GAP, alphabet.MASK) == (20, 21, 22)
-    assert alphabet.RESTYPE_ORDER["X"] == alphabet.UNKNOWN
+    assert "".join(residues.RESTYPES) == b"".join(expected).decode()
+    assert (residues.UNKNOWN, residues.GAP, residues.MASK) == (20, 21, 22)
+    assert residues.RESTYPE_ORDER["X"] == residues.UNKNOWN
 
 
 def test_letters_of_alignments() -> None:
@@ -49,5 +49,5 @@ def test_three_letter_names() -> None:
 
 def test_numpy_only_at_import() -> None:
     """Catches an import of torch, which would slow down data-loading workers."""
-    code = "import sys, evodsp.geometry.alphabet; sys.exit('torch' in sys.modules)"
+    code = "import sys, evodsp.geometry.residues; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from evodsp.geometry.constants import Constant
-from evodsp.geometry.frames import structure_labels
+from evodsp.geometry.frames import Constant, structure_labels
 from tests.builders.host_waits import HostWaits
 
 

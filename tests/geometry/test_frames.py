@@ -11,6 +11,7 @@ from torch import Tensor
 
 from evodsp.geometry import residues
 from evodsp.geometry.frames import (
+    Rigid,
     atom14_ground_truth,
     atom14_to_atom37,
     atom37_to_atom14,
@@ -21,7 +22,6 @@ from evodsp.geometry.frames import (
     structure_labels,
     torsion_angles_to_frames,
 )
-from evodsp.geometry.rigid import Rigid
 from tests.shared import load
 
 CHAINS = ["1psm_A", "4i6p_A", "4zey_A", "5kc1_A"]

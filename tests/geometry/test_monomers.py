@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from Bio.Data.PDBData import protein_letters_3to1_extended
 
-from evodsp.geometry.alphabet import RESTYPE_1TO3
-from evodsp.geometry.monomers import MONOMER_LETTERS, monomer_letter
+from evodsp.geometry.residues import MONOMER_LETTERS, RESTYPE_1TO3, monomer_letter
 
 
 @pytest.mark.parametrize(

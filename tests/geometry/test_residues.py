@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.geometry import alphabet, residues
+from evodsp.geometry import residues
 from tests.shared import load
 
 EXACT = [
@@ -70,9 +70,9 @@ def test_atom14_and_atom37_maps_undo_each_other() -> None:
     types, slots = np.nonzero(residues.RESTYPE_ATOM14_MASK)
     there = residues.RESTYPE_ATOM14_TO_ATOM37[types, slots]
     np.testing.assert_array_equal(residues.RESTYPE_ATOM37_TO_ATOM14[types, there], slots)
-    for letter, three in alphabet.RESTYPE_1TO3.items():
+    for letter, three in residues.RESTYPE_1TO3.items():
         names = residues.RESTYPE_NAME_TO_ATOM14_NAMES[three]
-        number = alphabet.RESTYPE_ORDER[letter]
+        number = residues.RESTYPE_ORDER[letter]
         indices = residues.RESTYPE_ATOM14_TO_ATOM37[number]
         assert all(residues.ATOM_TYPES[index] == name for index, name in zip(indices, names, strict=True) if name)
 

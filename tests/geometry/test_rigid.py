@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.rigid import Rigid, rotated
+from evodsp.geometry.frames import Rigid, rotated
 
 BATCH = (5, 3)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode
+from evodsp.geometry.residues import decode
 from evodsp.inference.config import Pairing
 from evodsp.inference.target_msas import ComplexMsa
 from evodsp.inference.targets import Target, find_targets

@@ -26,8 +26,7 @@ from evodsp.data.sources.msa import query_only
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
 from evodsp.features.prediction import complex_sample
-from evodsp.geometry.alphabet import encode
-from evodsp.geometry.residues import CA
+from evodsp.geometry.residues import CA, encode
 from evodsp.inference.api import as_given_files
 from evodsp.inference.api import predict as api_predict
 from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name

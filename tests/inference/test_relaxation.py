@@ -15,8 +15,7 @@ import torch
 
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPES_WITH_X
-from evodsp.geometry.residues import ATOM_ORDER, CA
+from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPES_WITH_X
 from evodsp.inference import relaxation
 from evodsp.inference.predict import predict
 from evodsp.inference.relaxation import _check_chain, relax

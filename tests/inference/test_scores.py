@@ -17,8 +17,7 @@ from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
-from evodsp.geometry.alphabet import encode
-from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK, encode
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.score.scores import compare, compare_all, write_report
 from evodsp.inference.score.table import StructureScores, columns_of, table, write_scores

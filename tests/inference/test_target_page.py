@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from evodsp.data.records import Alignment
-from evodsp.geometry.alphabet import GAP
-from evodsp.geometry.residues import CA
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
+from evodsp.geometry.residues import CA, GAP
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.pages.backbone import PeptideBonds, View, peptide_bonds
 from evodsp.inference.pages.batch_page import batch_page, write_batch_page

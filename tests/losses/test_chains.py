@@ -11,9 +11,8 @@ from torch import Tensor
 
 from evodsp.config import LossConfig
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS, RESTYPE_ORDER
 from evodsp.losses import pairs
 from evodsp.losses.chains import chain_centre_loss, count_pairs, unique_residue_numbers
 from evodsp.losses.fape import backbone_fape, backbone_fape_by_chain, frame_aligned_point_error

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.losses.confidence import aligned_error_bins, pae_loss, plddt_loss
 from tests.shared import load
 

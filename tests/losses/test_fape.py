@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.losses import pairs
 from evodsp.losses.fape import backbone_fape, frame_aligned_point_error, sidechain_fape
 from tests.shared import load

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.losses.fape import frame_aligned_point_error
 from evodsp.losses.permutation import TrueChains, _with_hidden_chains, align_chains, choose_anchor, labels_of_crop
 from evodsp.metrics import rmsd

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.config import LossConfig
 from evodsp.data.samples.dataset import existing_entries
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
+from evodsp.geometry.residues import LETTERS_WITH_GAP
 from evodsp.losses import pairs
 from evodsp.losses.fape import sidechain_fape
 from evodsp.losses.total import CHAIN, TERMS, RecordedLoss, total_loss

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid
 from evodsp.losses.auxiliary import distogram_loss
 from evodsp.losses.confidence import pae_loss
 from evodsp.losses.total import total_loss

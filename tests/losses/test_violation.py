@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from evodsp.data.formats.mmcif import read_chain
-from evodsp.geometry.alphabet import RESTYPE_ORDER, RESTYPES_WITH_X
 from evodsp.geometry.frames import atom37_to_atom14
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS
+from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS, RESTYPE_ORDER, RESTYPES_WITH_X
 from evodsp.losses import pairs
 from evodsp.losses.violation import find_violations, violating_residues, violation_loss
 from tests.builders.pages import ROOT

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import EvoformerConfig, ModelConfig, StructureModuleConfig
-from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid, frames_to_atom14, torsion_angles_to_frames
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.structure_module import InvariantPointAttention, PairRows, StructureModule
 from evodsp.weights import names

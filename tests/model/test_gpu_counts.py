@@ -97,7 +97,7 @@ def test_the_model_reads_from_the_host_outside_of_stacks_only() -> None:
     )  # fmt: skip
     assert {name.rpartition(" ")[2].partition(":")[0] for name in counts.forward.host} == {
         "model/dropout.py",
-        "geometry/constants.py",
+        "geometry/frames.py",
     }
     assert counts.backward.host == {}
 

@@ -13,7 +13,7 @@ import numpy as np
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import Alignment
 from evodsp.data.sources.msa import MsaFeatures, merge_alignments
-from evodsp.geometry.alphabet import GAP
+from evodsp.geometry.residues import GAP
 
 
 def split_alignment(alignment: Alignment, lengths: Sequence[int]) -> tuple[tuple[MsaFeatures, PairingMsa | None], ...]:

@@ -24,7 +24,7 @@ from evodsp.data.complexes.entities import ChainIds, Entity, chain_ids, entities
 from evodsp.data.complexes.pairing import ABSENT, MOST_OF_A_KEY, pair
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import GAP, encode_sequence
+from evodsp.geometry.residues import GAP, encode_sequence
 
 MOST_ROWS = 2048
 MOST_PAIRED = 1024

@@ -13,7 +13,7 @@ from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, INSERTION, S
 from evodsp.data.formats.fasta import SUBSTITUTES, Records, record_pieces, sizes_of_complex, translate
 from evodsp.data.records import Alignment, RowNames
 from evodsp.errors import FileFormatError
-from evodsp.geometry.alphabet import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
+from evodsp.geometry.residues import ALIGNMENT_CODES, GAP, RESTYPES_WITH_X
 from evodsp.reading.text_files import BLOCK, text_blocks
 
 # A dot is padding opposite another row's insertion, an asterisk the end of translation: neither stands for a residue.

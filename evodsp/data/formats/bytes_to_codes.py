@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evodsp.geometry.alphabet import ALIGNMENT_CODES
+from evodsp.geometry.residues import ALIGNMENT_CODES
 
 INSERTION, SKIPPED, ILLEGAL = 100, 101, 102
 """Entries of a table that are no residue codes: an inserted residue, a character without meaning, a forbidden one."""

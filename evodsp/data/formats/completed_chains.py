@@ -20,7 +20,7 @@ from evodsp.data.formats.forcefield_names import AMINO_ACID_OF, HEAVY_ATOMS, ami
 from evodsp.data.formats.listed_sequences import placed
 from evodsp.data.formats.record_parts import ChainPart, PartPlace
 from evodsp.data.formats.unlisted_chains import FoundChain, Site, bonded, find_chain, is_known
-from evodsp.geometry.monomers import MONOMER_LETTERS
+from evodsp.geometry.residues import MONOMER_LETTERS
 from evodsp.reading.quoting import quoted
 
 _NAMED = 5

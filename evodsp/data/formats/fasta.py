@@ -18,8 +18,7 @@ from jaxtyping import UInt8
 from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE, ILLEGAL, byte_table
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import FileFormatError
-from evodsp.geometry.alphabet import ALIGNMENT_CODES, RESTYPE_1TO3, RESTYPES_WITH_X
-from evodsp.geometry.monomers import monomer_letter
+from evodsp.geometry.residues import ALIGNMENT_CODES, RESTYPE_1TO3, RESTYPES_WITH_X, monomer_letter
 from evodsp.reading.quoting import quoted
 from evodsp.reading.text_files import text_of
 

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from evodsp.geometry.alphabet import RESTYPE_1TO3, RESTYPES
-from evodsp.geometry.monomers import MONOMER_LETTERS, monomer_letter
-from evodsp.geometry.residues import RESTYPE_NAME_TO_ATOM14_NAMES, read_table
+from evodsp.geometry.residues import (
+    MONOMER_LETTERS,
+    RESTYPE_1TO3,
+    RESTYPE_NAME_TO_ATOM14_NAMES,
+    RESTYPES,
+    monomer_letter,
+    read_table,
+)
 
 AMINO_ACID_OF: dict[str, str] = {
     name: row["residue"] for row in read_table("forcefield_names.csv") for name in row["names"].split()

@@ -19,7 +19,7 @@ from evodsp.data.formats.cif_values import rows_of
 from evodsp.data.formats.forcefield_names import letters_of, listed_name
 from evodsp.data.formats.unlisted_chains import FoundChain, Site, is_amino_acid
 from evodsp.errors import FileFormatError
-from evodsp.geometry.monomers import monomer_letter
+from evodsp.geometry.residues import monomer_letter
 from evodsp.reading.quoting import shown
 
 MOST_DIFFERENT = 0.1

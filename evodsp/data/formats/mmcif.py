@@ -33,8 +33,7 @@ from evodsp.data.formats.structure_block import block_without_atoms, is_pdb, rea
 from evodsp.data.records import Assembly, Chain, Structure
 from evodsp.data.sources.layout import entry_of
 from evodsp.errors import FileFormatError, UserError, nearest
-from evodsp.geometry.monomers import monomer_letter
-from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES
+from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, monomer_letter
 from evodsp.printing import logger
 from evodsp.reading.quoting import LONGEST_REASON, quoted, shown
 from evodsp.reading.text_files import text_of

@@ -20,7 +20,7 @@ from jaxtyping import Int8, Integer
 from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.alphabet import GAP
+from evodsp.geometry.residues import GAP
 from evodsp.reading import text_files
 from evodsp.reading.quoting import quoted
 from evodsp.reading.recorded_pickle import RecordedArray, recorded

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Integer, UInt8
 from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError
-from evodsp.geometry.alphabet import GAP
+from evodsp.geometry.residues import GAP
 from evodsp.reading.text_files import text_of
 
 _STOCKHOLM = byte_table(EITHER_CASE | dict.fromkeys("-._~", GAP))

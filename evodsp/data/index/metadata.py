@@ -25,7 +25,7 @@ from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTab
 from evodsp.data.records import Chain
 from evodsp.data.sources.layout import chain_id_in, split_key
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.alphabet import LETTERS_WITH_X, UNKNOWN, encode_sequence
+from evodsp.geometry.residues import LETTERS_WITH_X, UNKNOWN, encode_sequence
 from evodsp.reading.text_files import lines_of, read_json
 
 _FIX = "make the cache again, or leave it out"

@@ -62,7 +62,7 @@ from evodsp.data.sources.chain_folder import (
 )
 from evodsp.data.sources.layout import StructureListing, nested_structure, split_key
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import decode
+from evodsp.geometry.residues import decode
 from evodsp.reading.quoting import one_line
 
 _FORM = 4

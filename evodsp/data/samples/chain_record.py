@@ -27,8 +27,8 @@ from evodsp.data.sources.parsed import Parsed
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode_sequence
 from evodsp.geometry.frames import structure_labels
+from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 
 Sample = dict[str, Tensor]

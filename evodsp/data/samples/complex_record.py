@@ -33,8 +33,7 @@ from evodsp.data.samples.raw_features import complex_features
 from evodsp.data.sources.parsed import Parsed
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import FoundTemplates
-from evodsp.geometry.alphabet import encode_sequence
-from evodsp.geometry.residues import CA
+from evodsp.geometry.residues import CA, encode_sequence
 
 COPIES = "copies_"
 """The beginning of the names of these entries, by which `evodsp.losses.permutation` knows them; it cannot be imported here."""

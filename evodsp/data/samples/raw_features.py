@@ -21,7 +21,7 @@ from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError
 from evodsp.geometry import residues
-from evodsp.geometry.alphabet import LETTERS_WITH_MASK, LETTERS_WITH_X
+from evodsp.geometry.residues import LETTERS_WITH_MASK, LETTERS_WITH_X
 from evodsp.rng import Draws
 
 RAGGED = (

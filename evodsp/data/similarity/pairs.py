@@ -16,7 +16,7 @@ import numpy as np
 from Bio.Align import PairwiseAligner, substitution_matrices
 from jaxtyping import Float64, Int32, Int64
 
-from evodsp.geometry.alphabet import UNKNOWN, decode, encode_sequence
+from evodsp.geometry.residues import UNKNOWN, decode, encode_sequence
 
 WORD = 4
 """Number of residues of a word."""

@@ -46,7 +46,7 @@ from evodsp.data.sources.store import Lacking, listed_chain
 from evodsp.data.sources.structures import StructureFolder, sure_residues
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError, nearest
-from evodsp.geometry.alphabet import decode
+from evodsp.geometry.residues import decode
 
 
 class ChainFiles:

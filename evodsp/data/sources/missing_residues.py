@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int8, Int64
 
 from evodsp.data.records import Chain
-from evodsp.geometry.alphabet import UNKNOWN, decode, encode
+from evodsp.geometry.residues import UNKNOWN, decode, encode
 
 
 def with_missing_residues(chain: Chain, whole: Int8[np.ndarray, " M"]) -> Chain | None:

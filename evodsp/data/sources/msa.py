@@ -14,7 +14,7 @@ from jaxtyping import Float32, Int8, Int64, Integer
 from evodsp.data.formats import PARSERS
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import LETTERS_WITH_GAP, encode
+from evodsp.geometry.residues import LETTERS_WITH_GAP, encode
 
 _CELLS_AT_ONCE = 1 << 20
 

@@ -16,7 +16,7 @@ from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.data.sources.msa import MsaFeatures, msa_of
 from evodsp.data.sources.query_check import QueryMismatch, check_query, matched_alignments, matched_hits
 from evodsp.data.templates.hits import TemplateHit
-from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import encode
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int8, Int32, Int64, Integer
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import UNKNOWN, decode, encode
+from evodsp.geometry.residues import UNKNOWN, decode, encode
 
 
 class QueryMismatch(UserError):

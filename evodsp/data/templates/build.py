@@ -20,8 +20,7 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection, match_hit
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import GAP, encode
-from evodsp.geometry.residues import CA
+from evodsp.geometry.residues import CA, GAP, encode
 
 MAX_TEMPLATES = 20
 """Number of templates that AF2 keeps of a search; the model is given up to 4 of them."""

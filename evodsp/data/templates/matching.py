@@ -20,7 +20,7 @@ from evodsp.data.records import Chain
 from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
-from evodsp.geometry.alphabet import encode
+from evodsp.geometry.residues import encode
 
 MIN_IDENTITY = 0.9
 """Identical residues of a realigned hit over the length of the shorter sequence must be at least this."""

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from evodsp.data.records import Alignment
-from evodsp.geometry.alphabet import GAP
+from evodsp.geometry.residues import GAP
 
 _MOST_ROWS = 400
 """Rows of a picture: more than a screen shows. Of larger alignments, rows at equal distances in their order are taken."""

@@ -23,8 +23,7 @@ from markupsafe import Markup
 from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.files import write_text
-from evodsp.geometry.alphabet import RESTYPE_1TO3
-from evodsp.geometry.residues import ATOM_TYPES, CA
+from evodsp.geometry.residues import ATOM_TYPES, CA, RESTYPE_1TO3
 from evodsp.inference.clashes import clash_line, clashes_of
 from evodsp.inference.interfaces import PairScores, read_pair_scores
 from evodsp.inference.pages.backbone import peptide_bonds, view_of

@@ -26,8 +26,7 @@ from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity.nearest import nowhere
 from evodsp.data.similarity.pairs import MOST_CELLS, paired, plain, same_residues
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import UNKNOWN, encode_sequence
-from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK, UNKNOWN, encode_sequence
 from evodsp.losses.permutation import TrueChains, align_chains
 from evodsp.metrics import ChainAtoms, InterfaceScore, TrueInterface
 from evodsp.rng import Draws

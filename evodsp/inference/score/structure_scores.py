@@ -16,8 +16,7 @@ from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Assembly
 from evodsp.data.sources.missing_residues import with_missing_residues
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import encode
-from evodsp.geometry.residues import CA
+from evodsp.geometry.residues import CA, encode
 from evodsp.inference.chains import ChainSpan, spans_of
 from evodsp.inference.clashes import clash_line, clashes_of
 from evodsp.inference.pages.figures import Figure, distance_figure

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from evodsp.geometry.alphabet import RESTYPES
+from evodsp.geometry.residues import RESTYPES
 from evodsp.rng import Draws
 from scripts.examples.synthetic.sequences import PottsModel
 

@@ -18,8 +18,7 @@ import numpy as np
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
 from evodsp.files import write_text
-from evodsp.geometry.alphabet import residue_name
-from evodsp.geometry.residues import ATOM_TYPES
+from evodsp.geometry.residues import ATOM_TYPES, residue_name
 
 # Columns of a category; None is written as `?` (unknown), False as `.` (does not apply).
 Table = dict[str, list[Any]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from evodsp.geometry.alphabet import RESTYPE_ORDER, RESTYPES
+from evodsp.geometry.residues import RESTYPE_ORDER, RESTYPES
 from evodsp.rng import Draws
 
 CONTACT_DISTANCE = 8.0

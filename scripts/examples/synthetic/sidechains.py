@@ -15,10 +15,14 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 
-from evodsp.geometry.alphabet import RESTYPE_1TO3, RESTYPE_ORDER, RESTYPES
-from evodsp.geometry.frames import frames_to_atom14, torsion_angles_to_frames
-from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_NAME_TO_ATOM14_NAMES
-from evodsp.geometry.rigid import Rigid
+from evodsp.geometry.frames import Rigid, frames_to_atom14, torsion_angles_to_frames
+from evodsp.geometry.residues import (
+    RESTYPE_1TO3,
+    RESTYPE_ATOM14_MASK,
+    RESTYPE_NAME_TO_ATOM14_NAMES,
+    RESTYPE_ORDER,
+    RESTYPES,
+)
 from evodsp.rng import Draws
 from scripts.examples.synthetic.backbone import CA, C, N, O
 

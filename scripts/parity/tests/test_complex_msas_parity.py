@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.geometry.alphabet import MASK
+from evodsp.geometry.residues import MASK
 from scripts.parity import complex_msas
 
 

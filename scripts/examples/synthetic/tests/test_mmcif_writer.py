@@ -12,8 +12,7 @@ import pytest
 from evodsp.data.formats.mmcif import read_assembly, read_chain
 from evodsp.data.records import Chain
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from scripts.examples.synthetic.mmcif_writer import assembly_tables, mmcif_text, write_mmcif
 
 

@@ -10,8 +10,7 @@ import pytest
 from evodsp.data.formats import parse_a3m, parse_stockholm
 from evodsp.data.records import Chain
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.geometry.alphabet import RESTYPE_ORDER
-from evodsp.geometry.residues import ATOM_ORDER
+from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ORDER
 from evodsp.rng import Draws
 from scripts.examples.synthetic import sequences
 from scripts.examples.synthetic.alignments import Homologs, draw_homologs, to_a3m, to_stockholm

@@ -15,9 +15,8 @@ import torch
 from evodsp.data.records import Chain
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
-from evodsp.geometry.alphabet import RESTYPE_ORDER
 from evodsp.geometry.frames import atom37_to_atom14
-from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK
+from evodsp.geometry.residues import ATOM_ORDER, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from evodsp.rng import Draws
 from scripts.examples.synthetic import SynthesisConfig, families, synthesize, writers
 from scripts.examples.synthetic.blueprint import make_blueprint
