@@ -14,7 +14,7 @@ from torch import Tensor
 from evodsp.config import LossConfig
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import CA
-from evodsp.losses.fape import backbone_fape
+from evodsp.losses.structure import backbone_fape
 from evodsp.losses.total import total_loss
 from evodsp.metrics import lddt_ca
 from evodsp.model.alphafold import AlphaFold

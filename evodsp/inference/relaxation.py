@@ -33,7 +33,7 @@ from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA, RESTYPE_1TO3
 from evodsp.inference.result_checks import check_relaxation, read_object
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
-from evodsp.losses.chains import unique_residue_numbers
+from evodsp.losses.structure import unique_residue_numbers
 from evodsp.losses.violation import violating_residues
 from evodsp.reading.quoting import one_line
 

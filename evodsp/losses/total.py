@@ -16,13 +16,17 @@ from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import CA
-from evodsp.losses.auxiliary import distogram_loss, masked_msa_loss
-from evodsp.losses.chains import chain_centre_loss, unique_residue_numbers
-from evodsp.losses.confidence import pae_loss, plddt_loss
-from evodsp.losses.fape import backbone_fape, backbone_fape_by_chain, sidechain_fape
-from evodsp.losses.renaming import compute_renamed_ground_truth
-from evodsp.losses.resolved import experimentally_resolved_loss
-from evodsp.losses.torsion import angle_norm_loss, torsion_loss
+from evodsp.losses.heads import distogram_loss, experimentally_resolved_loss, masked_msa_loss, pae_loss, plddt_loss
+from evodsp.losses.permutation import compute_renamed_ground_truth
+from evodsp.losses.structure import (
+    angle_norm_loss,
+    backbone_fape,
+    backbone_fape_by_chain,
+    chain_centre_loss,
+    sidechain_fape,
+    torsion_loss,
+    unique_residue_numbers,
+)
 from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.graphs import Recorded
 from evodsp.model.outputs import ModelOutput

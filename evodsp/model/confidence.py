@@ -2,7 +2,7 @@
 of a complex the pTM of its interfaces (ipTM) and of its parts.
 
 Each head predicts a distribution over bins; the confidence is an expected value over the bins' centres. The losses that train
-the heads are in `evodsp.losses.confidence`. Shapes: *b batch axes, R residues; i this rank's shard of the rows of the pair
+the heads are in `evodsp.losses.heads`. Shapes: *b batch axes, R residues; i this rank's shard of the rows of the pair
 representation, which on one device is all R of them; C chains, whose numbers are 1 to C (`asym_id`; 0 in padding).
 """
 

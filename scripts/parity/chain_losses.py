@@ -18,8 +18,7 @@ from torch import Tensor
 
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK
-from evodsp.losses.chains import unique_residue_numbers
-from evodsp.losses.fape import backbone_fape_by_chain, sidechain_fape
+from evodsp.losses.structure import backbone_fape_by_chain, sidechain_fape, unique_residue_numbers
 from evodsp.losses.violation import find_violations, violation_loss
 
 from . import table

@@ -13,9 +13,15 @@ from evodsp.config import LossConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS, RESTYPE_ORDER
-from evodsp.losses import pairs
-from evodsp.losses.chains import chain_centre_loss, count_pairs, unique_residue_numbers
-from evodsp.losses.fape import backbone_fape, backbone_fape_by_chain, frame_aligned_point_error
+from evodsp.losses import structure
+from evodsp.losses.structure import (
+    backbone_fape,
+    backbone_fape_by_chain,
+    chain_centre_loss,
+    count_pairs,
+    frame_aligned_point_error,
+    unique_residue_numbers,
+)
 from evodsp.losses.total import CHAIN, total_loss
 from evodsp.losses.violation import find_violations
 from evodsp.parallel.exchange import LocalExchange
@@ -80,7 +86,7 @@ def formula(x: Backbones, clamps: tuple[float, float], floored: bool) -> list[Te
 @pytest.mark.parametrize("floored", [False, True])
 def test_both_fapes_and_their_gradients_are_the_formulas(monkeypatch, chunk: int, floored: bool) -> None:
     """Catches pairs sorted wrongly, a clamp or unit of the other kind, one mean over all pairs, and gradients mixed up."""
-    monkeypatch.setattr(pairs, "CPU_PAIRS", chunk)
+    monkeypatch.setattr(structure, "CPU_PAIRS", chunk)
     x = backbones()
     x.rotation.requires_grad_()
     x.translation.requires_grad_()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from evodsp.geometry.frames import Rigid
-from evodsp.losses import pairs
-from evodsp.losses.fape import backbone_fape, frame_aligned_point_error, sidechain_fape
+from evodsp.losses import structure
+from evodsp.losses.structure import backbone_fape, frame_aligned_point_error, sidechain_fape
 from tests.shared import load
 
 
@@ -122,7 +122,7 @@ def test_sidechain_fape_is_alphafolds(reference, labels) -> None:
 @pytest.mark.parametrize("chunk", [1, 60, 10**6])
 def test_streaming_over_frames_changes_neither_value_nor_gradient(monkeypatch, clamp: float | None, chunk: int) -> None:
     """Catches frames lost or counted twice at the edges of chunks (11 frames do not divide), and a wrong gradient."""
-    monkeypatch.setattr(pairs, "CPU_PAIRS", chunk)
+    monkeypatch.setattr(structure, "CPU_PAIRS", chunk)
     problem = _problem(11, 7, batch=(2, 3))
     leaves = [problem[i].requires_grad_() for i in (0, 1, 4)]
     weights = torch.arange(1.0, 7.0, dtype=torch.float64).reshape(2, 3)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from evodsp.geometry.frames import Rigid
-from evodsp.losses.fape import frame_aligned_point_error
 from evodsp.losses.permutation import TrueChains, _with_hidden_chains, align_chains, choose_anchor, labels_of_crop
+from evodsp.losses.structure import frame_aligned_point_error
 from evodsp.metrics import rmsd
 from evodsp.rng import Draws
 from tests.builders.host_waits import HostWaits

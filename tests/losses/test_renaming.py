@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.losses.renaming import alternative_naming_is_better, compute_renamed_ground_truth
+from evodsp.losses.permutation import alternative_naming_is_better, compute_renamed_ground_truth
 from tests.shared import load
 
 

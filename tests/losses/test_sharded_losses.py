@@ -19,8 +19,8 @@ from evodsp.config import LossConfig
 from evodsp.data.samples.dataset import existing_entries
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import LETTERS_WITH_GAP
-from evodsp.losses import pairs
-from evodsp.losses.fape import sidechain_fape
+from evodsp.losses import structure
+from evodsp.losses.structure import sidechain_fape
 from evodsp.losses.total import CHAIN, TERMS, RecordedLoss, total_loss
 from evodsp.losses.violation import find_violations
 from evodsp.metrics import lddt_ca
@@ -141,7 +141,7 @@ def largest(exchange: Exchange, term: str, residues: int) -> int:
     leaves, batch = shards(leaves_of(1, residues), exchange), batch_of(1, residues, chains)
     output = output_of(leaves, exchange)
     weights = dict.fromkeys(TERMS, 0.0)
-    all_at_once = mock.patch.object(pairs, "CPU_PAIRS", 1 << 40)
+    all_at_once = mock.patch.object(structure, "CPU_PAIRS", 1 << 40)
     with all_at_once, Largest([*leaves.values(), *batch.values()]) as seen:
         total_loss(output, batch, LossConfig(**{**weights, term: 1.0}), HEADS, exchange)[0].backward()
     return seen.elements
@@ -171,7 +171,7 @@ def test_fape_by_chain_holds_no_array_of_all_pairs() -> None:
     leaves, batch = leaves_of(1, 64), batch_of(1, 64, chains=True)
     output, weights = output_of(leaves, LocalExchange()), dict.fromkeys(TERMS, 0.0) | {"interface_fape": 1.0}
     output.structure.backbone.translation.requires_grad_()
-    few = mock.patch.object(pairs, "CPU_PAIRS", 1)
+    few = mock.patch.object(structure, "CPU_PAIRS", 1)
     with few, Largest([*leaves.values(), *batch.values()]) as seen:
         total_loss(output, batch, LossConfig(**weights), HEADS)[0].backward()
     assert seen.elements < 64**2 + 64 * 7 * 3 * ITERATIONS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from evodsp.losses.torsion import angle_norm_loss, torsion_loss
+from evodsp.losses.structure import angle_norm_loss, torsion_loss
 from tests.shared import load
 
 

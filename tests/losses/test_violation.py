@@ -12,7 +12,7 @@ from torch import Tensor
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS, RESTYPE_ORDER, RESTYPES_WITH_X
-from evodsp.losses import pairs
+from evodsp.losses import structure as pairs
 from evodsp.losses.violation import find_violations, violating_residues, violation_loss
 from tests.builders.pages import ROOT
 from tests.shared import load

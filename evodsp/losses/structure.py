@@ -1,11 +1,19 @@
-"""Frame-aligned point error (algorithm 28) and the two losses made of it: backbone and side chains (supplement 1.9.2).
+"""Losses of the structure: frame-aligned point error (FAPE, algorithm 28) of the backbone and of the side chains
+(supplement 1.9.2), of the torsion angles (algorithm 27), and of chains that are too near to each other (supplement of
+AlphaFold-Multimer, section 7).
 
 FAPE compares every point as seen from every frame, F x A distances. They are computed, summed and differentiated for a few
 frames at a time, so no array of that size is ever held: memory is O(F + A), and the working set stays in a CPU's cache.
-Frames and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions
-are in Å. In complexes the backbone's pairs within chains and those across chains have a mean each, both from one pass.
+Frames and points are whole on every rank; each rank computes its share of the frames. No size depends on data. Positions are
+in Å. In complexes the backbone's pairs within chains and those across chains have a mean each, both from one pass.
 
-Shapes: b samples, F frames, A points, T iterations, B batch, R residues.
+No size may depend on data on the device, because the host would have to wait for it. Existing entries are therefore listed
+on the host (`evodsp.data.samples.dataset.collate`); without such a list all entries are computed, and masks leave out those
+that do not exist.
+
+`chain` is the number of each residue's chain, from 1 on; in padding it is 0. No number of chains is assumed.
+
+Shapes: b samples, F frames, A points, T iterations, B batch, R residues, n torsion angles (sin, cos).
 """
 
 from __future__ import annotations
@@ -15,15 +23,89 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from evodsp.geometry.frames import Rigid
-from evodsp.losses.chains import count_pairs
-from evodsp.losses.pairs import rows_at_once, take
 from evodsp.model.precision import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
+
+# Number of pairs computed at once: about a core's cache, or enough to fill a GPU.
+CPU_PAIRS = 1 << 17
+GPU_PAIRS = 1 << 22
+
+
+def rows_at_once(pairs_per_row: int, device: torch.device) -> int:
+    """Number of rows of pairs to compute at once; memory is linear in the number of rows and columns."""
+    return max(1, (CPU_PAIRS if device.type == "cpu" else GPU_PAIRS) // max(1, pairs_per_row))
+
+
+def take(values: Shaped[Tensor, "B n *c"], listed: Int[Tensor, "B m"] | None) -> Shaped[Tensor, "B _ *c"]:
+    """The listed entries of each sample, or all entries without a list. A list must not name an entry twice."""
+    if listed is None:
+        return values
+    return torch.take_along_dim(values, listed.view(*listed.shape, *(1,) * (values.ndim - 2)), 1)
+
+
+_SLACK = 4.0
+"""Å by which the distance between two chains may be too small at no cost."""
+_SCALE = 20.0
+"""Å beyond the slack that give a loss of 1."""
+
+
+def count_pairs(
+    mask: Float[Tensor, "B R"], chain: Int[Tensor, "B R"]
+) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """The numbers of ordered pairs of marked residues within chains and across chains, without an array of pairs."""
+    # A chain's slot is where its first residue comes in the order of chains: below R, whatever the chain's number.
+    slot = torch.searchsorted(chain.sort(-1).values, chain.contiguous())
+    counts = torch.zeros_like(mask).scatter_add(-1, slot, mask)
+    return counts.square().sum(-1), (counts * (counts.sum(-1, keepdim=True) - counts)).sum(-1)
+
+
+def unique_residue_numbers(residue_index: Int[Tensor, "B R"], chain: Int[Tensor, "B R"]) -> Int[Tensor, "B R"]:
+    """A number for each residue of a complex that no other has; two differ by one if the residues are neighbours in one chain.
+
+    `residue_index` numbers the residues of each chain. The residues of a chain come in their order, without those of others.
+    """
+    # Small numbers, because what compares them may hold them in float32: chain times a large number would be rounded.
+    bonded = (residue_index.diff(dim=1) == 1) & (chain.diff(dim=1) == 0)
+    steps = torch.where(bonded, 1, 2)
+    return torch.cat([torch.zeros_like(steps[:, :1]), steps.cumsum(1)], 1)
+
+
+def chain_centre_loss(
+    ca: Float[Tensor, "B R 3"],
+    true_ca: Float[Tensor, "B R 3"],
+    mask: Float[Tensor, "B R"],
+    chain: Int[Tensor, "B R"],
+    exchange: Exchange = LocalExchange(),
+) -> Float[Tensor, " B"]:
+    """Mean over ordered pairs of chains of min((d - d_true + 4 Å) / 20 Å, 0)^2; d is the distance between the chains' centres.
+
+    A centre is the mean of the CA atoms that are resolved (`mask`); chains without any do not count. As in Uni-Fold, a chain
+    and itself are a pair, of loss 0. The loss keeps apart chains that a model has put into one another (supplement of
+    AlphaFold-Multimer, section 7). All arguments are whole on every rank; each rank sums over the pairs of its own residues'
+    chains, and the mean over ranks is the loss.
+    """
+    dtype, rows = torch.promote_types(ca.dtype, torch.float32), exchange.owned(mask.shape[1])
+    same = (chain[:, :, None] == chain[:, None]) * mask[:, None].to(dtype)
+    residues = same.sum(-1).clamp(min=1)
+    # Each residue stands for its part of its chain, so the number of chains need not be known.
+    part = mask.to(dtype) / residues
+
+    def distances(positions: Tensor) -> Tensor:
+        # Not a matrix product, which may round to TF32.
+        sums = [(same * x[:, None]).sum(-1) for x in positions.to(dtype).unbind(-1)]
+        centre = torch.stack(sums, -1) / residues[..., None]
+        difference = centre[:, rows, None] - centre[:, None]
+        return torch.sqrt(1e-10 + difference.square().sum(-1))  # 1e-10 keeps the gradient finite where centres coincide
+
+    missing = ((distances(ca) - distances(true_ca) + _SLACK) / _SCALE).clamp(max=0)
+    total = exchange.ranks * (part[:, rows, None] * part[:, None] * missing.square()).sum((1, 2))
+    return total / part.sum(-1).square().clamp(min=1)
+
 
 CLAMP_DISTANCE = 10.0
 """Largest error in Å; larger errors are clamped to this (supplement 1.9.2)."""
@@ -289,7 +371,7 @@ def sidechain_fape(
 ) -> Float[Tensor, " B"]:
     """FAPE of all atoms in all rigid groups (line 28 of algorithm 20), always clamped at 10 Å, in complexes across chains too.
 
-    `frames` and `true_frames` are [B, R, 8]. The true structure has been renamed by `evodsp.losses.renaming`.
+    `frames` and `true_frames` are [B, R, 8]. The true structure has been renamed by `evodsp.losses.permutation`.
     `observed_frames` (of R x 8) and `observed_atoms` (of R x 14) list what the masks may mark. Without a list, frames and
     atoms that residues lack are computed and masked: three quarters of all pairs. `floored`: see `frame_aligned_point_error`.
     """
@@ -315,3 +397,26 @@ def _rotate(rotation: Float[Tensor, "b F 3 3"], vector: Float[Tensor, "b F 3"]) 
 def _listed(frames: Rigid, observed: Int[Tensor, "B F"] | None) -> Rigid:
     """[B, R, 8] -> [B, F], or [B, R * 8] without a list."""
     return Rigid(take(frames.rotation.flatten(1, 2), observed), take(frames.translation.flatten(1, 2), observed))
+
+
+def torsion_loss(
+    angles: Float[Tensor, "T B R n 2"],
+    truth: Float[Tensor, "B R n 2"],
+    alternative: Float[Tensor, "B R n 2"],
+    mask: Float[Tensor, "B R n"],
+) -> Float[Tensor, " B"]:
+    """Squared distance on the unit circle to the true angle or its alternative, whichever is nearer; mean over T, R and n.
+
+    `alternative` differs from `truth` by pi where the side chain is symmetric. `angles` have unit length. The training loss
+    passes the four chi angles only, as AlphaFold2's code does, although the algorithm also lists the backbone torsions.
+    """
+    error = torch.minimum((angles - truth).square().sum(-1), (angles - alternative).square().sum(-1))
+    return (error * mask).sum((0, 2, 3)) / (angles.shape[0] * mask.sum((1, 2)) + 1e-10)
+
+
+def angle_norm_loss(angles: Float[Tensor, "T B R n 2"], mask: Float[Tensor, "B R"]) -> Float[Tensor, " B"]:
+    """Absolute deviation of unnormalised angle vectors from unit length; mean over T, the residues of `mask` and n."""
+    # 1e-6 keeps the root differentiable at zero.
+    error = ((angles.square().sum(-1) + 1e-6).sqrt() - 1).abs()
+    iterations, count = angles.shape[0], angles.shape[3]
+    return (error * mask[..., None]).sum((0, 2, 3)) / (iterations * count * mask.sum(1) + 1e-10)
