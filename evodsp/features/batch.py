@@ -1,5 +1,8 @@
 """From the loader's batch to the model's (supplement 1.2.6 to 1.2.9), on the device of the batch.
 
+The random numbers of MSA features are drawn for all recycling iterations of a sample at once. `prediction_sample` makes the
+features of a chain, or of a complex, whose structure is to be predicted.
+
 Shapes: B samples, C recycling iterations, N sequences, S clusters, E extra sequences, L columns of the chain, R residues of
 the crop, K cells with deletions.
 """
@@ -7,15 +10,19 @@ the crop, K cells with deletions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int8, Int32, Int64, Shaped
+from jaxtyping import Bool, Float32, Float64, Int8, Int32, Int64, Shaped
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
+from evodsp.data.complexes.merging import MergedMsa
+from evodsp.data.records import Alignment, ProteinSequence
+from evodsp.data.samples.crop import piece
+from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.samples.feature_axes import (
     CHAIN_AXES,
     FEATURE_AXES,
@@ -24,12 +31,91 @@ from evodsp.data.samples.feature_axes import (
     FeatureSizes,
     max_clusters,
 )
-from evodsp.data.samples.raw_features import HOST, RAGGED
-from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters, write_one_hot
-from evodsp.features.draws import Drawn, draw
-from evodsp.features.masking import mask_letters
-from evodsp.features.shared_clusters import shared_deletions, shared_profiles, shares_of
-from evodsp.geometry.residues import LETTERS_WITH_GAP
+from evodsp.data.samples.raw_features import HOST, RAGGED, complex_features, raw_features
+from evodsp.data.sources.msa import msa_of
+from evodsp.data.sources.query_check import check_alignments
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.features.clusters import (
+    cluster_profiles,
+    mask_letters,
+    mean_deletions,
+    members,
+    nearest_clusters,
+    shared_deletions,
+    shared_profiles,
+    shares_of,
+    write_one_hot,
+)
+from evodsp.geometry.residues import LETTERS_WITH_GAP, encode_sequence
+from evodsp.rng import ROUNDS, WEYL, Draws, key_words, philox_rounds
+
+_LAST = torch.iinfo(torch.int64).max
+_AT_ONCE = 1 << 14
+"""On a CPU this many numbers are drawn at a time, so that the words between them stay in a core's cache."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """All random numbers that the features of a sample need."""
+
+    order: Int64[Tensor, "C N"]
+    """The query, the other rows of the MSA in random order, then the rows that block deletion leaves out."""
+    replace: Float64[Tensor, "C S L"]
+    """Uniform numbers that choose the letters to replace."""
+    letter: Float64[Tensor, "C S L"]
+    """Uniform numbers that choose the new letters."""
+
+
+def draw(keys: Int64[Tensor, "C 3"], kept: Bool[Tensor, "C N"], clusters: int, columns: int) -> Drawn:
+    """The numbers of the streams `raw_features.STREAMS`, whose keys are `keys`. `kept`: the rows that block deletion leaves."""
+    others, letters = kept.shape[1] - 1, clusters * columns
+    order: list[tuple[Tensor, Tensor]] = []
+    uniform: tuple[list[Tensor], list[Tensor]] = [], []
+    for stream, first, second in _words(keys, (others, letters, letters)):
+        if stream:
+            uniform[stream - 1].append((first >> 8).double() * (1.0 / (1 << 24)))  # `Draws.uniform`
+        else:
+            order.append((first, second))
+    replace, letter = (_joined(pieces).view(len(keys), clusters, columns) for pieces in uniform)
+    high, low = (_joined(pieces) for pieces in zip(*order, strict=True))
+    return Drawn(row_order(high, low, kept), replace, letter)
+
+
+def _words(
+    keys: Int64[Tensor, "C k"], numbers: Sequence[int]
+) -> Iterator[tuple[int, Int64[Tensor, "C n"], Int64[Tensor, "C n"]]]:
+    """The first two random words (`Draws.words`) of each stream, in pieces: the number of the stream, and its words.
+
+    `numbers`: how many each stream has, which rises or falls. All streams are drawn at once, because a GPU's host needs longer
+    to launch a generator's hundred operators than the GPU to draw the numbers that a shorter stream does not need.
+    """
+    at_once = max(1, _AT_ONCE // keys.numel() if keys.device.type == "cpu" else max(numbers))
+    rounds, start = torch.arange(ROUNDS, device=keys.device)[:, None, None], 0
+    of_rounds = [words + rounds * step for words, step in zip(key_words(keys), WEYL, strict=True)]
+    for positions in torch.arange(max(numbers), device=keys.device).split(at_once):
+        streams = [stream for stream, number in enumerate(numbers) if number > start or not start]
+        own = zip(*(words[:, :, streams[0] : streams[-1] + 1, None] for words in of_rounds), strict=True)
+        first, second, _, _ = philox_rounds((positions, 0, 0, 0), own)
+        for place, stream in enumerate(streams):
+            left = numbers[stream] - start
+            yield stream, first[:, place, :left], second[:, place, :left]
+        start += at_once
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), 1)
+
+
+def row_order(high: Int64[Tensor, "C n"], low: Int64[Tensor, "C n"], kept: Bool[Tensor, "C N"]) -> Int64[Tensor, "C N"]:
+    """The query, then the other kept rows in random order (`Draws.permutation`), then the rows that are not kept.
+
+    `high`, `low`: the random words of the other rows.
+    """
+    # One number to sort by; high words of 2^31 and more must not become negative.
+    by = (((high - (1 << 31)) << 32) | low).masked_fill(~kept[:, 1:], _LAST)
+    others = by.sort(dim=1, stable=True).indices + 1
+    return torch.cat([others.new_zeros(len(others), 1), others], 1)
+
 
 _DTYPES = {"float32": torch.float32, "int32": torch.int32}
 
@@ -262,7 +348,7 @@ def _shared(
     letters: Int8[Tensor, "C E R"],
     profiles: Float32[Tensor, "C size R 23"],
 ) -> Float32[Tensor, "C size R"]:
-    """Clusters as AlphaFold-Multimer makes them (`evodsp.features.shared_clusters`), of the cropped columns; see `_nearest`."""
+    """Clusters as AlphaFold-Multimer makes them (`evodsp.features.clusters`), of the cropped columns; see `_nearest`."""
     cell_row, cell_column = msa.cells // msa.length, msa.cells % msa.length
     numbers = torch.zeros(len(msa.letters), msa.length, device=own.device)
     numbers[cell_row, cell_column] = msa.numbers.float()
@@ -284,3 +370,56 @@ def _shared(
 def deletion_value(deletions: Int32[Tensor, "*s"] | Float32[Tensor, "*s"]) -> Float32[Tensor, "*s"]:
     """Numbers of deletions d mapped to [0, 1): arctan(d / 3) * 2 / pi."""
     return torch.atan(deletions.float() / 3) * (2 / math.pi)
+
+
+def prediction_sample(
+    query: ProteinSequence,
+    alignments: list[Alignment],
+    config: FeatureConfig,
+    seed: int,
+    templates: TemplateFeatures | None = None,
+    ensembles: int = 1,
+) -> Sample:
+    """Features of the whole chain `query` for prediction; `crop_size` is ignored.
+
+    The leading axis has `ensembles` independently drawn feature sets for each of the `recycles` + 1 iterations; the sets of
+    one iteration are adjacent. `templates`: the templates, best first; the first `max_templates` are taken. There may be
+    fewer, or none: the masked ones that fill up a sample of training would change nothing here, but cost as much as real
+    ones. Without alignments the MSA is the query alone.
+    Raises UserError if the first row of an alignment is not the query.
+    """
+    aatype = encode_sequence(query.letters)
+    check_alignments(alignments, query)
+    msa = msa_of(alignments, query)
+    sets = (config.recycles + 1) * ensembles
+    whole = replace(config, crop_size=None)
+    raw = raw_features(aatype, msa, whole, _draws(seed), sets, piece(0, len(aatype)), templates)
+    features = _features(raw, whole)
+    found = 0 if templates is None else len(templates.names)
+    return {name: values[0, :, :found] if name in TEMPLATE_AXES else values[0] for name, values in features.items()}
+
+
+def complex_sample(
+    merged: MergedMsa,
+    config: FeatureConfig,
+    seed: int,
+    templates: TemplateFeatures | None = None,
+    ensembles: int = 1,
+) -> Sample:
+    """Features of a whole complex for prediction, as `prediction_sample` makes those of a chain.
+
+    There are always `max_templates` templates, the last ones absent: AlphaFold-Multimer's model takes the mean over its
+    templates, and has no mask of them.
+    """
+    sets, whole = (config.recycles + 1) * ensembles, replace(config, crop_size=None)
+    raw = complex_features(merged, whole, _draws(seed), sets, piece(0, merged.msa.shape[1]), templates)
+    return {name: values[0] for name, values in _features(raw, whole).items()}
+
+
+def _draws(seed: int) -> Draws:
+    return Draws.root(seed).at("prediction")
+
+
+def _features(raw: dict[str, np.ndarray], config: FeatureConfig) -> Sample:
+    """The features of a batch with one sample."""
+    return with_features(collate([{name: torch.from_numpy(values) for name, values in raw.items()}]), config)

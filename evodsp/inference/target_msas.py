@@ -21,7 +21,7 @@ from evodsp.data.samples.chain_record import Sample
 from evodsp.data.sources.msa import MsaFeatures, holds_query_alone, msa_of
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
-from evodsp.features.prediction import complex_sample, prediction_sample
+from evodsp.features.batch import complex_sample, prediction_sample
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
 from evodsp.printing import counted

@@ -25,9 +25,8 @@ from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import collate
 from evodsp.data.samples.raw_features import complex_features
 from evodsp.data.sources.msa import letter_profile
-from evodsp.features.batch import with_features
-from evodsp.features.draws import draw
-from evodsp.features.masking import mask_letters
+from evodsp.features.batch import draw, with_features
+from evodsp.features.clusters import mask_letters
 from evodsp.geometry.residues import LETTERS_WITH_MASK
 from evodsp.rng import Draws
 

@@ -42,8 +42,7 @@ from evodsp.data.sources.chain_folder import (
 from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
-from evodsp.features.batch import with_features
-from evodsp.features.draws import draw
+from evodsp.features.batch import draw, with_features
 from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 

@@ -205,7 +205,7 @@ def configuration(clusters: int, extra: int) -> Any:
 
 @contextlib.contextmanager
 def fixed_draws(transforms: Any, order: np.ndarray, replace: np.ndarray, letter: np.ndarray) -> Iterator[None]:
-    """A context in which OpenFold's `transforms` draw these numbers (see `evodsp.features.draws.Drawn`)."""
+    """A context in which OpenFold's `transforms` draw these numbers (see `evodsp.features.batch.Drawn`)."""
 
     def randperm(number: int, **_: Any) -> torch.Tensor:
         # The first call orders all rows but the query, the second one the rows that no cluster took: they have an order.

@@ -19,8 +19,7 @@ from evodsp.data.samples.dataset import Sample, SampleDataset, collate, existing
 from evodsp.data.samples.feature_axes import FEATURE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
-from evodsp.features.batch import with_features
-from evodsp.features.prediction import prediction_sample
+from evodsp.features.batch import prediction_sample, with_features
 from evodsp.geometry.frames import structure_labels
 from evodsp.geometry.residues import encode_sequence
 from tests.builders.alignments import make_alignment

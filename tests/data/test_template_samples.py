@@ -22,7 +22,7 @@ from evodsp.data.samples.feature_axes import TEMPLATE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
-from evodsp.features.prediction import prediction_sample
+from evodsp.features.batch import prediction_sample
 from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment

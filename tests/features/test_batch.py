@@ -18,9 +18,8 @@ from evodsp.data.samples.raw_features import HOST, raw_features
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.errors import UserError
-from evodsp.features.batch import with_features
+from evodsp.features.batch import draw, with_features
 from evodsp.features.clusters import nearest_by_products, nearest_clusters
-from evodsp.features.draws import draw
 from evodsp.rng import Draws
 from tests.builders.host_waits import HostWaits
 from tests.builders.numpy_features import make_features

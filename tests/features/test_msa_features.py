@@ -16,10 +16,15 @@ from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXE
 from evodsp.data.samples.raw_features import kept_rows, raw_features, target_features
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, query_only
 from evodsp.errors import UserError
-from evodsp.features.batch import RawMsa, deletion_value, rows_of, write_features
-from evodsp.features.clusters import cluster_profiles, mean_deletions, members, nearest_clusters, write_one_hot
-from evodsp.features.draws import Drawn
-from evodsp.features.masking import mask_letters
+from evodsp.features.batch import Drawn, RawMsa, deletion_value, rows_of, write_features
+from evodsp.features.clusters import (
+    cluster_profiles,
+    mask_letters,
+    mean_deletions,
+    members,
+    nearest_clusters,
+    write_one_hot,
+)
 from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.finished import made

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from evodsp.features.shared_clusters import shared_deletions, shared_profiles, shares_of
+from evodsp.features.clusters import shared_deletions, shared_profiles, shares_of
 from evodsp.geometry.residues import GAP, MASK
 from tests.builders.shared_clusters import by_formula
 

@@ -25,7 +25,7 @@ from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.msa import query_only
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
-from evodsp.features.prediction import complex_sample
+from evodsp.features.batch import complex_sample
 from evodsp.geometry.residues import CA, encode
 from evodsp.inference.api import as_given_files
 from evodsp.inference.api import predict as api_predict

@@ -18,7 +18,7 @@ from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
-from evodsp.features.prediction import prediction_sample
+from evodsp.features.batch import prediction_sample
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.passes import PassClock, PassRunner, run_passes, structure_of
 from evodsp.inference.predict import predict

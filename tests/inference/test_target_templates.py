@@ -22,7 +22,7 @@ from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
-from evodsp.features.prediction import prediction_sample
+from evodsp.features.batch import prediction_sample
 from evodsp.inference.config import TemplateSettings
 from evodsp.inference.target_templates import find_templates, template_digest, template_source
 from evodsp.inference.targets import Target

@@ -34,7 +34,7 @@ HOST = ("msa_sizes", "msa_kept_counts")
 """Entries that the host reads, which stay there: they say how large the features are."""
 
 STREAMS = ("msa_order", "msa_replace", "msa_letter")
-"""The random streams of one recycling iteration that the device draws from: see `evodsp.features.draws.Drawn`."""
+"""The random streams of one recycling iteration that the device draws from: see `evodsp.features.batch.Drawn`."""
 
 _ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)
 _MOST_CELLS = 1 << 31

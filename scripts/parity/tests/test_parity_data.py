@@ -11,8 +11,8 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.samples.raw_features import STREAMS
-from evodsp.features.draws import draw
-from evodsp.features.masking import mask_letters
+from evodsp.features.batch import draw
+from evodsp.features.clusters import mask_letters
 from evodsp.rng import Draws
 from scripts.parity import data
 from scripts.parity import openfold_data_side as side
