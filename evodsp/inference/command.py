@@ -18,7 +18,7 @@ from evodsp.launch.environment import place, under_launcher
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import launched_by_evodsp
 from evodsp.launch.process_group import guarded, mesh_of, start, stop
-from evodsp.parallel.mesh import data_ranks, whole_group
+from evodsp.parallel.group import data_ranks, whole_group
 from evodsp.printing import show
 
 

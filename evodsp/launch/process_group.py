@@ -29,7 +29,7 @@ from evodsp.launch.parent import GIVEN_UP
 from evodsp.launch.store import foreign, loopback, open_store, text
 from evodsp.launch.watch import Watch, watch_of_this_process
 from evodsp.parallel.config import SequenceConfig
-from evodsp.parallel.mesh import Mesh, init_mesh
+from evodsp.parallel.group import Mesh, init_mesh
 from evodsp.printing import tell
 from evodsp.reading.quoting import one_line, shown
 

@@ -24,7 +24,7 @@ from evodsp.model.kernels.dropout import draw_masks
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import Computed
 from evodsp.model.sharded import Dropped, Update
-from evodsp.parallel.layout import DIMENSION, Axis
+from evodsp.parallel.collectives import DIMENSION, Axis
 from evodsp.rng import Draws
 
 Path = tuple[str | int, ...]

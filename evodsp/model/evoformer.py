@@ -38,8 +38,8 @@ from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import Budgeted, PairBias, Transition
 from evodsp.model.sharded import Sharded
 from evodsp.model.stack import Stack
-from evodsp.parallel.layout import Axis
-from evodsp.parallel.pending import Pending, Ready
+from evodsp.parallel.collectives import Axis
+from evodsp.parallel.exchange import Pending, Ready
 
 MSAMask = Float[Tensor, "B S R"]
 PairMask = Float[Tensor, "B R R"]

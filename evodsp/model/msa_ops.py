@@ -25,9 +25,8 @@ from evodsp.model.primitives import (
     working_width,
 )
 from evodsp.model.sharded import Sharded, Update
-from evodsp.parallel.exchange import Exchange, LocalExchange
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.pending import Pending
+from evodsp.parallel.collectives import shard_sizes
+from evodsp.parallel.exchange import Exchange, LocalExchange, Pending
 
 
 class MSARowAttention(ShardedModule):

@@ -29,7 +29,7 @@ from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Mas
 from evodsp.model.evoformer import MSALayers, MSAMask, PairMask, PairStack
 from evodsp.model.primitives import Budgeted
 from evodsp.model.stack import BlocksInTurn
-from evodsp.parallel.layout import Axis
+from evodsp.parallel.collectives import Axis
 
 
 class OuterProductFirstBlock(Budgeted):

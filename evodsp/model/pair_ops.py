@@ -25,8 +25,8 @@ from evodsp.model.primitives import (
     working_width,
 )
 from evodsp.model.sharded import Added, Sharded, Update
-from evodsp.parallel.layout import Axis
-from evodsp.parallel.pending import Pending, Ready
+from evodsp.parallel.collectives import Axis
+from evodsp.parallel.exchange import Pending, Ready
 
 
 class TriangleMultiplication(ShardedModule):

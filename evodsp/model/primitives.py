@@ -19,9 +19,8 @@ from evodsp.model.precision import without_autocast
 from evodsp.model.recomputation import computed_again
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.sharded import NO_LIMIT, PROJECTING_AGAIN, Budget, Mask, Sharded, Unmade, Update
-from evodsp.parallel.exchange import Exchange, LocalExchange
-from evodsp.parallel.layout import Axis
-from evodsp.parallel.pending import Pending, Ready, Shared
+from evodsp.parallel.collectives import Axis
+from evodsp.parallel.exchange import Exchange, LocalExchange, Pending, Ready, Shared
 
 Layer = tuple[Float[Tensor, "_ c"], Float[Tensor, " _"] | None]
 """Weight and bias of a linear layer. A bias that is shorter than the layer's result belongs to the last channels."""

@@ -25,7 +25,7 @@ from evodsp.model.comparison import OF_PARAMETER, difference, same_bits, upstrea
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.recorders import Recorder, Results
 from evodsp.parallel.exchange import Exchange
-from evodsp.parallel.ledger import Entry
+from evodsp.parallel.group import Entry
 
 
 class ParameterPlace(NamedTuple):

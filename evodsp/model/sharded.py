@@ -27,9 +27,8 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.parallel.exchange import Exchange, LocalExchange
-from evodsp.parallel.layout import DIMENSION, Axis, shard_slice
-from evodsp.parallel.pending import Deferred, Pending, Ready, Shared
+from evodsp.parallel.collectives import DIMENSION, Axis, shard_slice
+from evodsp.parallel.exchange import Deferred, Exchange, LocalExchange, Pending, Ready, Shared
 
 SWITCH_BUFFERS = 3
 """Number of shards that a switch needs besides its input: the send buffer, the receive buffer, and the result."""

@@ -28,7 +28,7 @@ from evodsp.model.precision import mask_bias, wide
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.sharded import Made, Sharded, Update
 from evodsp.model.stack import Block, Stack
-from evodsp.parallel.layout import Axis
+from evodsp.parallel.collectives import Axis
 from evodsp.rng import Draws
 
 TORSION_FEATURES = LETTERS_WITH_GAP + 2 * 14 + 7

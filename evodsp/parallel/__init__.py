@@ -17,26 +17,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from evodsp.parallel.declaration import Stage
-    from evodsp.parallel.functional import gather, split, start_gather, start_switch, switch, total
-    from evodsp.parallel.gradients import average_gradients
-    from evodsp.parallel.group import Group
-    from evodsp.parallel.ledger import Ledger
+    from evodsp.parallel.exchange import Pending
+    from evodsp.parallel.functional import average_gradients, gather, split, start_gather, start_switch, switch, total
+    from evodsp.parallel.group import Group, Ledger, Mesh, init_mesh
     from evodsp.parallel.masks import dropout
-    from evodsp.parallel.mesh import Mesh, init_mesh
-    from evodsp.parallel.pending import Pending
-    from evodsp.parallel.stages import parallelize
+    from evodsp.parallel.stages import Stage, parallelize
 
 _HOMES = {
-    "declaration": ("Stage",),
-    "functional": ("gather", "split", "start_gather", "start_switch", "switch", "total"),
-    "gradients": ("average_gradients",),
-    "group": ("Group",),
-    "ledger": ("Ledger",),
+    "exchange": ("Pending",),
+    "functional": ("average_gradients", "gather", "split", "start_gather", "start_switch", "switch", "total"),
+    "group": ("Group", "Ledger", "Mesh", "init_mesh"),
     "masks": ("dropout",),
-    "mesh": ("Mesh", "init_mesh"),
-    "pending": ("Pending",),
-    "stages": ("parallelize",),
+    "stages": ("Stage", "parallelize"),
 }
 
 __all__ = [

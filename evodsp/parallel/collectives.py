@@ -4,7 +4,11 @@ The ranks of a group are ONE program, and a collective is a linear map of all th
 transpose: switch <-> switch reversed, all-gather <-> reduce-scatter, sum <-> sum, broadcast <-> reduce. (A gather whose
 backward is a slice, as often seen, drops the gradients of all other ranks' uses.)
 
-A `Collective` knows shapes and communicates; it knows nothing of autograd. `evodsp.parallel.pending` puts one into the graph.
+A `Collective` knows shapes and communicates; it knows nothing of autograd. `evodsp.parallel.exchange` puts one into the
+graph.
+
+A representation is `[batch, axis 1, axis 2, channels]`: the MSA `[B, seq, res, c]`, the pair `[B, i, j, c]`. Shards have the
+sizes that `torch.tensor_split` gives: the first `whole mod ranks` shards have one entry more. A shard may be empty.
 """
 
 from __future__ import annotations
@@ -13,15 +17,31 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_slice
-from evodsp.parallel.ledger import Kind
-from evodsp.parallel.waits import WaitTimes
+from evodsp.parallel.group import Group, Kind, WaitTimes
+
+Axis = Literal["seq", "res", "i", "j", "channel"]
+
+DIMENSION: dict[Axis, int] = {"seq": 1, "res": 2, "i": 1, "j": 2, "channel": 3}
+"""Dimension of each axis."""
+
+
+def shard_sizes(whole: int, ranks: int) -> tuple[int, ...]:
+    """Size of each rank's shard of an axis of size `whole`."""
+    least, more = divmod(whole, ranks)
+    return tuple(least + (rank < more) for rank in range(ranks))
+
+
+def shard_slice(whole: int, ranks: int, rank: int) -> slice:
+    """The part of an axis of size `whole` that `rank` holds."""
+    least, more = divmod(whole, ranks)
+    start = rank * least + min(rank, more)
+    return slice(start, start + least + (rank < more))
+
 
 # The same collectives as operators of a compiled graph. They return the receive buffer. There is no `reduce`.
 _traced = torch.ops._c10d_functional
@@ -86,7 +106,7 @@ class Collective(ABC):
 
     @abstractmethod
     def volume(self, shape: Sequence[int]) -> int:
-        """Number of elements that the ledger counts for an input of this shape (by the rules of `evodsp.parallel.ledger`)."""
+        """Number of elements that the ledger counts for an input of this shape (by the rules of `evodsp.parallel.group`)."""
 
     def _transfer(self, work: Any, received: Tensor, shape: Sequence[int], sent: Tensor) -> Transfer:
         """The transfer that `launch` returns. `shape`: shape of the input."""

@@ -4,27 +4,31 @@
     x = switch(x, 1, 2, whole=length, mesh=mesh)  # sharded along 1 -> along 2
     x = gather(x, 2, whole=width, mesh=mesh)      # sharded along 2 -> whole
 
-Tensors may have any rank, dimensions may be negative, and sizes need not be divisible: shards have
-`torch.tensor_split`'s sizes. `whole` is the size of the sharded dimension over all shards. `start_switch` and
-`start_gather` return at once; computation before `.wait()` hides the communication, in the backward pass too.
+Tensors may have any rank, dimensions may be negative, and sizes need not be divisible: shards have `torch.tensor_split`'s
+sizes. `whole` is the size of the sharded dimension over all shards. `start_switch` and `start_gather` return at once;
+computation before `.wait()` hides the communication, in the backward pass too.
 
 `mesh` names the ranks: a `Mesh` (its sequence group), a one-dimensional `DeviceMesh`, a process group, or a `Group`, whose
-ledger then counts. Nested groups need nothing else: a tensor that one group shards along one dimension can be split, switched
-and gathered by another group along its other dimensions, or along the same one.
+ledger then counts. Nested groups need nothing else: a tensor that one group shards along one dimension can be split,
+switched and gathered by another group along its other dimensions, or along the same one.
 
-Every backward pass is the exact transpose, so the MEAN over the group of its ranks' losses is the loss: a loss that each rank
-computes from the same whole tensors counts as it is, and a loss of this rank's shard is multiplied by the number of ranks. The
-mean over the group of each parameter's gradients is its gradient (`average_gradients`, DDP or FSDP compute it).
+Every backward pass is the exact transpose, so the MEAN over the group of its ranks' losses is the loss: a loss that each
+rank computes from the same whole tensors counts as it is, and a loss of this rank's shard is multiplied by the number of
+ranks. The mean over the group of each parameter's gradients is its gradient (`average_gradients`, DDP or FSDP compute it).
+
+`average_gradients` is for programs that use neither DDP nor FSDP nor another framework that averages gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
+import torch
 from torch import Tensor
 
-from evodsp.parallel.collectives import Gather, Sum, Switch, shard
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.mesh import Ranks, group_of
-from evodsp.parallel.pending import Pending, start
+from evodsp.parallel.collectives import Gather, Sum, Switch, shard, shard_sizes
+from evodsp.parallel.exchange import Pending, start
+from evodsp.parallel.group import Group, Mesh, Ranks, group_of
 
 
 def split(x: Tensor, dim: int, mesh: Ranks) -> Tensor:
@@ -67,3 +71,54 @@ def _dimension(x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise IndexError(f"dimension {dim} of a tensor of shape {list(x.shape)}; expected {-x.ndim} to {x.ndim - 1}")
     return dim % x.ndim
+
+
+BUCKET = 1 << 24
+"""Number of elements of one all-reduce: enough to hide its start-up, few enough to need little memory beside the gradients."""
+
+
+def average_gradients(parameters: Iterable[Tensor], mesh: Ranks) -> None:
+    """Replace each `.grad` by its mean over the ranks. Call it on every rank after `backward`, before clipping.
+
+    With a `Mesh` the mean is over all of its ranks, sequence and data. A parameter that some ranks did not use (an empty shard,
+    for instance) counts as zero there; one that no rank used keeps the gradient None.
+    """
+    groups = [group_of(mesh)] if not isinstance(mesh, Mesh) else [mesh.sequence_group(), mesh.data_group()]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return
+    used = torch.tensor([p.grad is not None for p in trained], dtype=torch.float32, device=trained[0].device)
+    _mean(used, groups)
+    gradients = []
+    for parameter, share in zip(trained, used.tolist(), strict=True):
+        if share > 0:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    for bucket in _buckets(gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        _mean(flat, groups)
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Buckets of consecutive gradients of one dtype: as many as fit into a bucket, at least one."""
+    bucket: list[Tensor] = []
+    for gradient in gradients:
+        full = sum(g.numel() for g in bucket) + gradient.numel() > BUCKET
+        if bucket and (full or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
+
+
+def _mean(x: Tensor, groups: list[Group]) -> None:
+    """The mean over the first group's ranks, then over the second's, in place."""
+    for group in groups:
+        if group.size > 1:
+            group.all_reduce(x).wait()
+            x.div_(group.size)

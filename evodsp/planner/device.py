@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from evodsp.errors import UserError, nearest
-from evodsp.parallel.ledger import Kind
+from evodsp.parallel.group import Kind
 from evodsp.reading.quoting import quoted, shown
 from evodsp.reading.text_files import read_json
 from evodsp.reading.yaml_files import read_yaml

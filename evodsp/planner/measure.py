@@ -33,9 +33,7 @@ from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.matmul import float32_matmul
 from evodsp.model.primitives import use_kernels
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Kind
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.group import Group, Kind, init_mesh
 from evodsp.planner.device import Device
 from evodsp.planner.trace import Operation, ProgramRecorder
 from evodsp.printing import counted

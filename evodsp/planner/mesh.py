@@ -11,7 +11,7 @@ from evodsp.config import LossConfig, ModelConfig
 from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParameterMode, WirePrecision
-from evodsp.parallel.ledger import Kind
+from evodsp.parallel.group import Kind
 from evodsp.planner.device import Device, Links, is_tight
 from evodsp.planner.program import HALF, SINGLE, PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow

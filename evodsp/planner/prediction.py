@@ -21,7 +21,7 @@ import torch
 from evodsp.config import ArrangementName, ModelConfig
 from evodsp.model.buckets import rounded_up, worth_recording
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.parallel.ledger import Kind
+from evodsp.parallel.group import Kind
 from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu
 from evodsp.planner.program import HALF, MADE_ONCE, SINGLE, PlannedStep, Program, SampleSizes
 from evodsp.planner.program import program as follow

@@ -41,7 +41,7 @@ from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.structure_module import StructureModule
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.ledger import Entry, Ledger
+from evodsp.parallel.group import Entry, Ledger
 from evodsp.planner.trace import Event, ImaginedGroup, ProgramRecorder, Segment
 from evodsp.rng import Draws
 

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from evodsp.parallel.ledger import Kind, Phase
+from evodsp.parallel.group import Kind, Phase
 from evodsp.planner.device import Device
 from evodsp.planner.program import MADE_ONCE, Program, Repeat
 from evodsp.planner.trace import Communication, Event, Operation, Segment, Wait

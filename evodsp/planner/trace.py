@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.kernels.triton import REPORTS
-from evodsp.parallel.group import Place
-from evodsp.parallel.ledger import Kind, Ledger, Phase
+from evodsp.parallel.group import Kind, Ledger, Phase, Place
 from evodsp.planner.operator_costs import Shapes, bytes_of, flops_of, in_half, logits_of, tensors_in
 
 Segment = tuple[str, int]

@@ -24,12 +24,9 @@ from evodsp.model.outer_product_first import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.stack import Stack
-from evodsp.parallel.collectives import Collective
-from evodsp.parallel.exchange import KEPT, ShardedExchange
-from evodsp.parallel.group import Place
-from evodsp.parallel.layout import Axis
-from evodsp.parallel.ledger import Kind
-from evodsp.parallel.pending import Pending, Ready
+from evodsp.parallel.collectives import Axis, Collective
+from evodsp.parallel.exchange import KEPT, Pending, Ready, ShardedExchange
+from evodsp.parallel.group import Kind, Place
 
 
 @dataclass(frozen=True)

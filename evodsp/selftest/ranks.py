@@ -39,12 +39,9 @@ from evodsp.model.kernels.operators import OPERATORS
 from evodsp.model.kernels.registry import choose
 from evodsp.model.kernels.self_check import problem_of
 from evodsp.model.primitives import use_exchange, use_kernels
-from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch
-from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.mesh import init_mesh, whole_group
-from evodsp.parallel.pending import start
+from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch, shard_sizes
+from evodsp.parallel.exchange import ShardedExchange, start
+from evodsp.parallel.group import Group, init_mesh, whole_group
 from evodsp.printing import show
 from evodsp.report.curve import read_curve
 from evodsp.rng import Draws

@@ -40,8 +40,7 @@ from evodsp.model.primitives import use_kernels
 from evodsp.model.recorders import CudaRecorder, Recorder, Rerun, versions
 from evodsp.parallel.config import ParallelConfig, ParameterMode
 from evodsp.parallel.exchange import LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import own_group, whole_group
+from evodsp.parallel.group import Group, own_group, whole_group
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.measure import crowded_block, link_of, measured, timed_collectives
 from evodsp.planner.mesh import TracedPass, Training, estimate, traced

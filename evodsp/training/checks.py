@@ -23,8 +23,7 @@ from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.output import check_output_folder
 from evodsp.parallel.config import WHEN_TO_RAISE, ParallelConfig
-from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import data_ranks
+from evodsp.parallel.group import Group, data_ranks
 from evodsp.printing import counted
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_samples, check_templates

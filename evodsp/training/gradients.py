@@ -26,9 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from evodsp.parallel.dtensor import local, sum_over_shards
-from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import Mesh
-from evodsp.parallel.waits import WaitTimes
+from evodsp.parallel.group import Group, Mesh, WaitTimes
 
 # In elements: each gradient starts at a multiple of this, so that vectorised kernels can be used on it.
 _ALIGNMENT = 32

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from evodsp.config import MatmulPrecision, ModelConfig
 from evodsp.model.flops import backward_flops, pass_flops, training_flops
-from evodsp.parallel.waits import WaitTimes
+from evodsp.parallel.group import WaitTimes
 from evodsp.planner.device import load_device
 from evodsp.training.datamodule import ChainDataModule
 

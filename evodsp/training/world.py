@@ -27,9 +27,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import whole_group
-from evodsp.parallel.waits import WaitTimes
+from evodsp.parallel.group import Group, WaitTimes, whole_group
 from evodsp.training.gradients import BatchGradients, Gradients, PlainGradients, SampleGradients
 from evodsp.training.quarantine import FailedChain
 

@@ -25,7 +25,7 @@ from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.ledger import Entry, Ledger, Phase
+from evodsp.parallel.group import Entry, Ledger, Phase
 from evodsp.planner.traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
 
 from . import pair_volume

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 
 
 @contextmanager

@@ -51,11 +51,9 @@ from evodsp.model.kernels.operators import Kernels
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import PairBias, ShardedModule, project
 from evodsp.model.sharded import Made, Sharded, Update
-from evodsp.parallel.collectives import Gather, ScatterSum, Switch
-from evodsp.parallel.exchange import ShardedExchange
+from evodsp.parallel.collectives import Axis, Gather, ScatterSum, Switch, shard_sizes
+from evodsp.parallel.exchange import Pending, Ready, ShardedExchange, start
 from evodsp.parallel.group import Group
-from evodsp.parallel.layout import Axis, shard_sizes
-from evodsp.parallel.pending import Pending, Ready, start
 
 from .ring import ring
 

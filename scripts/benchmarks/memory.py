@@ -30,8 +30,8 @@ from evodsp.model.kernels import by_chunks, chunked, outer_product
 from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
+from evodsp.parallel.collectives import DIMENSION
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.layout import DIMENSION
 from evodsp.selftest.random_sample import random_features
 
 from .fake_ranks import fake_group

@@ -24,8 +24,8 @@ from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, block_streams
 from evodsp.model.evoformer import PairMask, PairStack
 from evodsp.model.primitives import Computed, use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
+from evodsp.parallel.collectives import Axis
 from evodsp.parallel.exchange import Exchange
-from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 
 from .fold_cp import Ending, FoldCPPairStack

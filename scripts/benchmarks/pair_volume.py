@@ -9,7 +9,7 @@ import torch
 
 from evodsp.config import ModelConfig
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.ledger import Kind, Ledger, Phase
+from evodsp.parallel.group import Kind, Ledger, Phase
 
 from .fake_ranks import fake_group
 from .pair_stacks import DAP_REGATHERING, DSP, DSP_REGATHERING, FASTFOLD, FOLD_CP, FOLD_CP_PROJECTIONS, Method

@@ -28,7 +28,7 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.group import init_mesh
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.program import PlannedStep, SampleSizes, program, sample_batch
 from evodsp.planner.simulate import items_of, simulate

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 
 from evodsp.errors import UserError
-from evodsp.parallel.ledger import Entry, Kind, Phase
+from evodsp.parallel.group import Entry, Kind, Phase
 
 from .methods import method_named
 from .one_rank import Passes, passes

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import UserError
-from evodsp.parallel.ledger import Kind
+from evodsp.parallel.group import Kind
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.simulate import Times, simulate, spans
 

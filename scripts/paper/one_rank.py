@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evodsp.parallel.ledger import Entry, Ledger
+from evodsp.parallel.group import Entry, Ledger
 from evodsp.planner.trace import Event, ImaginedGroup, Operation, ProgramRecorder
 from scripts.benchmarks.fake_ranks import fake_group
 from scripts.benchmarks.peak_memory import PeakMemory

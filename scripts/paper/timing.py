@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from evodsp.parallel.collectives import Gather, ScatterSum, Sum, Switch
-from evodsp.parallel.layout import shard_sizes
+from evodsp.parallel.collectives import Gather, ScatterSum, Sum, Switch, shard_sizes
 
 from .counting import CLAIMS
 from .gloo_ranks import Groups as RankGroups

@@ -31,10 +31,9 @@ from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.kernels.triton import REPORTS
 from evodsp.model.primitives import Linear, use_exchange, use_kernels
+from evodsp.parallel.collectives import shard_sizes
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from evodsp.rng import Draws
 from scripts.benchmarks.calling_lines import calling_lines
 from tests.builders.fake_cuda import Case

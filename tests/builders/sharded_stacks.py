@@ -21,8 +21,8 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
+from evodsp.parallel.collectives import DIMENSION
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.layout import DIMENSION
 from evodsp.rng import Draws
 from tests.builders.comparison import close
 from tests.builders.parameters import dense

@@ -23,8 +23,7 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.groups import Groups
 from evodsp.inference.predict import predict, predict_records
 from evodsp.parallel.config import SequenceConfig
-from evodsp.parallel.group import Group
-from evodsp.parallel.mesh import own_group
+from evodsp.parallel.group import Group, own_group
 from tests.builders.attacks import Attack
 from tests.builders.prediction import read_json, silent
 from tests.ranks import RankPool

@@ -25,8 +25,7 @@ from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from tests.builders.forked_command import ForkedCommand, number_of, run_forked
 from tests.builders.prediction import silent
 from tests.builders.processes import free_port

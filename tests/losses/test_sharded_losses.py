@@ -28,8 +28,7 @@ from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.recorders import Rerun
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from tests.builders.comparison import TOLERANCE, close
 from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import CHAIN_WEIGHTS, CLUSTERS, RESIDUES, WEIGHTS, Source, batch_of

@@ -23,8 +23,8 @@ from evodsp.model.templates import (
     TemplateTorsionEmbedder,
     template_torsion_features,
 )
+from evodsp.parallel.collectives import shard_slice
 from evodsp.parallel.exchange import LocalExchange
-from evodsp.parallel.layout import shard_slice
 from evodsp.rng import Draws
 from evodsp.weights import names
 from evodsp.weights.deepmind import load_arrays

@@ -23,9 +23,8 @@ from evodsp.model.primitives import use_exchange, use_memory
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.sharded import Budget, Sharded
 from evodsp.model.templates import TemplateEmbedder, TemplatePairStack, Templates
-from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.layout import DIMENSION, Axis, shard_sizes
-from evodsp.parallel.pending import Ready
+from evodsp.parallel.collectives import DIMENSION, Axis, shard_sizes
+from evodsp.parallel.exchange import Exchange, LocalExchange, Ready, ShardedExchange
 from evodsp.rng import Draws
 from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory

@@ -21,8 +21,7 @@ from evodsp.model.recomputation import Recomputation, Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from evodsp.training.execution import AutomaticRecomputation, Measured, least_recomputed
 from evodsp.training.world import World
 from scripts.benchmarks.peak_memory import PeakMemory

@@ -17,8 +17,8 @@ from torch import Tensor
 from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
+from evodsp.parallel.collectives import Axis
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.layout import Axis
 from evodsp.rng import Draws
 from tests.builders.comparison import close
 from tests.builders.parameters import dense

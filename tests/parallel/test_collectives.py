@@ -22,12 +22,11 @@ from evodsp.parallel.collectives import (
     _packed,
     maximum,
     shard,
+    shard_sizes,
+    shard_slice,
 )
-from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_sizes, shard_slice
-from evodsp.parallel.ledger import Entry, Ledger
-from evodsp.parallel.pending import start
+from evodsp.parallel.exchange import ShardedExchange, start
+from evodsp.parallel.group import Entry, Group, Ledger
 from tests.ranks import RankPool
 
 BATCH, ROWS, COLUMNS, CHANNELS = 2, 5, 7, 3  # all differ; none of 2, 3 and 4 divides all of them

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch
+from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, ScatterSum, Sum, Switch, shard_sizes
+from evodsp.parallel.exchange import start
 from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.pending import start
 from tests.ranks import UncheckedPool
 
 ROWS, COLUMNS = 5, 7

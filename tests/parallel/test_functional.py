@@ -26,7 +26,7 @@ from evodsp.parallel import (
     switch,
     total,
 )
-from evodsp.parallel import mesh as mesh_module
+from evodsp.parallel import group as mesh_module
 from tests.ranks import RankPool
 
 TIME, SPACE = 5, 7

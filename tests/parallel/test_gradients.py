@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evodsp.parallel import average_gradients, gradients, init_mesh
+from evodsp.parallel import average_gradients, functional, init_mesh
 from evodsp.parallel.group import Group
 from tests.ranks import RankPool
 
@@ -48,7 +48,7 @@ def averaged(handle: Any, bucket: int | None) -> tuple[dict[str, Tensor | None],
         sizes.append(x.numel())
         return reduce(group, x)
 
-    bucketed = mock.patch.object(gradients, "BUCKET", bucket if bucket is not None else gradients.BUCKET)
+    bucketed = mock.patch.object(functional, "BUCKET", bucket if bucket is not None else functional.BUCKET)
     with bucketed, mock.patch.object(Group, "all_reduce", counted):
         average_gradients((p for p in parameters.values()), handle)
         average_gradients([parameters["frozen"]], handle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from evodsp.parallel.layout import shard_sizes, shard_slice
+from evodsp.parallel.collectives import shard_sizes, shard_slice
 
 
 def test_shards_are_those_of_tensor_split() -> None:

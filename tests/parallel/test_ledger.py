@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from evodsp.parallel.collectives import Sum, maximum
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
-from evodsp.parallel.pending import start
+from evodsp.parallel.exchange import start
+from evodsp.parallel.group import Group, Ledger
 from tests.ranks import RankPool
 
 

@@ -19,8 +19,7 @@ from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.primitives import use_exchange
 from evodsp.model.recorders import CudaRecorder, Rerun, Results, Taken
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from evodsp.rng import Draws
 from tests.builders.poisoned_group import PoisonedGroup
 from tests.builders.sharded_stacks import RESIDUES, SEQUENCES, Case, is_extra, stack_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evodsp.errors import UserError
 from evodsp.parallel import Group, Ledger, Stage, parallelize
-from evodsp.parallel.declaration import check_unlisted
+from evodsp.parallel.stages import check_unlisted
 from tests.builders.axial import WIDTH, Attention, Built, Layer, built, equal, equals_one_device, on_ranks, outcome
 from tests.ranks import RankPool
 

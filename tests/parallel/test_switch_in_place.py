@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from evodsp.parallel.collectives import DIMENSION, Axis, shard_slice
 from evodsp.parallel.exchange import LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import DIMENSION, Axis, shard_slice
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from tests.ranks import RankPool
 
 RESIDUES, CHANNELS = 7, 5  # none of 2, 3 and 4 divides either

@@ -16,7 +16,7 @@ from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Ledger
 from evodsp.planner.device import load_device
 from evodsp.planner.program import PlannedStep, SampleSizes, program, sample_batch
 from evodsp.planner.simulate import items_of

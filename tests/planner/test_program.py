@@ -20,8 +20,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import by_chunks
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from evodsp.planner import operator_costs
 from evodsp.planner import program as followed
 from evodsp.planner.device import Links, load_device, load_link

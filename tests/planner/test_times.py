@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from evodsp.errors import UserError
-from evodsp.parallel.ledger import Kind
+from evodsp.parallel.group import Kind
 from evodsp.planner.device import Device, Link, Links, load_device, load_link, names
 from evodsp.planner.measure import with_shares
 from evodsp.planner.operator_costs import logits_of

@@ -15,8 +15,7 @@ from evodsp.model.outer_product_first import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from evodsp.planner.traffic import (
     CollectiveCall,
     StackSizes,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.group import init_mesh
 from evodsp.training.gradients import BatchGradients, PlainGradients, SampleGradients
 from tests.ranks import RankPool
 

@@ -13,7 +13,7 @@ import yaml
 from evodsp.cli import main
 from evodsp.config import ModelConfig, leaves
 from evodsp.parallel.config import WHEN_TO_RAISE
-from evodsp.parallel.mesh import init_mesh
+from evodsp.parallel.group import init_mesh
 from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI
 from evodsp.training.datamodule import ChainDataModule

@@ -13,10 +13,9 @@ from torch import Tensor
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.dropout import DropoutKeys
+from evodsp.parallel.collectives import DIMENSION
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import DIMENSION
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Group, Ledger
 from evodsp.rng import Draws
 from scripts.benchmarks import memory, pair_volume
 from scripts.benchmarks.pair_stacks import DSP, FASTFOLD, FOLD_CP, FOLD_CP_PROJECTIONS, Method

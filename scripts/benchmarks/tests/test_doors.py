@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evodsp.parallel.layout import shard_slice
+from evodsp.parallel.collectives import shard_slice
 from evodsp.ranges import memory_size
 from scripts.benchmarks.doors import counted, doors
 from tests.builders.budget import table
@@ -22,8 +22,8 @@ def test_files_are_those_of_the_last_call() -> None:
         else:
             shard_slice(5, 2, 0)
 
-    assert doors(outer) == ["parallel/layout.py", "ranges.py"]
-    assert doors(outer, inner.__code__) == ["parallel/layout.py"]
+    assert doors(outer) == ["parallel/collectives.py", "ranges.py"]
+    assert doors(outer, inner.__code__) == ["parallel/collectives.py"]
 
 
 def test_nothing_has_more_doors_than_it_had() -> None:

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 
 from evodsp.errors import UserError
 from evodsp.parallel import average_gradients
-from evodsp.parallel.group import Group
-from evodsp.parallel.ledger import Kind, Ledger, Phase
+from evodsp.parallel.group import Group, Kind, Ledger, Phase
 from evodsp.rng import Draws
 
 from ..config import TransformerConfig
@@ -164,7 +163,7 @@ class Method(ABC):
 def volume(kind: Kind, ranks: int) -> Fraction:
     """Numbers that one collective of a sequence tensor moves per rank, in units of that tensor's size M (the paper's table 8).
 
-    It counts as `evodsp.parallel.ledger` does.
+    It counts as `evodsp.parallel.group` does.
     """
     sizes: dict[Kind, Fraction] = {"all-reduce": Fraction(2), "all-to-all": Fraction(1, ranks)}
     return sizes.get(kind, Fraction(1))

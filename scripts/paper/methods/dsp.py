@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 
 from evodsp.parallel import Ledger, Stage, parallelize
-from evodsp.parallel.ledger import Kind, Phase
+from evodsp.parallel.group import Kind, Phase
 
 from ..transformer import Transformer
 from .base import Counts, Groups, Method, Parallel

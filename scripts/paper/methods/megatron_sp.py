@@ -18,11 +18,9 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.parallel.collectives import Gather, ScatterSum
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.ledger import Phase
-from evodsp.parallel.pending import start
+from evodsp.parallel.collectives import Gather, ScatterSum, shard_sizes
+from evodsp.parallel.exchange import start
+from evodsp.parallel.group import Group, Phase
 
 from ..transformer import Transformer
 from .base import Counts, Groups, Parallel

@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_slice
-from evodsp.parallel.ledger import Phase
+from evodsp.parallel.collectives import shard_slice
+from evodsp.parallel.group import Group, Phase
 
 from ..config import TransformerConfig
 from ..transformer import Transformer

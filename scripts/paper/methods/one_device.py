@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evodsp.parallel.ledger import Phase
+from evodsp.parallel.group import Phase
 
 from ..transformer import Transformer
 from .base import Counts, Groups, Method, Parallel

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.parallel.ledger import Phase
+from evodsp.parallel.group import Phase
 
 from ..transformer import AxisAttention, Transformer
 from .attention_kernel import attend, attend_backward

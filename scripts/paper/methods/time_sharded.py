@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from evodsp.parallel.collectives import Gather, shard
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.pending import start
+from evodsp.parallel.collectives import Gather, shard, shard_sizes
+from evodsp.parallel.exchange import start
 from evodsp.rng import Draws
 
 from ..transformer import positions_of

@@ -11,11 +11,9 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.parallel.collectives import Switch
-from evodsp.parallel.group import Group
-from evodsp.parallel.layout import shard_sizes
-from evodsp.parallel.ledger import Phase
-from evodsp.parallel.pending import start
+from evodsp.parallel.collectives import Switch, shard_sizes
+from evodsp.parallel.exchange import start
+from evodsp.parallel.group import Group, Phase
 
 from ..config import TransformerConfig
 from ..transformer import Transformer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from evodsp.parallel.ledger import Ledger
+from evodsp.parallel.group import Ledger
 from evodsp.rng import Draws
 from scripts.benchmarks.fake_ranks import fake_group
 from scripts.paper.config import TransformerConfig
