@@ -18,7 +18,7 @@ from evodsp.losses.structure import backbone_fape
 from evodsp.losses.total import total_loss
 from evodsp.metrics import lddt_ca
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import parameter_names
 from tests.builders.golden import close

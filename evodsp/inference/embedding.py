@@ -24,10 +24,9 @@ from evodsp.inference.models import feature_config, with_template_row
 from evodsp.inference.representations import in_order
 from evodsp.inference.target_msas import MSAS
 from evodsp.inference.targets import Target, find_targets
-from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
+from evodsp.model.alphafold import AlphaFold, Recycled
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_memory
-from evodsp.model.recycling import Recycled
 from evodsp.printing import tell
 from evodsp.progress import progress
 from evodsp.weights.checkpoint import load_model

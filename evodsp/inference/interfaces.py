@@ -1,7 +1,7 @@
 """Scores of the interfaces of a predicted complex, from its aligned errors, CB atoms and pLDDT: ipSAE, pDockQ, pDockQ2 and LIS.
 
 They are computed on the host, from what a prediction's files hold. Scores that need the distributions that the heads predict,
-such as ipTM, are in `evodsp.model.confidence`. Contacts and constants are those of the authors' programs and of ColabFold:
+such as ipTM, are in `evodsp.model.heads`. Contacts and constants are those of the authors' programs and of ColabFold:
 
 - ipSAE: Dunbrack 2025, doi 10.1101/2025.02.10.637595, and version 4 of its program, whose smallest d0 is 1 Å.
 - pDockQ: Bryant, Pozzati, Elofsson 2022, Nature Communications 13, 1265.
@@ -28,7 +28,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Float64, Integer, Shaped
 
 from evodsp.inference.result_checks import FIX, is_number, wrong
-from evodsp.model.confidence import CONTACT_DISTANCE
+from evodsp.model.heads import CONTACT_DISTANCE
 from evodsp.reading.text_files import read_json
 
 PAE_CUTOFF = 15.0
@@ -150,7 +150,7 @@ def _sigmoid(x: float, height: float, middle: float, slope: float, base: float) 
 
 @dataclass(frozen=True)
 class ComplexScores:
-    """TM-scores that a model predicts for the parts of a complex, 0 to 1. They are described in `evodsp.model.confidence`."""
+    """TM-scores that a model predicts for the parts of a complex, 0 to 1. They are described in `evodsp.model.heads`."""
 
     iptm: float
     actifptm: float

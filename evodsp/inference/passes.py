@@ -22,9 +22,9 @@ from evodsp.inference.interfaces import ComplexScores
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.buckets import rounded_up, worth_recording
-from evodsp.model.casts import CastParameters
-from evodsp.model.confidence import (
+from evodsp.model.graphs import Graphs, rounded_up, worth_recording
+from evodsp.model.heads import (
+    ModelOutput,
     compute_complex_confidence,
     compute_contact_weights,
     compute_contacts,
@@ -33,11 +33,9 @@ from evodsp.model.confidence import (
     compute_ptm,
     highest_pae,
 )
-from evodsp.model.graphs import Graphs
-from evodsp.model.matmul import float32_matmul
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.precision import CastParameters, float32_matmul
 from evodsp.model.primitives import use_memory
-from evodsp.model.recorders import CudaRecorder, Recorder
+from evodsp.model.recordings import CudaRecorder, Recorder
 from evodsp.printing import counted
 from evodsp.progress import progress
 

@@ -31,7 +31,7 @@ from evodsp.errors import FileFormatError
 from evodsp.inference.config import SaveSettings
 from evodsp.inference.result_checks import FIX
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput
 from evodsp.reading.array_files import read_archive
 from evodsp.weights.safetensors_file import map_tensors
 

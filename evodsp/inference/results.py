@@ -38,7 +38,7 @@ from evodsp.inference.interfaces import score_entries
 from evodsp.inference.representations import write_arrays
 from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
 from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
-from evodsp.model.confidence import complex_ranking
+from evodsp.model.heads import complex_ranking
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.text_files import json_of, read_json, text_of
 from evodsp.version import __version__

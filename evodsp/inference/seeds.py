@@ -34,7 +34,7 @@ from evodsp.inference.target_msas import TargetMsa
 from evodsp.inference.target_templates import Templates
 from evodsp.inference.targets import Target
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput
 from evodsp.parallel.group import Group
 
 WRITE_EVERY_S = 30.0

@@ -1,7 +1,7 @@
 """Losses of the heads: distogram and masked MSA (supplement 1.9.8 and 1.9.9), predicted lDDT-CA and aligned error (1.9.6
 and 1.9.7), and which atoms are resolved (1.9.10).
 
-pLDDT, PAE and pTM are computed from the heads' logits in `evodsp.model.confidence`.
+pLDDT, PAE and pTM are computed from the heads' logits in `evodsp.model.heads`.
 
 Shapes: B batch, S sequences, R residues; i and r are this rank's shard of the residues (rows of the pair representation, or
 columns of the MSA), which on one device is all R. Each rank sums over its shard and multiplies by the number of ranks, so
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from evodsp.geometry.frames import Rigid
 from evodsp.metrics import lddt_ca
-from evodsp.model.confidence import MAX_ALIGNED_ERROR
+from evodsp.model.heads import MAX_ALIGNED_ERROR
 from evodsp.parallel.exchange import Exchange, LocalExchange
 
 

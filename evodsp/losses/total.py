@@ -29,7 +29,7 @@ from evodsp.losses.structure import (
 )
 from evodsp.losses.violation import find_violations, violation_loss
 from evodsp.model.graphs import Recorded
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput
 from evodsp.model.precision import without_autocast
 from evodsp.parallel.exchange import Exchange, LocalExchange
 

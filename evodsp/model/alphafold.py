@@ -1,33 +1,162 @@
-"""The whole model (algorithm 2): embedders, stacks, structure module, heads and recycling.
+"""The whole model (algorithm 2): embedders, stacks, structure module, heads and recycling, with early stopping as in
+AlphaFold-Multimer.
 
-Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues.
+`ModelConfig.arrangement` chooses the parts that differ between AlphaFold2 and AlphaFold-Multimer.
+
+Shape legend: B batch, S clusters of the MSA, E extra sequences, R residues; j this rank's shard of the pair's columns; on
+one device all of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.config import FeatureConfig, ModelConfig
+from evodsp.config import ArrangementName, EmbedderConfig, FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import pseudo_beta
-from evodsp.geometry.residues import LETTERS_WITH_MASK
-from evodsp.model.arrangement import ARRANGEMENTS
+from evodsp.geometry.residues import CA, LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, below
-from evodsp.model.embedders import ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder
+from evodsp.model.embedders import TARGET_CHANNELS, ExtraMSAEmbedder, InputEmbedder, RecyclingEmbedder, RelativePosition
+from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Recordable
-from evodsp.model.heads import make_heads
+from evodsp.model.heads import ModelOutput, make_heads
 from evodsp.model.msa_ops import first_row
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.multimer import (
+    ChainRelativePosition,
+    ChainTemplateEmbedder,
+    ChainTemplates,
+    ChainTorsionEmbedder,
+    OuterProductFirstStack,
+)
 from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import Budgeted, Linear, widest
-from evodsp.model.recycling import Recycled, settled, with_ca_change
 from evodsp.model.structure_module import StructureModule
+from evodsp.model.templates import TemplateEmbedder, Templates, TemplateTorsionEmbedder
+from evodsp.parallel.exchange import Exchange, LocalExchange
 from evodsp.rng import Draws
+
+FEATURES = (
+    "aatype", "residue_index", "seq_mask", "target_feat", "msa_feat", "msa_mask",
+    "extra_msa", "extra_msa_mask", "extra_has_deletion", "extra_deletion_value",
+)  # fmt: skip
+CHAIN_FEATURES = ("asym_id", "entity_id", "sym_id")
+TEMPLATE_STRUCTURES = (
+    "template_aatype", "template_all_atom_positions", "template_all_atom_masks",
+    "template_pseudo_beta", "template_pseudo_beta_mask",
+)  # fmt: skip
+TEMPLATE_FEATURES = (*TEMPLATE_STRUCTURES, "template_mask")
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """The parts of a model."""
+
+    features: tuple[str, ...]
+    """The features that the model reads, without the templates'."""
+    template_features: tuple[str, ...]
+    target_channels: int
+    """Channels of `target_feat`."""
+    relative_position: Callable[[int, EmbedderConfig], Linear]
+    templates: Callable[[Mapping[str, Tensor]], Any]
+    """Makes the record of the templates, which the next two read, from the features."""
+    template_embedder: Callable[[int, TemplateConfig], TemplateEmbedder | ChainTemplateEmbedder]
+    template_torsion_embedder: Callable[[int], TemplateTorsionEmbedder]
+    stack: Callable[..., EvoformerStack | OuterProductFirstStack]
+    masked_letters: int
+    """Letters of which the masked-MSA head predicts one."""
+    passes_after_settling: int
+    """Passes that are run after one which has not changed the structure, where passes stop early."""
+
+
+ARRANGEMENTS: dict[ArrangementName, Arrangement] = {
+    "monomer": Arrangement(
+        features=FEATURES,
+        template_features=TEMPLATE_FEATURES,
+        target_channels=TARGET_CHANNELS,
+        relative_position=RelativePosition,
+        templates=Templates.from_features,
+        template_embedder=TemplateEmbedder,
+        template_torsion_embedder=TemplateTorsionEmbedder,
+        stack=EvoformerStack,
+        masked_letters=LETTERS_WITH_MASK,
+        passes_after_settling=0,
+    ),
+    "multimer": Arrangement(
+        features=(*FEATURES, *CHAIN_FEATURES),
+        template_features=TEMPLATE_STRUCTURES,
+        target_channels=LETTERS_WITH_X,
+        relative_position=ChainRelativePosition,
+        templates=ChainTemplates.from_features,
+        template_embedder=ChainTemplateEmbedder,
+        template_torsion_embedder=ChainTorsionEmbedder,
+        stack=OuterProductFirstStack,
+        masked_letters=LETTERS_WITH_GAP,
+        passes_after_settling=1,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Recycled:
+    """The results of a pass that the next one takes as inputs, without gradients. Positions are in Å."""
+
+    first_row: Float[Tensor, "B R c_m"]
+    pair: Float[Tensor, "B R j c_z"]
+    positions: Float[Tensor, "B R 37 3"]
+
+    @classmethod
+    def of(cls, output: ModelOutput) -> Recycled:
+        """The recycled results of a pass that was run without gradients."""
+        return cls(output.representations["first_row"], output.representations["pair"], output.structure.positions)
+
+    def copied(self) -> Recycled:
+        """The same with a pair representation of its own."""
+        return dataclasses.replace(self, pair=self.pair.clone())
+
+
+def with_ca_change(
+    output: ModelOutput, former: Recycled, seq_mask: Float[Tensor, "B R"], exchange: Exchange = LocalExchange()
+) -> ModelOutput:
+    """The output with `ca_change`: the change of its CA-CA distances since the previous pass.
+
+    Every rank gets the same number. Otherwise rounding could make one rank stop while the others wait for it.
+    """
+    # Residues of unknown type have no CA atom; the position in its slot stays at the origin and must not count.
+    mask = seq_mask * output.structure.mask[..., CA]
+    change = ca_change(output.structure.positions[..., CA, :], former.positions[..., CA, :], mask)
+    return dataclasses.replace(output, ca_change=exchange.max(change))
+
+
+def ca_change(
+    new: Float[Tensor, "B R 3"], old: Float[Tensor, "B R 3"], mask: Float[Tensor, "B R"]
+) -> Float[Tensor, " B"]:
+    """Root mean square change, in Å, of all CA-CA distances between residues whose `mask` is 1.
+
+    Pairs of a residue with itself count too, as in AlphaFold-Multimer. No superposition is needed. 0 if no residue counts.
+    """
+    pairs = mask.unsqueeze(-1) * mask.unsqueeze(-2)
+    difference = _distances(new) - _distances(old)
+    return ((difference.square() * pairs).sum((-1, -2)) / pairs.sum((-1, -2)).clamp(min=1)).sqrt()
+
+
+def settled(output: ModelOutput, tolerance: float) -> bool:
+    """Whether every sample of the batch changed by at most `tolerance` in this pass. It is always False after the first pass.
+    A settled pass is the result, as in ColabFold; AlphaFold-Multimer runs one more.
+    """
+    return output.ca_change is not None and bool((output.ca_change <= tolerance).all())
+
+
+def _distances(points: Float[Tensor, "B R 3"]) -> Float[Tensor, "B R R"]:
+    # The faster mode, which uses a matrix product, has errors above typical tolerances at the size of a protein.
+    return torch.cdist(points.float(), points.float(), compute_mode="donot_use_mm_for_euclid_dist")
+
 
 TORSIONS = "template_torsions"
 """What the embedder of the templates' torsion angles reads: a feature that the model makes itself, once for all passes."""

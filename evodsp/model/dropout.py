@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from evodsp.model.kernels import chunked
-from evodsp.model.kernels.dropout import draw_masks
+from evodsp.model.kernels.chunked import draw_masks
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import Computed
 from evodsp.model.sharded import Dropped, Update

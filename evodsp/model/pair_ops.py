@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.triangle_products import multiply_edges
+from evodsp.model.kernels.products import multiply_edges
 from evodsp.model.primitives import (
     GatedAttention,
     LayerNorm,

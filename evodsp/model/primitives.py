@@ -119,7 +119,7 @@ class Linear(nn.Linear):
     """
 
     computes_in_float32 = False
-    """Whether the parameters are used in float32 also under autocast; they are then not cast (`evodsp.model.casts`)."""
+    """Whether the parameters are used in float32 also under autocast; they are then not cast (`evodsp.model.precision`)."""
 
     def __init__(
         self, c_in: int, c_out: int, bias: bool = True, init: Initialisation = "linear", parts: int = 1
@@ -151,7 +151,7 @@ class LayerNorm(Computed, nn.LayerNorm):
     """Layer norm over the last axis. The result has the precision of `x`, also under autocast; statistics are in float32."""
 
     computes_in_float32 = False
-    """Whether `x` is in float32 also under autocast; the parameters are then not cast (`evodsp.model.casts`)."""
+    """Whether `x` is in float32 also under autocast; the parameters are then not cast (`evodsp.model.precision`)."""
 
     def forward(self, x: Float[Tensor, "*batch c"]) -> Float[Tensor, "*batch c"]:
         with without_autocast(x.device):

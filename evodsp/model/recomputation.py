@@ -91,7 +91,7 @@ class Recomputation:
         if not self.auto or segment != self.blocks - 1 or not torch.is_grad_enabled():
             yield
             return
-        # A copy in half precision hides its parameter (`evodsp.model.casts`); `getattr` finds what the layers read.
+        # A copy in half precision hides its parameter (`evodsp.model.precision`); `getattr` finds what the layers read.
         weights = {
             weight.untyped_storage().data_ptr()
             for module in stack.modules()

@@ -1,17 +1,23 @@
 """One recorded call of a stack: its inputs, the recording, and its results (`evodsp.model.graphs` says when and why).
 
-With gradients a call is two recordings, as `torch.cuda.make_graphed_callables` makes them: the forward pass, and the backward
-pass from gradients of the results to those of inputs and parameters. Autograd sees one node. While the two are recorded,
-leaves that share the memory of the parameters stand in their places, so that no other part of autograd's graph takes part.
+With gradients a call is two recordings, as `torch.cuda.make_graphed_callables` makes them: the forward pass, and the
+backward pass from gradients of the results to those of inputs and parameters. Autograd sees one node. While the two are
+recorded, leaves that share the memory of the parameters stand in their places, so that no other part of autograd's graph
+takes part.
 
 Before it is recorded a call is launched a few times. `difference` compares the first replay with what was launched last.
+
+A recorder records work on a device once and repeats it: as a CUDA graph or, in tests without a GPU, by computing again.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib.metadata
+import importlib.util
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,11 +27,172 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from evodsp.model.comparison import OF_PARAMETER, difference, same_bits, upstream
 from evodsp.model.dropout import DropoutKeys
-from evodsp.model.recorders import Recorder, Results
 from evodsp.parallel.exchange import Exchange
 from evodsp.parallel.group import Entry
+
+Results = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was recorded."""
+
+    results: Results
+    """Tensors that `repeat` fills."""
+    repeat: Callable[[], None]
+    free: Callable[[], None]
+    """Gives the memory back, and lets go of the communicators. It cannot be repeated afterwards."""
+
+
+class Recorder(ABC):
+    """Records what a function does on a device. Repeating it fills the tensors that the function returned when it was recorded.
+
+    The function's inputs must lie at the same addresses when it is repeated; their values may differ.
+    """
+
+    device: str
+    """Type of device whose work is recorded."""
+
+    @abstractmethod
+    def warm_up(self, run: Callable[[], object]) -> None:
+        """Run the function without recording, so that kernels are compiled and libraries have their workspaces."""
+
+    @abstractmethod
+    def pool(self) -> Any:
+        """Memory for recordings. Recordings that share it may overwrite each other's intermediates, but not results."""
+
+    @abstractmethod
+    def record(self, run: Callable[[], Results], pool: Any) -> Taken:
+        """Record `run`. The tensors that it returns are not filled yet."""
+
+    @abstractmethod
+    def holds(self, backend: str) -> bool:
+        """Whether collectives of this backend of torch's process groups can be recorded."""
+
+
+class CudaRecorder(Recorder):
+    """CUDA graphs. A recorded function must not wait for the GPU, nor read memory of the host.
+
+    NCCL's collectives are recorded as kernels. torch launches them on a stream of its own, which waits for the one that
+    records, so the recording follows them there. A wait for a collective is an edge of the graph and must be in the same
+    recording.
+    """
+
+    device = "cuda"
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # another stream cannot use memory that the allocator keeps for this one
+        with torch.cuda.stream(torch.cuda.Stream()):
+            run()
+        torch.cuda.synchronize()
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def holds(self, backend: str) -> bool:
+        return "nccl" in backend
+
+    def record(self, run: Callable[[], Results], pool: Any) -> Taken:
+        gc.collect()  # frees memory of dead reference cycles, which the recording could not use
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads may go on, such as one that locks pages for the next batch.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                results = run()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # after an error torch leaves the recording's stream current
+            raise
+        return Taken(results, graph.replay, graph.reset)
+
+
+class Rerun(Recorder):
+    """Computes again and copies the results into the tensors of the first run: the effect of a graph without its speed.
+    Unlike a graph it also reads Python numbers again, and it communicates when it records.
+    """
+
+    device = "cpu"
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        run()
+
+    def pool(self) -> Any:
+        return None
+
+    def holds(self, backend: str) -> bool:
+        return True
+
+    def record(self, run: Callable[[], Results], pool: Any) -> Taken:
+        first = [None if x is None else torch.full_like(x.detach(), torch.nan) for x in run()]
+
+        def repeat() -> None:
+            for kept, new in zip(first, run(), strict=True):
+                if kept is not None and new is not None:
+                    kept.copy_(new.detach())
+
+        return Taken(first, repeat, lambda: None)
+
+
+def versions() -> str:
+    """What decides which kernels a recording holds, besides the settings."""
+    triton = importlib.util.find_spec("triton")
+    named = {
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": torch.cuda.nccl.version() if torch.cuda.is_available() else None,
+        "Triton": importlib.metadata.version("triton") if triton else None,
+    }
+    return ", ".join(f"{name} {version}" for name, version in named.items())
+
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2, torch.bfloat16: 1e-1, torch.float16: 1e-1}
+"""Largest difference of results and gradients, as a fraction of their own root mean square. fp32 allows for TF32."""
+
+_LEAST = 0.1
+"""Some gradients of parameters are nothing but rounding errors, such as that of a constant added to all logits. A difference is
+a fraction of at least this share of the largest of all parameters' gradients."""
+
+OF_PARAMETER = "the gradient of the parameter "
+"""What the name of a parameter's gradient begins with."""
+
+
+def upstream(x: Tensor) -> Tensor:
+    """Numbers from -1 to 2 in the shape of `x`: gradients with which every entry of a result counts."""
+    return torch.linspace(-1, 2, x.numel(), device=x.device).to(x.dtype).view(x.shape)
+
+
+def same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Whether all tensors are equal. NaN is equal to NaN."""
+    return found.keys() == expected.keys() and all(
+        x.shape == found[name].shape and bool(((x == found[name]) | (x.isnan() & found[name].isnan())).all())
+        for name, x in expected.items()
+    )
+
+
+def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """The first tensor that differs by more than rounding, in words; '' if none does. The keys say what each tensor is."""
+    if missing := sorted(expected.keys() ^ found.keys()):
+        return f"{missing[0]} was computed once only"
+    sizes = {name: _size(x) for name, x in expected.items()}
+    least = _LEAST * max((size for name, size in sizes.items() if name.startswith(OF_PARAMETER)), default=0.0)
+    tolerance = max(_TOLERANCE[x.dtype] for x in expected.values())
+    for name, x in expected.items():
+        if found[name].shape != x.shape:
+            return f"{name} has shape {list(found[name].shape)} instead of {list(x.shape)}"
+        whole = max(sizes[name], least if name.startswith(OF_PARAMETER) else 0.0)
+        off = _size(found[name].to(x.dtype) - x)
+        if not off <= tolerance * whole:  # NaN is no good either
+            share = f"{off / whole:.1e} of its size" if whole else f"{off:.1e} from zero"
+            return f"{name} differs by {share}, more than {tolerance:.0e}"
+    return ""
+
+
+def _size(x: Tensor) -> float:
+    """The root mean square."""
+    if not x.numel():
+        return 0.0
+    return float(x.to(torch.promote_types(x.dtype, torch.float32)).square().mean().sqrt())
 
 
 class ParameterPlace(NamedTuple):
@@ -395,7 +562,7 @@ def _uncached_autocast(device: str) -> torch.autocast:
 
 @contextmanager
 def _in_place_of_parameters(places: Sequence[ParameterPlace], leaves: Sequence[Tensor]) -> Iterator[None]:
-    """A context in which `leaves` stand in the places of the modules' parameters, or of their copies (`evodsp.model.casts`)."""
+    """A context in which `leaves` stand in the places of the modules' parameters, or of their copies (`model/precision.py`)."""
     before = [module.__dict__.get(name) for module, name, _ in places]
     for (module, name, _), leaf in zip(places, leaves, strict=True):
         module.__dict__[name] = leaf

@@ -21,8 +21,8 @@ from evodsp.geometry.frames import Rigid, atom14_to_atom37, frames_to_atom14, to
 from evodsp.geometry.residues import RESTYPE_ATOM37_MASK
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams
 from evodsp.model.graphs import Recorded
-from evodsp.model.kernels.dropout import draw_masks
-from evodsp.model.outputs import StructureOutput
+from evodsp.model.heads import StructureOutput
+from evodsp.model.kernels.chunked import draw_masks
 from evodsp.model.precision import without_autocast
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule
 from evodsp.model.sharded import Pieces

@@ -23,11 +23,11 @@ from evodsp.geometry.frames import Rigid, atom37_to_torsion_angles
 from evodsp.geometry.residues import CA, LETTERS_WITH_GAP, UNKNOWN, C, N
 from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
+from evodsp.model.evoformer import Block, Stack
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
 from evodsp.model.precision import mask_bias, wide
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
 from evodsp.model.sharded import Made, Sharded, Update
-from evodsp.model.stack import Block, Stack
 from evodsp.parallel.collectives import Axis
 from evodsp.rng import Draws
 

@@ -265,7 +265,7 @@ class Exchange(ABC):
     """Number of collectives that were `repeated`."""
 
     def repeated(self, entries: Sequence[Entry]) -> None:
-        """Count collectives that were launched again without the exchange, by a recording (`evodsp.model.recorders`)."""
+        """Count collectives that were launched again without the exchange, by a recording (`evodsp.model.recordings`)."""
         self.repeats += len(entries)
 
     @property

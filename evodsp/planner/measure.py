@@ -31,7 +31,7 @@ from evodsp.files import write_text
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
-from evodsp.model.matmul import float32_matmul
+from evodsp.model.precision import float32_matmul
 from evodsp.model.primitives import use_kernels
 from evodsp.parallel.group import Group, Kind, init_mesh
 from evodsp.planner.device import Device

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from evodsp.config import ArrangementName, ModelConfig
-from evodsp.model.buckets import rounded_up, worth_recording
+from evodsp.model.graphs import rounded_up, worth_recording
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.group import Kind
 from evodsp.planner.device import Device, Links, free_memory, load_device, load_link, names, this_cpu

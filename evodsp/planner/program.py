@@ -23,9 +23,9 @@ from evodsp.data.samples.dataset import listed_sizes
 from evodsp.data.samples.feature_axes import CHAIN_AXES, FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
-from evodsp.model.alphafold import AlphaFold
-from evodsp.model.arrangement import ARRANGEMENTS
-from evodsp.model.confidence import (
+from evodsp.model.alphafold import ARRANGEMENTS, AlphaFold
+from evodsp.model.heads import (
+    ModelOutput,
     compute_complex_confidence,
     compute_contact_weights,
     compute_contacts,
@@ -35,7 +35,6 @@ from evodsp.model.confidence import (
 )
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
-from evodsp.model.outputs import ModelOutput
 from evodsp.model.primitives import use_exchange, use_kernels, use_memory
 from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
@@ -242,7 +241,7 @@ def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput,
 
 
 def _cast(model: AlphaFold) -> None:
-    """Leave the parameters as layers see them with autocast and `evodsp.model.casts`. The meta device has no autocast."""
+    """Leave the parameters as layers see them with autocast and `evodsp.model.precision`. The meta device has no autocast."""
     for module in model.children():
         if not getattr(module, "computes_in_float32", False):
             module.to(torch.bfloat16)

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.config import EvoformerConfig
-from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.evoformer import EvoformerStack, Stack
 from evodsp.model.msa_ops import MSARowAttention
-from evodsp.model.outer_product_first import OuterProductFirstStack
+from evodsp.model.multimer import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.model.stack import Stack
 from evodsp.parallel.collectives import Axis, Collective
 from evodsp.parallel.exchange import KEPT, Pending, Ready, ShardedExchange
 from evodsp.parallel.group import Kind, Place

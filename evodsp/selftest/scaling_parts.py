@@ -31,13 +31,12 @@ from evodsp.launch.consensus import all_of, check_same, from_first
 from evodsp.launch.process_group import own_address
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
-from evodsp.model.comparison import same_bits
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.kernels.registry import choose
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
-from evodsp.model.recorders import CudaRecorder, Recorder, Rerun, versions
+from evodsp.model.recordings import CudaRecorder, Recorder, Rerun, same_bits, versions
 from evodsp.parallel.config import ParallelConfig, ParameterMode
 from evodsp.parallel.exchange import LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group, own_group, whole_group

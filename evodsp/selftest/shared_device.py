@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.kernels.backends import BACKENDS
 from evodsp.model.kernels.operators import Kernels
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group

@@ -27,7 +27,7 @@ from evodsp.launch.launcher import launch
 from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, stop
 from evodsp.lock import lock
-from evodsp.model.matmul import float32_matmul
+from evodsp.model.precision import float32_matmul
 from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples

@@ -23,17 +23,14 @@ from evodsp.errors import UserError
 from evodsp.launch.consensus import check_same, on_every
 from evodsp.launch.watch import watch_of_this_process
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
-from evodsp.model.comparison import OF_PARAMETER, difference, upstream
 from evodsp.model.dropout import DropoutKeys, block_streams, draw_blocks
-from evodsp.model.evoformer import EvoformerBlock
+from evodsp.model.evoformer import EvoformerBlock, Stack
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.precision import activation_dtype
+from evodsp.model.precision import CastParameters, activation_dtype
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.model.recomputation import Recomputed
-from evodsp.model.recorders import CudaRecorder, Recorder, versions
+from evodsp.model.recordings import OF_PARAMETER, CudaRecorder, Recorder, difference, upstream, versions
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.model.stack import Stack
 from evodsp.parallel.config import ParallelConfig
 from evodsp.printing import show, tell
 from evodsp.rng import Draws

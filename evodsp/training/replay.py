@@ -21,9 +21,9 @@ from evodsp.files import whole_file
 from evodsp.losses.permutation import ENTITIES, with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
+from evodsp.model.heads import ModelOutput
 from evodsp.model.kernels.registry import choose
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.printing import show
 from evodsp.rng import Draws

@@ -11,8 +11,7 @@ from torch import Tensor
 from evodsp import metrics
 from evodsp.geometry.residues import CA
 from evodsp.losses.total import CHAIN
-from evodsp.model.confidence import compute_plddt
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput, compute_plddt
 from evodsp.score_tables import write_rows
 
 _COLUMNS = ("chain", "split", "residues", "resolved", "plddt", "lddt_ca", "rmsd", "gdt_ts", "tm_score")

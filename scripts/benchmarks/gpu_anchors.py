@@ -28,9 +28,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from evodsp.model.casts import CastParameters
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Sharded
 from evodsp.weights.random_parameters import randomise

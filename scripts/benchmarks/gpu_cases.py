@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
 from evodsp.model.kernels.operators import Kernels
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws

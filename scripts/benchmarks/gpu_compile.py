@@ -25,7 +25,7 @@ import torch
 
 from evodsp.model.kernels.backends import BACKENDS
 from evodsp.model.kernels.operators import OPERATORS, Kernels
-from evodsp.model.kernels.self_check import problem_of
+from evodsp.model.kernels.registry import problem_of
 from scripts.benchmarks import gpu_cases
 
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys, Streams
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.kernels.operators import Kernels
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
-from evodsp.model.recorders import CudaRecorder, Recorder, Rerun
+from evodsp.model.recordings import CudaRecorder, Recorder, Rerun
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
 from evodsp.selftest.random_sample import EVERY_TERM, random_features

@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels import by_chunks, chunked, outer_product
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput
+from evodsp.model.kernels import by_chunks, chunked, products
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.collectives import DIMENSION
@@ -142,7 +142,7 @@ def _short(config: Config) -> Config:
 def _gpu_chunks() -> Iterator[None]:
     """Use a GPU's chunk sizes although the fake tensors are on the CPU."""
     with ExitStack() as patches:
-        for module in (by_chunks, chunked, outer_product):
+        for module in (by_chunks, chunked, products):
             patches.enter_context(patch.object(module, "chunk_numbers", lambda x, on_gpu: on_gpu))
         yield
 

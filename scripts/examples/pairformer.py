@@ -30,12 +30,11 @@ from evodsp.launch.process_group import start, stop
 from evodsp.losses.heads import distogram_loss, experimentally_resolved_loss
 from evodsp.model.dropout import NO_MASKS, Dropout, DropoutKeys, Masks, below
 from evodsp.model.embedders import TARGET_CHANNELS, InputEmbedder
-from evodsp.model.evoformer import PairStack
+from evodsp.model.evoformer import BlocksInTurn, PairStack
 from evodsp.model.heads import DistogramHead, ExperimentallyResolvedHead
 from evodsp.model.msa_ops import MSARowAttention, OuterProductMean
 from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, use_exchange, working_width
 from evodsp.model.sharded import Sharded, Update
-from evodsp.model.stack import BlocksInTurn
 from evodsp.parallel import average_gradients, init_mesh
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.rng import Draws

@@ -20,7 +20,7 @@ from peer_calls import check_calls  # type: ignore[import-not-found]
 
 
 def run(subject: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The scores, under the names of `evodsp.model.confidence.ComplexConfidence`."""
+    """The scores, under the names of `evodsp.model.heads.ComplexConfidence`."""
     logits, mask, asym, breaks = (subject[name] for name in ("logits", "mask", "chains", "breaks"))
     error = {"logits": logits, "breaks": breaks, "asym_id": asym}
     plddt = {"logits": np.zeros((len(mask), 50), np.float32)}

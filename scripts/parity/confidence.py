@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from evodsp.config import HeadsConfig
-from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights
+from evodsp.model.heads import compute_complex_confidence, compute_contact_weights
 
 from . import table
 from .compare import deepminds_side, program

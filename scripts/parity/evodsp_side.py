@@ -12,8 +12,8 @@ from evodsp.config import LossConfig, ModelConfig
 from evodsp.geometry.frames import Rigid, structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.outer_product_first import OuterProductFirstBlock
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput
+from evodsp.model.multimer import OuterProductFirstBlock
 from evodsp.weights.deepmind import set_parameters, their_arrays
 from evodsp.weights.names import is_fused, parameter_names
 

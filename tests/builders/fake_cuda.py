@@ -59,7 +59,7 @@ class Case:
     inputs: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision in which m and z enter a stack."""
     cast_once: bool = False
-    """Whether parameters are cast once a step, as training does (`evodsp.model.casts`)."""
+    """Whether parameters are cast once a step, as training does (`evodsp.model.precision`)."""
     kernels: Literal["chunked", "triton"] = "chunked"
     """Backend of the operators that it has; the others are chunked."""
 

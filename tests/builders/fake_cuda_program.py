@@ -24,12 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack, MSAStack, PairStack
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.kernels.triton import REPORTS
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import Linear, use_exchange, use_kernels
 from evodsp.parallel.collectives import shard_sizes
 from evodsp.parallel.exchange import ShardedExchange

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from evodsp.config import HeadsConfig
 from evodsp.geometry.frames import Rigid
-from evodsp.model.outputs import ModelOutput, StructureOutput
+from evodsp.model.heads import ModelOutput, StructureOutput
 from evodsp.parallel.exchange import Exchange
 from tests.builders.labelled_batch import CLUSTERS, RESIDUES, Source
 

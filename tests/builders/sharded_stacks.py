@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig, TemplateConfig
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.outer_product_first import OuterProductFirstStack
+from evodsp.model.multimer import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan

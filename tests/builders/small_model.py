@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import ModelConfig, TemplateConfig, as_multimer
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.heads import ModelOutput
 
 TEMPLATES, CYCLES = 3, 2
 SMALL = (5, 6, 7)

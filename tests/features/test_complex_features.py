@@ -20,7 +20,7 @@ from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.features.batch import with_features
 from evodsp.geometry.residues import GAP, decode
-from evodsp.model.arrangement import ARRANGEMENTS
+from evodsp.model.alphafold import ARRANGEMENTS
 from evodsp.rng import Draws
 from tests.builders.shared_clusters import by_formula
 

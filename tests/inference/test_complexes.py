@@ -42,8 +42,14 @@ from evodsp.inference.structure_files import AlignedError, PredictedStructure, s
 from evodsp.inference.target_templates import find_templates, template_source
 from evodsp.inference.targets import Target, find_targets
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.confidence import compute_complex_confidence, compute_contact_weights, compute_contacts, compute_pae
-from evodsp.model.outputs import ModelOutput, StructureOutput
+from evodsp.model.heads import (
+    ModelOutput,
+    StructureOutput,
+    compute_complex_confidence,
+    compute_contact_weights,
+    compute_contacts,
+    compute_pae,
+)
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.weights.checkpoint import load_model, save_model

@@ -24,9 +24,8 @@ from evodsp.inference.passes import PassClock, PassRunner, run_passes, structure
 from evodsp.inference.predict import predict
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.model.alphafold import AlphaFold
-from evodsp.model.outputs import ModelOutput, StructureOutput
-from evodsp.model.recycling import settled
+from evodsp.model.alphafold import AlphaFold, settled
+from evodsp.model.heads import ModelOutput, StructureOutput
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.weights.checkpoint import load_model
 from tests.builders.prediction import read_json, silent

@@ -14,7 +14,7 @@ from evodsp.errors import UserError
 from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import read_contacts
-from evodsp.model.confidence import compute_contacts
+from evodsp.model.heads import compute_contacts
 from tests.builders.prediction import silent
 
 from .conftest import Finished, Workplace

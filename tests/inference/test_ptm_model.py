@@ -25,10 +25,8 @@ from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import read_plddt, read_result, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.targets import Target
-from evodsp.model.alphafold import AlphaFold
-from evodsp.model.arrangement import FEATURES, TEMPLATE_FEATURES
-from evodsp.model.confidence import compute_pae, compute_ptm
-from evodsp.model.outputs import ModelOutput
+from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
+from evodsp.model.heads import ModelOutput, compute_pae, compute_ptm
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.parameters import noisy
 from tests.builders.prediction import read_json, silent

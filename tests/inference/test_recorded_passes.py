@@ -16,8 +16,8 @@ from evodsp.inference.config import PassSettings
 from evodsp.inference.passes import PassRunner, run_passes
 from evodsp.inference.predict import predict_records
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.outputs import ModelOutput
-from evodsp.model.recorders import Rerun, Taken
+from evodsp.model.heads import ModelOutput
+from evodsp.model.recordings import Rerun, Taken
 from tests.builders.parameters import noisy
 from tests.builders.prediction import silent
 from tests.builders.small_model import config

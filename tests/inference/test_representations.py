@@ -20,9 +20,8 @@ from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.result_checks import FIX
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.confidence import compute_contacts, compute_plddt
-from evodsp.model.outputs import ModelOutput
-from evodsp.model.recorders import Rerun
+from evodsp.model.heads import ModelOutput, compute_contacts, compute_plddt
+from evodsp.model.recordings import Rerun
 from evodsp.weights.checkpoint import load_model
 from tests.builders.prediction import read_json, silent
 

@@ -24,9 +24,9 @@ from evodsp.losses.structure import sidechain_fape
 from evodsp.losses.total import CHAIN, TERMS, RecordedLoss, total_loss
 from evodsp.losses.violation import find_violations
 from evodsp.metrics import lddt_ca
-from evodsp.model.confidence import compute_pae, compute_ptm
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.recorders import Rerun
+from evodsp.model.heads import compute_pae, compute_ptm
+from evodsp.model.recordings import Rerun
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group, Ledger
 from tests.builders.comparison import TOLERANCE, close

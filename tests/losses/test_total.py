@@ -14,7 +14,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.frames import Rigid
 from evodsp.losses.heads import distogram_loss, pae_loss
 from evodsp.losses.total import total_loss
-from evodsp.model.outputs import ModelOutput, StructureOutput
+from evodsp.model.heads import ModelOutput, StructureOutput
 from tests.shared import load
 
 _NAMES = {

@@ -12,10 +12,8 @@ from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
-from evodsp.model.alphafold import AlphaFold
-from evodsp.model.arrangement import ARRANGEMENTS, FEATURES
-from evodsp.model.outputs import ModelOutput
-from evodsp.model.recycling import Recycled, ca_change
+from evodsp.model.alphafold import ARRANGEMENTS, FEATURES, AlphaFold, Recycled, ca_change
+from evodsp.model.heads import ModelOutput
 from evodsp.rng import Draws
 from tests.builders.parameters import noisy
 

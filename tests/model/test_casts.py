@@ -1,4 +1,4 @@
-"""Parameters cast to half precision once a step (`evodsp.model.casts`), and by autocast, wherever they are used."""
+"""Parameters cast to half precision once a step (`evodsp.model.precision`), and by autocast, wherever they are used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
+from evodsp.model.precision import CastParameters
 from evodsp.rng import Draws
 from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors

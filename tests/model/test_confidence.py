@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evodsp.model.confidence import (
+from evodsp.model.heads import (
     ComplexConfidence,
     compute_complex_confidence,
     compute_contact_weights,

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, block_streams
 from evodsp.model.kernels import by_chunks, reference
-from evodsp.model.kernels import dropout as kernels
-from evodsp.model.kernels.dropout import draw_masks, dropout_add
+from evodsp.model.kernels import chunked as kernels
+from evodsp.model.kernels.chunked import draw_masks, dropout_add
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Added, Budget, Made, Sharded

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
+from evodsp.model.precision import CastParameters
 from evodsp.model.recomputation import Recomputed
-from evodsp.model.recorders import Rerun, Taken
+from evodsp.model.recordings import Rerun, Taken
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
 from tests.builders.parameters import dense

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.config import ModelConfig, TemplateConfig
-from evodsp.model.alphafold import AlphaFold
-from evodsp.model.arrangement import TEMPLATE_FEATURES
+from evodsp.model.alphafold import TEMPLATE_FEATURES, AlphaFold
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
 from evodsp.model.pair_ops import TriangleMultiplication

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evodsp.model.graphs import _modes
-from evodsp.model.matmul import float32_matmul, is_tf32
+from evodsp.model.precision import float32_matmul, is_tf32
 from evodsp.planner.measure import tflops
 
 CUDA, MKLDNN = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul

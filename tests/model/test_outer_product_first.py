@@ -14,7 +14,7 @@ from torch import Tensor
 from evodsp.config import ModelConfig
 from evodsp.model.dropout import NO_MASKS, Masks
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.outer_product_first import OuterProductFirstStack
+from evodsp.model.multimer import OuterProductFirstStack
 from evodsp.model.sharded import Sharded
 from tests.builders.parameters import dense
 

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule
 
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
-from evodsp.model.casts import CastParameters
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.operators import Kernels
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.model.recomputation import Recomputation, Recomputed
 from evodsp.model.schedule import CommunicationPlan

@@ -17,7 +17,7 @@ from evodsp.launch.consensus import all_of
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.primitives import use_exchange
-from evodsp.model.recorders import CudaRecorder, Rerun, Results, Taken
+from evodsp.model.recordings import CudaRecorder, Rerun, Results, Taken
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group, Ledger
 from evodsp.rng import Draws

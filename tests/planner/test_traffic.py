@@ -11,7 +11,7 @@ import torch
 
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.outer_product_first import OuterProductFirstStack
+from evodsp.model.multimer import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange

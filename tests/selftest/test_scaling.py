@@ -17,7 +17,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.errors import UserError
-from evodsp.model.recorders import Rerun
+from evodsp.model.recordings import Rerun
 from evodsp.parallel.group import Group
 from evodsp.planner.device import load_device, load_link
 from evodsp.selftest import ranks, scaling, scaling_parts

@@ -1,4 +1,4 @@
-"""Copies of parameters in half precision during a training step (`evodsp.model.casts`)."""
+"""Copies of parameters in half precision during a training step (`evodsp.model.precision`)."""
 
 from __future__ import annotations
 

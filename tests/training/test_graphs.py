@@ -18,7 +18,7 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.launch.watch import Watch
-from evodsp.model.recorders import Rerun
+from evodsp.model.recordings import Rerun
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.checkpoints import LastCheckpoint
 from evodsp.training.checks import CheckedRun

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.casts import CastParameters
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import Linear
 from evodsp.rng import Draws
 from evodsp.training.world import shard_parameters

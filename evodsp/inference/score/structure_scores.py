@@ -23,7 +23,7 @@ from evodsp.inference.pages.figures import Figure, distance_figure
 from evodsp.inference.results import plddt_of, read_with_ranking
 from evodsp.inference.score.chain_mapping import Chosen, ComplexComparison
 from evodsp.inference.score.table import StructureScores
-from evodsp.model.confidence import complex_ranking
+from evodsp.model.heads import complex_ranking
 
 _MOST_DRAWN = 5000
 """Residues of a structure that is drawn, at most: the distances between them take 0.6 GB."""

@@ -3,8 +3,8 @@ never whole.
 
 The logits of attention are by far the largest array of an Evoformer block ([S, H, R, R] and [R, H, R, R]). They are
 computed, used and freed chunk by chunk, and recomputed in the backward pass. On a CPU the working set stays in cache; on
-every device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`by_chunks`)
-are computed in the same way.
+every device, memory is linear in the inputs and the bias. Outer products (`outer_product`) and wide layers (`by_chunks`) are
+computed in the same way.
 
 Shape legend: B batch, N rows of the outer axis (each attends within itself), H heads, Q queries, K keys, D head width, S
 sequences, I J residues, c channels of an operand, z channels of the result; n, i: a chunk of N, of I.
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
@@ -32,11 +32,57 @@ from evodsp.model.kernels.by_chunks import (
     empty_gradient,
     parts_of,
 )
-from evodsp.model.kernels.dropout import dropout_add
-from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
+from evodsp.model.kernels.products import OuterProducts, ProductSteps, Triangles
 from evodsp.model.kernels.reference import LOG2_E, layer_norm
-from evodsp.model.kernels.triangle_products import Triangles
 from evodsp.model.precision import mask_bias, wide, wide_product, without_autocast
+from evodsp.rng import at_least, key_words, philox4x32
+
+# Random numbers that a GPU draws at a time: enough to fill it.
+_GPU_DRAWS = 1 << 22
+
+
+def draw_masks(keys: Int64[Tensor, "L B"], elements: int, rate: float) -> Bool[Tensor, "L B e"]:
+    """Whether to keep each element: `Draws(key).uniform_at(element) >= rate`, bit for bit, for every layer and sample.
+
+    `keys`: the keys of the streams (`Draws.signed_key`). `elements`: number of elements of each mask.
+    """
+    flat = keys.reshape(-1, 1)
+    kept = torch.empty(flat.shape[0], elements, dtype=torch.bool, device=keys.device)
+    piece = chunk_numbers(keys, _GPU_DRAWS)
+    width = min(elements, piece)
+    height = piece // max(width, 1)
+    for start in range(0, elements, max(width, 1)):
+        positions = torch.arange(start, min(start + width, elements), device=keys.device)
+        for row in range(0, flat.shape[0], height):
+            words = philox4x32((positions, 0, 0, 0), key_words(flat[row : row + height]))[0]
+            kept[row : row + height, start : start + width] = at_least(words, rate)
+    return kept.view(*keys.shape, elements)
+
+
+def dropout_add(
+    x: Float[Tensor, "B n1 n2 c"],
+    update: Float[Tensor, "B n1 n2 c"],
+    drawn: Bool[Tensor, "B e"] | Int64[Tensor, " B"],
+    rate: float,
+    offsets: tuple[int, int],
+    whole: tuple[int, int],
+    shared_dim: int,
+) -> Float[Tensor, "B n1 n2 c"]:
+    """x + update * keep / (1 - rate), scaled and added in fp32 at least, in the dtype of x.
+
+    `drawn`: the mask of the WHOLE representation, constant along `shared_dim` (1 or 2), as `draw_masks` draws it: e counts the
+    elements of the other axis and of the channels. Or the keys to draw it from here. `whole`: sizes of axes 1 and 2 over all
+    shards; `offsets`: where this shard begins.
+    """
+    sizes = [*whole, x.shape[-1]]
+    sizes[shared_dim - 1] = 1
+    if drawn.dtype != torch.bool:
+        drawn = draw_masks(drawn.unsqueeze(0), math.prod(sizes), rate).squeeze(0)
+    other = 3 - shared_dim
+    keep = drawn.view(len(drawn), *sizes).narrow(other, offsets[other - 1], x.shape[other])
+    # The mask is exact in every precision and the scale stays a number, which `addcmul` applies in fp32 at least.
+    return torch.addcmul(x, update, keep.to(x.dtype), value=1.0 / (1.0 - rate)).to(x.dtype)
+
 
 __all__ = [
     "attention",

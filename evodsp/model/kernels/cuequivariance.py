@@ -10,7 +10,7 @@ from cuequivariance_torch import triangle_attention, triangle_multiplicative_upd
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from evodsp.model.kernels import dropout
+from evodsp.model.kernels import chunked
 
 
 def biased_attention(
@@ -68,4 +68,4 @@ def triangle_multiplication(
     )
     if drawn is None:
         return x + update
-    return dropout.dropout_add(x, update, drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim)
+    return chunked.dropout_add(x, update, drawn, rate, (0, 0), (x.shape[1], x.shape[2]), shared_dim)

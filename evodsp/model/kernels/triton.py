@@ -16,8 +16,7 @@ from torch import Tensor
 
 from evodsp.model.kernels.by_chunks import Layers, Steps, cast_all
 from evodsp.model.kernels.by_chunks import linear as project
-from evodsp.model.kernels.outer_product import OuterProducts, ProductSteps
-from evodsp.model.kernels.triangle_products import Triangles, joined
+from evodsp.model.kernels.products import OuterProducts, ProductSteps, Triangles, joined
 from evodsp.model.kernels.triton_kernels import attention as _attention
 from evodsp.model.kernels.triton_kernels import columns as _columns
 from evodsp.model.kernels.triton_kernels import dropout as _dropout

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from evodsp.model.kernels import by_chunks, chunked, outer_product, reference
+from evodsp.model.kernels import by_chunks, chunked, products, reference
 
 
 @pytest.mark.parametrize("mean", [True, False])
@@ -40,8 +40,8 @@ def test_a_recomputation_that_ends_with_it_forms_no_result(monkeypatch: pytest.M
     """Catches an operator that computes before it saves what its backward pass needs: each recomputed block would form the
     result of its outer product mean, a sixth of its arithmetic, for nothing."""
     results: list[None] = []
-    form = outer_product._result
-    monkeypatch.setattr(outer_product, "_result", lambda *xs: (results.append(None), form(*xs))[1])
+    form = products._result
+    monkeypatch.setattr(products, "_result", lambda *xs: (results.append(None), form(*xs))[1])
     inputs = [torch.randn(*shape, requires_grad=True) for shape in ((1, 4, 5, 3), (1, 4, 7, 3), (6, 9), (6,))]
     counts = torch.full((1, 5, 7, 1), 4.0)
 

@@ -21,8 +21,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import backends, chunked, reference, registry
 from evodsp.model.kernels.backends import BACKENDS, Backend
 from evodsp.model.kernels.operators import OPERATORS, Kernels
-from evodsp.model.kernels.registry import choose, summary
-from evodsp.model.kernels.self_check import problem_of
+from evodsp.model.kernels.registry import choose, problem_of, summary
 from evodsp.model.primitives import Computed, use_kernels
 from tests.builders.small_model import config
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from evodsp.model.kernels import reference
-from evodsp.model.kernels.dropout import draw_masks
+from evodsp.model.kernels.chunked import draw_masks
 from evodsp.model.kernels.triton import gated_output, gated_projection, triangle_multiplication
 from evodsp.model.kernels.triton_kernels import triangle
 from evodsp.model.kernels.triton_kernels.dropout import draw_mask

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from evodsp.model.kernels.triton_kernels.plan import Plan, on_meta, plan_of
-from evodsp.model.matmul import is_tf32
+from evodsp.model.precision import is_tf32
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from evodsp.model.kernels.triangle_products import multiply_edges, triangle_gradients
+from evodsp.model.kernels.products import multiply_edges, triangle_gradients
 from evodsp.model.kernels.triton_kernels.launch import (
     Launch,
     Launcher,
