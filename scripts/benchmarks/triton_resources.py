@@ -33,16 +33,15 @@ from torch import Tensor
 
 from evodsp.model.kernels.triton_kernels import (
     attention,
-    columns,
     dropout,
     gate,
     gated_operands,
     global_attention,
-    hidden,
     layer_norm,
     outer_product,
     triangle,
 )
+from evodsp.model.kernels.triton_kernels import sums as columns
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, tiles
 
 from .triton_ahead import compile_for
@@ -162,7 +161,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "outer_product.slope": lambda launch: _outer_work(launch, 2.4, 0.4),
     "outer_product.weight_gradient": lambda launch: _outer_work(launch, 0.4, 0.4),
     "outer_product.scale": lambda launch: Work(vector=6 * launch.arguments["grad"].numel()),
-    "hidden.backward": lambda launch: Work(
+    "gate.hidden_backward": lambda launch: Work(
         products=2.0
         * launch.programs
         * launch.constants["TILE"]
@@ -171,7 +170,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
         * launch.constants["TILE_C"],
         vector=5 * launch.arguments["hidden"].numel(),
     ),
-    "columns.sums": lambda launch: Work(vector=2 * launch.arguments["x"].numel()),
+    "sums.column_sums": lambda launch: Work(vector=2 * launch.arguments["x"].numel()),
     "gate.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["x"].numel(), vector=5 * launch.arguments["x"].numel()
     ),
@@ -313,7 +312,7 @@ def hidden_passes(size: str, positions: int, channels: int, dtype: torch.dtype =
     """The gradient of a transition's hidden layer, four times as wide as the representation."""
     shapes = (positions, channels), (channels, 4 * channels), (positions, 4 * channels)
     inputs = [_meta(*shape, dtype=dtype) for shape in shapes]
-    return [_pass(hidden.OPERATORS[0], size, (*inputs, dtype), 2.0 * positions * 4 * channels**2)]
+    return [_pass(gate.OPERATORS[0], size, (*inputs, dtype), 2.0 * positions * 4 * channels**2)]
 
 
 def outer_passes(

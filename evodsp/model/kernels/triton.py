@@ -18,14 +18,13 @@ from evodsp.model.kernels.by_chunks import Layers, Steps, cast_all
 from evodsp.model.kernels.by_chunks import linear as project
 from evodsp.model.kernels.products import OuterProducts, ProductSteps, Triangles, joined
 from evodsp.model.kernels.triton_kernels import attention as _attention
-from evodsp.model.kernels.triton_kernels import columns as _columns
 from evodsp.model.kernels.triton_kernels import dropout as _dropout
 from evodsp.model.kernels.triton_kernels import gate as _gate
 from evodsp.model.kernels.triton_kernels import gated_operands as _gated_operands
 from evodsp.model.kernels.triton_kernels import global_attention as _global_attention
-from evodsp.model.kernels.triton_kernels import hidden as _hidden
 from evodsp.model.kernels.triton_kernels import layer_norm as _layer_norm
 from evodsp.model.kernels.triton_kernels import outer_product as _outer_product
+from evodsp.model.kernels.triton_kernels import sums as _sums
 from evodsp.model.kernels.triton_kernels import triangle as _triangle
 from evodsp.model.kernels.triton_kernels.dropout import dropout_add
 from evodsp.model.kernels.triton_kernels.global_attention import global_attention
@@ -56,12 +55,11 @@ LAUNCHED: dict[str, Operator] = {
     operator.name: operator
     for module in (
         _attention,
-        _columns,
+        _sums,
         _dropout,
         _gate,
         _gated_operands,
         _global_attention,
-        _hidden,
         _layer_norm,
         _outer_product,
         _triangle,
@@ -95,10 +93,10 @@ _STEPS = Steps(
     project=project,
     gated_operands=_gated_operands.operands_of_chunk,
     gated_operands_backward=_gated_operands.gradient_of_chunk,
-    hidden_backward=_hidden.hidden_gradients,
+    hidden_backward=_gate.hidden_gradients,
     gate=_gate.gate,
     gate_backward=_gate.gate_gradients,
-    column_sums=_columns.column_sums,
+    column_sums=_sums.column_sums,
 )
 _LAYERS, _TRIANGLES = Layers(_STEPS), Triangles(_STEPS, dropout_add)
 gated_linear = _LAYERS.gated_linear

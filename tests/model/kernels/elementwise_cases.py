@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from evodsp.model.kernels.triton import dropout_add, layer_norm
-from evodsp.model.kernels.triton_kernels.columns import column_sums
-from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients
+from evodsp.model.kernels.triton_kernels.gate import gate, gate_gradients, hidden_gradients
 from evodsp.model.kernels.triton_kernels.gated_operands import gated_operands, gradient_of_chunk
-from evodsp.model.kernels.triton_kernels.hidden import hidden_gradients
 from evodsp.model.kernels.triton_kernels.layer_norm import norm, norm_again, norm_gradients
+from evodsp.model.kernels.triton_kernels.sums import column_sums
 from evodsp.rng import Draws
 from tests.model.kernels.interpreter import TOLERANCE, check, far_apart, random
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.model.kernels.triton_kernels import layer_norm
-from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, run
-from evodsp.model.kernels.triton_kernels.plan import plan_of
+from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, plan_of, run
 from tests.model.kernels import launch_cases as cases
 
 Log = tuple[cases.Launched, cases.Driver]

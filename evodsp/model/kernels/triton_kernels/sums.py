@@ -1,11 +1,16 @@
-"""Adds the partial sums of several programs in a fixed order."""
+"""Sums over the rows of a matrix (gradients of biases), and of the partial sums of several programs in a fixed order.
+
+torch gives each group of threads a few columns of all rows; a matrix with many more rows than columns then does not fill a
+GPU. Here programs share the rows, and their partial sums are added in a fixed order.
+"""
 
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, next_power_of_two, tiles
+from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
 
 # Elements of a tile [parts, results], its largest number of parts, and its smallest number of results: a sector of memory. As
 # many parts as possible are loaded at once, because a step of the loop costs the latency of memory.
@@ -30,3 +35,43 @@ def sum_of_parts(launch: Launcher, parts: Tensor, dtype: torch.dtype) -> Tensor:
         )
     )
     return total
+
+
+# Bytes of a tile: eight loads of 16 bytes for each thread, which are under way together.
+_BYTES, _WARPS = 32 << 10, 8
+# Largest number of columns of a tile: runs of memory are long enough, and few columns are padding.
+_COLUMNS = 256
+# Largest number of programs: two per multiprocessor of an H100, so that one adds while the other waits. Each writes a partial
+# sum.
+_PROGRAMS = 264
+
+
+def column_sums(x: Float[Tensor, "rows columns"], dtype: torch.dtype) -> Float[Tensor, " columns"]:
+    """The sum of all rows, taken in fp32 and rounded to `dtype` once. Rows may have any stride. It is not differentiable."""
+    return _sums(x, dtype)
+
+
+def _body(launch: Launcher, x: Tensor, dtype: torch.dtype) -> Tensor:
+    rows, columns = x.shape
+    width = min(_COLUMNS, next_power_of_two(max(1, columns)))
+    tile = min(_BYTES // (width * x.element_size()), next_power_of_two(max(1, rows)))
+    across, along = tiles(columns, width), tiles(rows, tile)
+    # The fewest programs for which each takes equally many tiles.
+    parts = tiles(along, tiles(along * across, _PROGRAMS)) if rows and columns else 1
+    make = x.new_empty if rows else x.new_zeros  # an empty grid fills nothing
+    total = make(parts, columns, dtype=dtype if parts == 1 else torch.float32)
+    launch(
+        Launch(
+            "sums.column_sums",
+            parts * across if rows else 0,
+            {"x": x, "strides": x.stride(), "total": total, "rows": rows, "columns": columns, "parts": parts},
+            {"TILE": tile, "WIDTH": width},
+            writes=("total",),
+            warps=_WARPS,
+        )
+    )
+    return sum_of_parts(launch, total, dtype)
+
+
+_sums = Operator("column_sums", "(Tensor x, ScalarType dtype) -> Tensor", _body)
+OPERATORS = (_sums,)
