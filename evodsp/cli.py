@@ -304,7 +304,7 @@ COMMANDS: dict[str, Command] = {
             "weights random",
             "write random parameters of a model, to time it without the real ones",
             settings="evodsp.weights.config:RandomConfig",
-            runner="evodsp.weights.random_parameters:run",
+            runner="evodsp.weights.command:run_random",
             required="--output FILE.npz",
             description="Write random parameters of a model in DeepMind's format, scaled so that activations stay finite. "
             "Predictions with them mean nothing; their time and memory are those of the model.",

@@ -42,7 +42,7 @@ from evodsp.printing import counted, show
 from evodsp.report.page import Page
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.config import published_features
-from evodsp.weights.hub import located
+from evodsp.weights.parameter_file import located
 
 TINY = 1e12
 """Multiplications of a target that is so quick that nobody needs to be told."""

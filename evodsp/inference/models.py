@@ -16,9 +16,7 @@ from evodsp.data.samples.feature_axes import check_config
 from evodsp.errors import UserError
 from evodsp.inference.config import SizeSettings
 from evodsp.inference.targets import Target, content_digest, fingerprint
-from evodsp.weights.hub import located
-from evodsp.weights.parameter_file import parameter_file
-from evodsp.weights.pretrained_folder import CONFIG, is_pretrained
+from evodsp.weights.parameter_file import CONFIG, is_pretrained, located, parameter_file
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
 """Options whose default is the value used in training."""

@@ -33,7 +33,7 @@ from evodsp.inference.result_checks import FIX
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput
 from evodsp.reading.array_files import read_archive
-from evodsp.weights.safetensors_file import map_tensors
+from evodsp.weights.untrusted import map_tensors
 
 EDGES = "distogram_edges"
 

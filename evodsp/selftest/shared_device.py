@@ -33,7 +33,7 @@ from evodsp.parallel.group import Group
 from evodsp.planner.program import SampleSizes
 from evodsp.rng import Draws
 from evodsp.selftest.random_sample import EVERY_TERM, random_features, with_labels
-from evodsp.weights.random_parameters import randomise
+from evodsp.weights.command import randomise
 
 STACK, MODEL = 1e-5, 1e-4
 """Largest difference from one rank in float32, as a fraction of the largest number of each result. In the whole model the

@@ -34,9 +34,8 @@ from evodsp.training.recipe import Batching, batching
 from evodsp.training.resume import began_with, changes, recorded
 from evodsp.training.run_folder import RunFolder
 from evodsp.training.trainer import check_interval, check_least, check_scored, check_trainer, count_devices
-from evodsp.weights.checkpoint import check_same_model, read_checkpoint
+from evodsp.weights.checkpoint import check_same_model, is_parameter_file, read_checkpoint
 from evodsp.weights.initial import check_initial
-from evodsp.weights.published import is_parameter_file
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from evodsp.training.run_end import Request
 from evodsp.training.scores import ca_atoms, known_scores, mean_by_chain, mean_scores, residue_counts, score
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries
-from evodsp.weights.versions import upgrade
+from evodsp.weights.parameter_file import upgrade
 
 MOST_CHAINS_LOGGED = 16
 """Up to this many validation chains get their own column in the learning curve."""

@@ -28,7 +28,7 @@ from evodsp.model.primitives import use_kernels
 from evodsp.printing import show
 from evodsp.rng import Draws
 from evodsp.weights.checkpoint import checkpoint_entries, load_weights, own_weights, read_checkpoint
-from evodsp.weights.sizes import check_weights, on_meta
+from evodsp.weights.untrusted import check_weights, on_meta
 
 if TYPE_CHECKING:
     from evodsp.training.module import TrainingModule

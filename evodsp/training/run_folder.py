@@ -13,8 +13,7 @@ from evodsp.output import output_errors
 from evodsp.printing import tell
 from evodsp.reading.quoting import printable
 from evodsp.training.config import RunConfig
-from evodsp.weights.hub import located
-from evodsp.weights.parameter_file import archive_damage, first_sentence
+from evodsp.weights.parameter_file import archive_damage, first_sentence, located
 from evodsp.weights.untrusted import load_checked, refuse_foreign
 
 

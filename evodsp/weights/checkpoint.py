@@ -1,4 +1,5 @@
-"""evodsp's checkpoints: Lightning's files, with the model's sizes and a format version added. They are read without Lightning.
+"""evodsp's checkpoints: Lightning's files, with the model's sizes and a format version added. They are read without
+Lightning.
 
 Keys that evodsp reads:
 
@@ -9,8 +10,12 @@ Keys that evodsp reads:
 - `ema_state_dict`, optional: the exponential moving average of the weights.
 
 Everything is tensors, numbers, strings and containers, so files are loaded with `weights_only=True`: a stranger's checkpoint
-cannot run code. A folder of `evodsp.weights.pretrained_folder` holds the same entries, and is read as a checkpoint without an
+cannot run code. A folder of `evodsp.weights.parameter_file` holds the same entries, and is read as a checkpoint without an
 average.
+
+Files of other programs, DeepMind's `.npz` and OpenFold's checkpoints, do not hold the model's sizes. These files do not hold
+the model's sizes. The sizes come from a preset, named by the user or by the file's name, with as many blocks in each stack
+as the arrays have; or the caller of `load_parameters` gives them.
 """
 
 from __future__ import annotations
@@ -28,15 +33,79 @@ from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.reading.quoting import quoted, shown
+from evodsp.weights import deepmind, openfold
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features
-from evodsp.weights.hub import located
-from evodsp.weights.parameter_file import archive_damage, container, parameter_file
-from evodsp.weights.pretrained_folder import check_sum, is_pretrained, read_pretrained
-from evodsp.weights.published import is_parameter_file, load_published
-from evodsp.weights.sizes import check_bytes, check_finite, check_weights, is_array, on_meta, unwrapped
-from evodsp.weights.untrusted import load_checked, refuse_foreign
-from evodsp.weights.versions import FORMAT_VERSION, upgrade
+from evodsp.weights.parameter_file import (
+    FORMAT_VERSION,
+    archive_damage,
+    check_sum,
+    container,
+    is_pretrained,
+    located,
+    parameter_file,
+    read_pretrained,
+    upgrade,
+)
+from evodsp.weights.untrusted import (
+    check_bytes,
+    check_finite,
+    check_weights,
+    is_array,
+    load_checked,
+    load_untrusted,
+    on_meta,
+    refuse_foreign,
+    unwrapped,
+)
+
+
+def is_parameter_file(path: str | Path) -> bool:
+    """Whether `path` is DeepMind's or OpenFold's; False for evodsp's checkpoints and for files that cannot be read.
+
+    Raises UserError if `path` is a folder, but not a DeepSpeed checkpoint that can be read.
+    """
+    file = parameter_file(path)
+    kind = None if is_pretrained(path) else container(file)
+    if kind != "torch":
+        return kind == "npz"
+    try:
+        content = load_untrusted(file)
+    except UserError:
+        return False
+    return openfold.is_openfold(content) and "format_version" not in content
+
+
+def load_published(path: str | Path, preset: str | None = None, raw: bool = False) -> tuple[AlphaFold, int]:
+    """The model in a parameter file, and the number of the file's arrays.
+
+    `preset`: the model's sizes; None: as the file's name says. The number of blocks in each stack is the file's.
+    `raw` and errors are as in `load_parameters`.
+    """
+    return load_parameters(path, ModelConfig.preset(preset or preset_of(Path(path))), raw, any_depth=True)
+
+
+def load_parameters(
+    path: str | Path, config: ModelConfig, raw: bool = False, any_depth: bool = False
+) -> tuple[AlphaFold, int]:
+    """The model of these sizes with the parameters of a file, and the number of the file's arrays.
+
+    `raw`: from OpenFold's training checkpoints take the weights of the last step instead of their moving average. `any_depth`:
+    take the number of blocks in each stack from the file. Raises UserError if `path` is not a parameter file, or has other
+    arrays than the model.
+    """
+    path = parameter_file(path)
+    kind = container(path)
+    if path.is_file() and kind is None:
+        raise UserError(f"{path}: neither DeepMind's .npz nor OpenFold's .pt (or cut short); give one of these")
+    program = deepmind if kind == "npz" else openfold
+    arrays = deepmind.read_npz(path) if kind == "npz" else openfold.read_openfold(path, raw)
+    config = program.with_blocks_of(config, arrays) if any_depth else config
+    program.fitting(on_meta(config, str(path)), arrays, str(path))
+    model = AlphaFold(config)
+    program.set_parameters(model, arrays, str(path))
+    return model, len(arrays)
+
 
 PREFIX = "model."
 _WEIGHTS = ("state_dict", "ema_state_dict")

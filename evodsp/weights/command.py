@@ -1,29 +1,69 @@
-"""`evodsp weights import` and `export`: convert parameter files to checkpoints and back."""
+"""`evodsp weights`: convert parameter files to checkpoints and back, fetch them, and make random parameters of a model,
+to time it without the real ones.
+
+Every parameter is random, because AF2's initialisation sets residual branches to zero, and is scaled so that activations
+stay finite through all blocks. Predictions with these parameters mean nothing; their time and memory are a real model's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import show, tell
 from evodsp.weights.by_name import PUBLISHED, check_name, fetch_weights
-from evodsp.weights.checkpoint import load_features, load_model, model_config, read_checkpoint, save_model
+from evodsp.weights.checkpoint import (
+    is_parameter_file,
+    load_features,
+    load_model,
+    load_parameters,
+    load_published,
+    model_config,
+    read_checkpoint,
+    save_model,
+)
 from evodsp.weights.config import (
     ExportConfig,
     ImportConfig,
+    RandomConfig,
     WeightsFetchConfig,
     check_new_file,
     preset_of,
     published_features,
 )
 from evodsp.weights.deepmind import export_deepmind, write_npz
-from evodsp.weights.hub import located
 from evodsp.weights.openfold import export_openfold, write_openfold
-from evodsp.weights.parameter_file import container
+from evodsp.weights.parameter_file import check_new_folder, container, is_pretrained, located
 from evodsp.weights.pretrained import write_folder
-from evodsp.weights.pretrained_folder import check_new_folder, is_pretrained
-from evodsp.weights.published import is_parameter_file, load_parameters, load_published
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Draw weights of variance 1 / inputs (LeCun), biases of about 0.1 and norm scales of about 1, determined by `seed`."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(generator=generator)
+        parameter.mul_(parameter.shape[1] ** -0.5 if parameter.ndim > 1 else 0.1)
+        if parameter.ndim == 1 and name.endswith("weight"):
+            parameter.add_(1)
+
+
+def run_random(settings: RandomConfig, words: list[str]) -> int:
+    """Write the parameters and return the exit code. `words`: the command line (not needed here)."""
+    check_new_file(settings.output, settings.overwrite)
+    with torch.device("meta"):
+        model = AlphaFold(ModelConfig.preset(settings.preset))
+    model.to_empty(device="cpu")
+    randomise(model, settings.seed)
+    write_npz(settings.output, export_deepmind(model))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    tell(f"{settings.output}: {count:,} random parameters of {settings.preset}")
+    return 0
 
 
 def run_import(settings: ImportConfig, words: list[str]) -> int:

@@ -22,7 +22,7 @@ from evodsp.reading.array_files import read_archive
 from evodsp.reading.quoting import quoted
 from evodsp.weights.names import Name, block_probes, is_fused, parameter_names, with_blocks
 from evodsp.weights.parameter_file import container
-from evodsp.weights.sizes import check_arrangement, check_arrays, check_finite
+from evodsp.weights.untrusted import check_arrangement, check_arrays, check_finite
 
 MULTIMER_MARK = "/~_relative_encoding/"  # a scope that monomer models do not have
 

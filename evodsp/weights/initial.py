@@ -23,13 +23,10 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import counted
 from evodsp.weights import by_name, deepmind, openfold
-from evodsp.weights.checkpoint import model_config, own_weights, read_checkpoint, sizes_by_name
-from evodsp.weights.hub import located
+from evodsp.weights.checkpoint import is_parameter_file, model_config, own_weights, read_checkpoint, sizes_by_name
 from evodsp.weights.names import is_fused, parameter_names
-from evodsp.weights.parameter_file import container, parameter_file
-from evodsp.weights.pretrained_folder import check_sum, is_pretrained
-from evodsp.weights.published import is_parameter_file
-from evodsp.weights.sizes import check_finite, on_meta
+from evodsp.weights.parameter_file import check_sum, container, is_pretrained, located, parameter_file
+from evodsp.weights.untrusted import check_finite, on_meta
 
 _BLOCK = re.compile(r"\bblocks\.\d+\.")
 _OF_BLOCK = re.compile(r"(?P<stack>evoformer|extra_msa_stack)\.blocks\.(?P<number>\d+)\.(?P<part>.*)")

@@ -27,16 +27,16 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.names import Name, is_fused, older, parameter_names, with_blocks
 from evodsp.weights.parameter_file import container, parameter_file
-from evodsp.weights.sizes import (
+from evodsp.weights.untrusted import (
     check_arrangement,
     check_arrays,
     check_bytes,
     check_finite,
     is_array,
+    load_untrusted,
     model_name,
     unwrapped,
 )
-from evodsp.weights.untrusted import load_untrusted
 
 MARKS = ("structure_module.ipa.head_weights", "evoformer.linear.weight")  # all of OpenFold's models have these
 MULTIMER_MARK = "structure_module.ipa.linear_k.weight"  # monomer models keep keys and values in one array, linear_kv

@@ -1,16 +1,215 @@
-"""`evodsp.save_pretrained` and `evodsp.from_pretrained`: a model as a model folder, and back; also from the hub."""
+"""`evodsp.save_pretrained` and `evodsp.from_pretrained`: a model as a model folder, and back; also from the hub.
+
+The card of a model folder, `README.md`, says what the model is, how it is used, and the data, recipe and scores of its run.
+All of it is read from the files that the run wrote: its settings (`config.yaml`), its learning curve (`curve.csv`) and its
+bar (`baseline.json`). Of paths only the last part is told: a card is read by strangers.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import checkpoint_entries, load_model, read_checkpoint
-from evodsp.weights.hub import fetched, is_name, located
-from evodsp.weights.model_card import model_card
-from evodsp.weights.pretrained_folder import FILES, check_new_folder, is_pretrained, write_pretrained
-from evodsp.weights.published import is_parameter_file
+from evodsp.printing import counted
+from evodsp.report.runs import Run, read_runs
+from evodsp.version import __version__
+from evodsp.weights.checkpoint import checkpoint_entries, is_parameter_file, load_model, read_checkpoint
+from evodsp.weights.parameter_file import (
+    FILES,
+    check_new_folder,
+    fetched,
+    is_name,
+    is_pretrained,
+    located,
+    write_pretrained,
+)
+
+_HEAD = """---
+library_name: evodsp
+tags:
+- biology
+- protein-structure-prediction
+---
+"""
+_USE = """## Use
+
+```bash
+evodsp predict proteins.fasta --alignments alignments --checkpoint FOLDER --output predictions
+```
+
+```python
+import evodsp
+
+model = evodsp.from_pretrained("FOLDER")
+prediction = evodsp.predict("MKTAYIAKQR", checkpoint=model)
+```
+
+FOLDER is this folder, or `hf:organisation/name` of its repository on the Hugging Face hub."""
+_DATA = (
+    *(
+        "data.train_chains",
+        "data.validation_chains",
+        "data.alignment_dir",
+        "data.structure_dir",
+        "data.store",
+        "data.index",
+    ),
+    *("data.filters.", "data.sampling", "data.distillation.chains", "data.distillation.alignment_dir"),
+    *("data.distillation.store", "data.template_structure_dir", "data.template_chains", "data.max_template_date"),
+)
+"""Settings that say what was learnt from; a name that ends in a dot is a group."""
+_RECIPE = (
+    *("seed", "init_from", "max_samples", "trainer.max_steps", "trainer.precision", "matmul_precision"),
+    *("trainer.gradient_clip_val", "model.ema_decay", "model.freeze", "model.optimizer.", "model.loss.", "data.train."),
+)
+"""Settings that say how."""
+_NAMES = {
+    "loss": "loss",
+    "lddt_ca": "lDDT-CA (0 to 1)",
+    "interface_lddt_ca": "lDDT-CA between chains (0 to 1)",
+    "gdt_ts": "GDT-TS (0 to 1)",
+    "tm_score": "TM-score (0 to 1)",
+    "rmsd": "RMSD of CA (Å)",
+    "plddt": "pLDDT (0 to 100)",
+    "plddt_too_high": "pLDDT minus 100 times lDDT-CA",
+}
+"""Scores in the columns val/… of the learning curve."""
+_LONGEST_VALUE = 100
+_CHECKPOINTS = "checkpoints"
+_NOT_USED = "null", "[]", "0.0"
+_COUNTS = "global_step", "samples_per_step"
+
+
+def model_card(
+    name: str,
+    model: AlphaFold,
+    path: Path | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+    raw: bool = False,
+) -> str:
+    """The text of `README.md`. `name`: the model's, its heading.
+
+    path: the file that the model was loaded from; the run whose folder it lies in tells data, recipe and scores. checkpoint:
+    its dictionary, if it is evodsp's. raw: whether its raw weights are taken instead of their moving average.
+
+    Raises UserError for a damaged file of the run.
+    """
+    run, is_multimer = None if path is None else _run_of(path), model.config.arrangement == "multimer"
+    return _HEAD + "\n".join(
+        [
+            f"# {_plain(name)}",
+            "",
+            *_what(model, path, checkpoint, raw),
+            "",
+            _USE + (" A complex is written with `:` between its chains." if is_multimer else ""),
+            "",
+            *(_of_run(run, checkpoint or {}, raw) if run is not None else _without_run(path)),
+            "",
+        ]
+    )
+
+
+def _run_of(path: Path) -> Run | None:
+    """The run that wrote a checkpoint, if its folder is around it."""
+    folder = path.absolute().parent.parent
+    if path.parent.name != _CHECKPOINTS or not (folder / "curve.csv").is_file():
+        return None
+    return read_runs([folder])[0]
+
+
+def _what(model: AlphaFold, path: Path | None, checkpoint: Mapping[str, Any] | None, raw: bool) -> Iterable[str]:
+    chains = (
+        "complexes (AlphaFold-Multimer's" if model.config.arrangement == "multimer" else "single chains (AlphaFold2's"
+    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    yield (
+        f"A model that predicts structures of {chains} arrangement), with {count:,} parameters, "
+        f"{model.config.evoformer.blocks} Evoformer blocks and {'' if model.config.templates.enabled else 'no '}templates. "
+        f"Written by evodsp {__version__}."
+    )
+    if path is not None:
+        kind = (
+            "raw weights"
+            if raw or (checkpoint or {}).get("ema_state_dict") is None
+            else "moving average of the weights"
+        )
+        of = "" if checkpoint is None else f": the {kind}"
+        yield f"From the file {_plain(path.name)}{of}."
+
+
+def _without_run(path: Path | None) -> Iterable[str]:
+    yield "## Data, recipe and scores"
+    yield ""
+    yield "No run's folder was beside the weights when this card was written, so it says nothing of them."
+    if path is not None and path.name.startswith("params_model_"):
+        yield (
+            "A file of this name is of AlphaFold2's published parameters: DeepMind, licence CC BY 4.0, which asks for their "
+            "name to be kept."
+        )
+
+
+def _of_run(run: Run, checkpoint: Mapping[str, Any], raw: bool) -> Iterable[str]:
+    excludes = run.settings.get("data.exclude_like", "null") != "null"
+    data = _chosen(run.settings, (*_DATA, *(["data.exclude_like", "data.exclude_identity"] if excludes else [])))
+    yield from ("## Data", "", *_table("setting", data), "")
+    yield from ("## Recipe", "", *_table("setting", _chosen(run.settings, _RECIPE)), "")
+    steps, samples = (value if type(value := checkpoint.get(key)) is int else None for key in _COUNTS)
+    if steps is not None:
+        each = "" if samples is None else f" of {counted(samples, 'sample')} each"
+        yield from (f"The weights are those after {counted(steps, 'step')}{each}.", "")
+    yield from ("## Scores", "", *_scores(run, steps, raw))
+
+
+def _scores(run: Run, steps: int | None, raw: bool) -> Iterable[str]:
+    """The last validation up to the checkpoint's step. A row of the curve has the number of the step before."""
+    scored = {
+        step + 1: {shown: f"{float(row[f'val/{name}']):.4g}" for name, shown in _NAMES.items() if f"val/{name}" in row}
+        for step, row in sorted(run.rows.items())
+        if steps is None or step < steps
+    }
+    scored = {step: row for step, row in scored.items() if row}
+    if not scored:
+        yield "The run has no validation scores up to these weights."
+        return
+    step, row = next(reversed(scored.items()))
+    yield f"Means over the validation chains after {counted(step, 'step')}."
+    if raw and run.settings.get("model.ema_decay", "null") != "null":
+        yield "They are scores of the moving average, not of these raw weights."
+    yield from ("", *_table("score", row))
+    if run.overlap:
+        yield from ("", f"**Warning:** {_plain(run.overlap)}.")
+    if (bar := run.baseline) is not None:
+        yield from ("", f"For comparison, {bar.name} scores an lDDT-CA of {bar.lddt_ca:.3f} on these chains.")
+
+
+def _chosen(settings: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """The settings of these names, and those of the groups whose names end in a dot, as far as they are used."""
+    found: dict[str, str] = {}
+    for name in names:
+        group = name if name.endswith(".") else f"{name}."
+        found |= {key: value for key, value in settings.items() if key == name or key.startswith(group)}
+    return {key: value for key, value in found.items() if value not in _NOT_USED}
+
+
+def _table(what: str, rows: Mapping[str, str]) -> Iterable[str]:
+    yield from (f"| {what} | value |", "|---|---|")
+    for name, value in rows.items():
+        yield f"| {_plain(name)} | {_plain(_shown(value))} |"
+
+
+def _shown(value: str) -> str:
+    """A value without the folders of paths, and shortened."""
+    value = re.sub(r"(?<![^\s'\"\[])(?!hf:)[^\s,'\"\[\]]*/(?=[^\s,'\"\[\]/])", "", value)
+    return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
+
+
+def _plain(text: str) -> str:
+    """A text that no reader of Markdown takes for a command."""
+    return re.sub(r"([\\`*|<>\[\]#])", r"\\\1", " ".join(text.split()))
 
 
 def from_pretrained(source: str | Path, revision: str | None = None) -> AlphaFold:

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from evodsp.config import ModelConfig
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
 from evodsp.model.templates import TemplatePairStack
-from evodsp.weights.random_parameters import randomise
+from evodsp.weights.command import randomise
 
 from . import formulas, peers
 from .peak_memory import PeakMemory

@@ -33,7 +33,7 @@ from evodsp.model.pair_ops import TriangleMultiplication
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Sharded
-from evodsp.weights.random_parameters import randomise
+from evodsp.weights.command import randomise
 
 from . import gpu_clock
 from .gpu_cases import autocast

@@ -25,7 +25,7 @@ from evodsp.model.primitives import use_kernels
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
 from evodsp.selftest.random_sample import EVERY_TERM, random_features, with_labels
-from evodsp.weights.random_parameters import randomise
+from evodsp.weights.command import randomise
 
 from .gpu_clock import Step
 

@@ -21,9 +21,9 @@ from evodsp.inference import jobs
 from evodsp.inference.models import feature_config
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.command import randomise
 from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import read_npz
-from evodsp.weights.random_parameters import randomise
 from tests.builders.prediction import silent
 
 from .conftest import Workplace

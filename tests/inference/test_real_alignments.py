@@ -18,7 +18,7 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
-from evodsp.weights.random_parameters import randomise
+from evodsp.weights.command import randomise
 
 
 @pytest.mark.parametrize(

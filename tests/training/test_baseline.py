@@ -17,7 +17,7 @@ from evodsp.training import baseline
 from evodsp.training.baseline import warn_of_overlap, write_baseline
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig
-from evodsp.weights.model_card import model_card
+from evodsp.weights.pretrained import model_card
 from tests.builders.bundled import dimers
 from tests.builders.training_chains import write_chain
 

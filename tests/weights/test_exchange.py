@@ -12,11 +12,10 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import load_features, load_model, save_model
+from evodsp.weights.checkpoint import is_parameter_file, load_features, load_model, save_model
 from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
-from evodsp.weights.published import is_parameter_file
 from tests.builders.weights import random_model, same
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,10 +14,9 @@ import torch
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import load_features, load_model
+from evodsp.weights.checkpoint import load_features, load_model, load_published
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, write_openfold
-from evodsp.weights.published import load_published
 from evodsp.weights.untrusted import load_checked
 
 CONFIG = ModelConfig.preset("test")

@@ -9,7 +9,7 @@ import pytest
 import evodsp
 from evodsp.config import ModelConfig
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.model_card import model_card
+from evodsp.weights.pretrained import model_card
 from tests.builders.weights import random_model
 
 CONFIG = """

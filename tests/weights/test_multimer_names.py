@@ -12,10 +12,10 @@ import torch
 from evodsp.config import ModelConfig, as_multimer
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.checkpoint import load_published
 from evodsp.weights.deepmind import expected_shapes, export_deepmind, load_deepmind, set_parameters, write_npz
 from evodsp.weights.names import parameter_names
 from evodsp.weights.openfold import export_openfold, load_openfold, write_openfold
-from evodsp.weights.published import load_published
 from tests.builders.weights import SMALL, random_model, same
 from tests.shared import SHARED
 

@@ -15,11 +15,10 @@ import torch
 
 from evodsp.cli import main
 from evodsp.errors import UserError
-from evodsp.weights.checkpoint import load_model, save_model
+from evodsp.weights.checkpoint import is_parameter_file, load_model, save_model
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.openfold import export_openfold, read_openfold
 from evodsp.weights.parameter_file import parameter_file
-from evodsp.weights.published import is_parameter_file
 from evodsp.weights.untrusted import Inert, load_untrusted
 from tests.builders.weights import (
     SMALL,

@@ -13,7 +13,7 @@ from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
-from evodsp.weights.versions import FORMAT_VERSION, upgrade
+from evodsp.weights.parameter_file import FORMAT_VERSION, upgrade
 
 HEADS = {
     "distogram": "distogram", "masked_msa": "masked_msa", "plddt": "plddt", "experimentally_resolved": "resolved",
