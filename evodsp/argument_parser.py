@@ -28,7 +28,7 @@ import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from evodsp.errors import SettingError, UserError, nearest
-from evodsp.reading.yaml_files import compose_yaml
+from evodsp.reading.text_files import compose_yaml
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

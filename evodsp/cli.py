@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import UserError, nearest
+from evodsp.files import stdout_fails
 from evodsp.launch.environment import number_of_rank
 from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers, starts_again
-from evodsp.output import stdout_fails
 from evodsp.printing import show, tell
 from evodsp.version import __version__
 
@@ -70,7 +70,7 @@ class SettingsCommand(Command):
         from jsonargparse import ActionConfigFile
 
         from evodsp.argument_parser import Names, OneLineErrors
-        from evodsp.output import check_output, output_errors
+        from evodsp.files import check_output, output_errors
 
         parser = OneLineErrors(
             prog=f"evodsp {self.name}",
@@ -118,7 +118,7 @@ class TrainingCommand(Command):
         if {"-h", "--help"} & set(words) or not words:
             options.print_help(self.name)  # type: ignore[arg-type]
             return 0 if words else 2
-        from evodsp.run_config_file import with_packaged_configs
+        from evodsp.packaged import with_packaged_configs
 
         words = with_packaged_configs(words)
         options.check_names(self.name, words)  # type: ignore[arg-type]
@@ -262,8 +262,8 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "slurm",
             "write the batch scripts for SLURM",
-            settings="evodsp.launch.batch_scripts:BatchScriptsConfig",
-            runner="evodsp.launch.batch_scripts:run",
+            settings="evodsp.packaged:BatchScriptsConfig",
+            runner="evodsp.packaged:write_batch_scripts",
             required="--output DIR",
             description="Write the batch scripts that come with evodsp: fit.sbatch trains or predicts on 1 to 512 GPUs, with "
             "restarts; build.sbatch builds a feature store. README.md beside them explains their settings.",

@@ -11,8 +11,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from evodsp.errors import SettingError, UserError, nearest
-from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SIZE, Range, check_numbers
+from evodsp.errors import (
+    BELOW_ONE,
+    COUNT,
+    FRACTION,
+    POSITIVE,
+    SIZE,
+    Range,
+    SettingError,
+    UserError,
+    check_numbers,
+    nearest,
+)
 
 MatmulPrecision = Literal["highest", "high"]
 """Precision in which a GPU multiplies float32 matrices. `highest`: in float32. `high`: in TF32 where the GPU has it, which

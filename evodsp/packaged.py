@@ -1,14 +1,25 @@
-"""The configs, synthetic proteins and batch scripts that come with evodsp, in a checkout and in an installed package alike.
+"""The configs, synthetic proteins and batch scripts that come with evodsp, in a checkout and in an installed package
+alike; and the config file of a run, for commands that use a part of it without running it.
 
 A wheel holds them in evodsp/packaged/ (setup.py copies them there); a checkout has them in the folders of `_IN_CHECKOUT`.
+
+A config may be a path, or the name of one that comes with evodsp: --config quickstart.
+
+`evodsp slurm` writes the batch scripts, for users without a checkout.
 """
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from evodsp.errors import UserError
+from evodsp.files import check_output_folder, whole_file
+from evodsp.printing import quoted, show
+from evodsp.reading.text_files import compose_yaml
 
 Kind = Literal["configs", "data", "slurm"]
 
@@ -53,3 +64,112 @@ def where_packaged(path: Path) -> str:
     """For a message about a missing data/…: the place of the file that comes with evodsp, or an empty text."""
     found = packaged_data(str(path))
     return f"; the one that comes with evodsp is {found}" if found is not None and Path(found).exists() else ""
+
+
+_OPTIONS = ("--config", "-c")
+
+
+def read_run_config(config: Path | None) -> dict[str, Any]:
+    """The content of a YAML file of `evodsp fit`, references resolved; empty without a file.
+
+    A packaged config (`packaged_config`) is read with the paths of the packaged data.
+
+    Raises UserError if the file cannot be read or is not a mapping.
+    """
+    if config is None:
+        return {}
+    packaged = packaged_config(config)
+    content = _read(packaged or config)
+    return content if packaged is None else _with_texts(content, lambda text: packaged_data(text) or text)
+
+
+def with_packaged_configs(words: Sequence[str]) -> list[str]:
+    """A command line of `evodsp fit` in which names of packaged configs are replaced by their files.
+
+    Options that name the packaged data follow each of them, except those that the command line gives later.
+    """
+    found: list[str] = []
+    for place, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if equals and option in _OPTIONS:
+            found.append(option)
+        elif place > 0 and words[place - 1] in _OPTIONS:
+            value = word
+        else:
+            found.append(word)
+            continue
+        file = packaged_config(Path(value))
+        found.append(value if file is None else str(file))
+        later = {name.partition("=")[0].replace("-", "_") for name in words[place + 1 :]}
+        data = () if file is None else ((name, packaged_data(text)) for name, text in _texts(_read(file)))
+        found += [f"--{name}={path}" for name, path in data if path is not None and f"__{name}" not in later]
+    return found
+
+
+def _read(config: Path) -> dict[str, Any]:
+    # This import is here so that the help of the commands does not wait for it.
+    from omegaconf import OmegaConf
+
+    compose_yaml(config)
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(config), resolve=True)
+    except Exception as error:  # from the part between ${ and }
+        raise UserError(
+            f"--config {config}: cannot be read ({quoted(error)}); check what is between ${{ and }}"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"--config {config}: not a YAML mapping of options; give a config of 'evodsp fit'")
+    return {str(key): value for key, value in content.items()}
+
+
+def _texts(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a nested mapping, with their dotted names."""
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _texts(value, f"{above}{name}.")
+        elif isinstance(value, str):
+            yield f"{above}{name}", value
+
+
+def _with_texts(content: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A nested mapping with its texts replaced."""
+    return {
+        name: _with_texts(value, change)
+        if isinstance(value, Mapping)
+        else change(value)
+        if isinstance(value, str)
+        else value
+        for name, value in content.items()
+    }
+
+
+@dataclass(frozen=True)
+class BatchScriptsConfig:
+    """Where to write the batch scripts."""
+
+    output: Path
+    """Folder for fit.sbatch, build.sbatch and README.md, which explains them. It is made if it is missing."""
+    overwrite: bool = False
+    """Replace files of these names that have another content, such as a script that you changed."""
+
+
+def write_batch_scripts(config: BatchScriptsConfig, words: list[str]) -> int:
+    """Write the scripts, print their paths and return the exit code. `words`: the command line (not needed here).
+
+    Raises UserError if a file has this name and another content, unless it may be replaced; nothing is written then.
+    """
+    check_output_folder(config.output)
+    sources = [*sorted(packaged_folder("slurm").glob("*.sbatch")), packaged_folder("slurm") / "README.md"]
+    for source in sources:
+        target = config.output / source.name
+        if not config.overwrite and target.exists() and target.read_bytes() != source.read_bytes():
+            raise UserError(
+                f"{target}: has another content than the {source.name} of this evodsp; choose another --output, or replace "
+                "it with --overwrite true"
+            )
+    for source in sources:
+        with whole_file(config.output / source.name) as partial:
+            shutil.copyfile(source, partial)
+            partial.chmod(0o755 if source.suffix == ".sbatch" else 0o644)
+        show(str(config.output / source.name))
+    return 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from evodsp.errors import UserError
 from evodsp.files import write_text
-from evodsp.reading.quoting import printable
+from evodsp.printing import printable
 
 
 def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: Path) -> None:

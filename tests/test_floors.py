@@ -65,7 +65,6 @@ FREE = {
 """By pattern of modules (with `evodsp.` left out): the packages that they and all they import must not load."""
 NOT_FREE = {
     "reading.array_files": ("numpy",),
-    "reading.recorded_pickle": ("numpy",),
     "data.samples.chain_record": ("torch",),
     "data.samples.complex_record": ("torch",),
     "data.samples.dataset": ("torch",),

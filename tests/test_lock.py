@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-from evodsp import lock as module
+from evodsp import files as module
 from evodsp.errors import UserError
-from evodsp.lock import holder, lock, waited_lock
+from evodsp.files import holder, lock, waited_lock
 from tests.builders.processes import ROOT
 from tests.builders.races import race
 

@@ -15,8 +15,7 @@ import evodsp
 from evodsp import packaged
 from evodsp.errors import UserError
 from evodsp.inference.targets import find_targets
-from evodsp.packaged import packaged_folder
-from evodsp.run_config_file import read_run_config, with_packaged_configs
+from evodsp.packaged import packaged_folder, read_run_config, with_packaged_configs
 from tests.builders.pages import ROOT
 
 

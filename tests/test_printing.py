@@ -17,9 +17,7 @@ from evodsp import printing
 from evodsp.cli import main
 from evodsp.inference.run_log import run_log
 from evodsp.inference.score.table import StructureScores, columns_of, write_scores
-from evodsp.printing import counted, escape_others, logger, show, tell
-from evodsp.progress import progress
-from evodsp.reading.quoting import printable
+from evodsp.printing import counted, escape_others, logger, printable, progress, show, tell
 from evodsp.report.page import Page
 from evodsp.training.progress import TrainingProgress
 from tests.builders.evil_text import EVIL, SHOWN
@@ -54,7 +52,7 @@ def test_all_ways_to_print_escape(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 def test_progress_escapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches rich, which writes escape sequences of its own and so takes others' as they are."""
-    monkeypatch.setattr("evodsp.progress.SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr("evodsp.printing.SECONDS_BETWEEN_LINES", -1.0)
     with progress(EVIL, 2) as advance:
         advance(1)
     assert f"{SHOWN}: 1 of 2" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from typing import Any
 
 from evodsp.data.pool import Pool, WorkerEndedError
 from evodsp.errors import UserError
-from evodsp.progress import progress
+from evodsp.printing import progress
 
 LOCAL = "local"
 """The word that stands for a Dask cluster of this machine, in place of a scheduler's address."""

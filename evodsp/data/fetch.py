@@ -1,8 +1,8 @@
 """`evodsp data fetch`: public training data for a list of chains: alignments, structures, and the lists that go with them.
 
 Whole files are kept, and half of a file is completed. Sizes and MD5 sums are compared where the server lists them, and gzip
-archives are read to their end. `evodsp.download` fetches: fsspec's http needs a server that lists folders, and s3fs brings the
-whole of botocore.
+archives are read to their end. `evodsp.reading.answers` fetches: fsspec's http needs a server that lists folders, and s3fs
+brings the whole of botocore.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree
 
-from evodsp import download
 from evodsp.data.fetch_config import DataFetchConfig
 from evodsp.data.samples.selection import chain_list, chains_and_lines
 from evodsp.data.sources.layout import split_key
-from evodsp.download import BLOCK, fetch_file
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import digest_of_file
-from evodsp.printing import tell
-from evodsp.progress import progress
-from evodsp.reading.answers import PASSING, BadAnswerError, ask, content_of
-from evodsp.reading.quoting import shown
+from evodsp.printing import progress, shown, tell
+from evodsp.reading import answers
+from evodsp.reading.answers import BLOCK, PASSING, BadAnswerError, ask, content_of, fetch_file
 
 OPENPROTEINSET = "https://openfold.s3.amazonaws.com"
 STRUCTURES = "https://files.rcsb.org/pub/pdb/data/structures/divided/mmCIF"
@@ -69,7 +66,7 @@ def opened(wanted: Wanted, start: int) -> tuple[BufferedIOBase, int]:
     if not is_address(wanted.base):
         file = (Path(wanted.base) / wanted.name).open("rb")
         return file, file.seek(start)
-    return download.opened(f"{wanted.base}/{quote(wanted.name)}", start)
+    return answers.opened(f"{wanted.base}/{quote(wanted.name)}", start)
 
 
 def listed(base: str, folder: str, output: Path) -> list[Wanted]:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from evodsp.errors import UserError, nearest
-from evodsp.ranges import SIZE, check_numbers
+from evodsp.errors import SIZE, UserError, check_numbers, nearest
 
 What = Literal["alignments", "structures", "lists"]
 

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
 from evodsp.errors import MachineError, UserError
-from evodsp.reading.quoting import shown
+from evodsp.printing import shown
 
 Result = TypeVar("Result")
 _MOST_FAILED_STARTS = 3

@@ -26,8 +26,7 @@ from evodsp.inference.devices import LESS_MEMORY
 from evodsp.inference.failures import RecordFailure
 from evodsp.launch.consensus import from_first
 from evodsp.parallel.group import Group
-from evodsp.printing import tell
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line, tell
 
 _STARTS = 2
 """A record that ended this many starts is left out."""

@@ -18,11 +18,10 @@ from evodsp.config import (
     computes_in_half,
 )
 from evodsp.data.templates.dates import parse_latest_date
-from evodsp.errors import UserError, nearest
+from evodsp.errors import COUNT, POSITIVE, SIZE, UserError, check_numbers, memory_size, nearest
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
-from evodsp.ranges import COUNT, POSITIVE, SIZE, check_numbers, memory_size
 from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name

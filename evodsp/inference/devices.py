@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from evodsp.errors import UserError
+from evodsp.errors import UserError, memory_size
 from evodsp.inference.failures import RecordFailure
 from evodsp.launch.consensus import all_of
 from evodsp.parallel.group import Group
 from evodsp.planner.prediction import WORKING_CPU, WORKING_SHARE
-from evodsp.ranges import memory_size
 
 LESS_MEMORY = "lower --working_memory, --msa_clusters and --extra_msa, take --precision bf16, raise --parallel.sequence"
 """What a user can change."""

@@ -27,8 +27,7 @@ from evodsp.inference.targets import Target, find_targets
 from evodsp.model.alphafold import AlphaFold, Recycled
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_memory
-from evodsp.printing import tell
-from evodsp.progress import progress
+from evodsp.printing import progress, tell
 from evodsp.weights.checkpoint import load_model
 
 _OF_TRUNK = ("single", "pair", "msa")

@@ -16,6 +16,7 @@ import torch
 
 from evodsp.config import FeatureConfig, KernelsConfig
 from evodsp.errors import UserError
+from evodsp.files import check_output_folder
 from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.batch_table import BESIDE_TABLE, TABLE
 from evodsp.inference.config import FileSettings, PassSettings, PredictConfig, SizeSettings, TemplateSettings
@@ -38,7 +39,6 @@ from evodsp.inference.target_templates import Templates, find_templates, takes_n
 from evodsp.inference.targets import Target, find_targets
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.model.alphafold import AlphaFold
-from evodsp.output import check_output_folder
 from evodsp.parallel.group import Group
 from evodsp.planner.prediction import pair_share
 from evodsp.weights.by_name import PUBLISHED, fetch_weights

@@ -36,8 +36,7 @@ from evodsp.model.heads import (
 from evodsp.model.precision import CastParameters, float32_matmul
 from evodsp.model.primitives import use_memory
 from evodsp.model.recordings import CudaRecorder, Recorder
-from evodsp.printing import counted
-from evodsp.progress import progress
+from evodsp.printing import counted, progress
 
 
 @dataclass(frozen=True)

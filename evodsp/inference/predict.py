@@ -18,7 +18,7 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
-from evodsp.files import remove_partial, whole_folder
+from evodsp.files import holder, lock, remove_partial, whole_folder
 from evodsp.inference.batch_table import write_batch_table
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, memory_errors
@@ -36,7 +36,6 @@ from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_js
 from evodsp.inference.run_log import Report
 from evodsp.inference.seeds import Finished, predict_seeds
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first
-from evodsp.lock import holder, lock
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange

@@ -35,7 +35,7 @@ from evodsp.inference.results import Format, Key, PredictionResult, read_structu
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.structure import unique_residue_numbers
 from evodsp.losses.violation import violating_residues
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line
 
 Which = Literal["none", "best", "all"]
 _FORCE_FIELD = "amber99sb.xml"

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from evodsp.errors import FileFormatError
-from evodsp.reading.quoting import shown
+from evodsp.printing import shown
 from evodsp.reading.text_files import read_json
 
 FIX = "predict again with --overwrite true"

@@ -9,12 +9,11 @@ from pathlib import Path
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_folder import has_files
 from evodsp.errors import UserError
+from evodsp.files import output_errors
 from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.targets import AlignmentFolder, Target
-from evodsp.output import output_errors
-from evodsp.printing import show, tell
-from evodsp.progress import progress
+from evodsp.printing import progress, show, tell
 from evodsp.search.config import SearchConfig
 from evodsp.search.limits import ServerLimits
 from evodsp.search.programs import LocalProgram

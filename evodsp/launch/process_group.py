@@ -30,8 +30,7 @@ from evodsp.launch.store import foreign, loopback, open_store, text
 from evodsp.launch.watch import Watch, watch_of_this_process
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Mesh, init_mesh
-from evodsp.printing import tell
-from evodsp.reading.quoting import one_line, shown
+from evodsp.printing import one_line, shown, tell
 
 TIMEOUT_S = 600.0
 """How long a rank may stand still (NCCL's own default; gloo's is three times as long): longer than the others wait while one

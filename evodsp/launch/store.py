@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from evodsp.errors import UserError
-from evodsp.reading.quoting import shown
+from evodsp.printing import shown
 
 LONGEST = 4 << 20
 """Bytes of the longest value that is read. torch's store takes messages of twice this size."""

@@ -31,8 +31,7 @@ import torch.distributed as dist
 from evodsp.errors import UserError
 from evodsp.launch.parent import GIVEN_UP
 from evodsp.launch.store import as_text, foreign, text
-from evodsp.printing import tell
-from evodsp.reading.quoting import shown
+from evodsp.printing import shown, tell
 
 SILENCE_S = 60.0
 """A busy process delays its heartbeat by a second or two; this leaves room for a machine that swaps."""

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from evodsp.config import LayerPrecision, check_preset
-from evodsp.errors import UserError
+from evodsp.errors import COUNT, SIZE, UserError, check_numbers
 from evodsp.parallel.config import ParameterMode
-from evodsp.ranges import COUNT, SIZE, check_numbers
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ import torch
 
 from evodsp.errors import UserError, nearest
 from evodsp.parallel.group import Kind
-from evodsp.reading.quoting import quoted, shown
-from evodsp.reading.text_files import read_json
-from evodsp.reading.yaml_files import read_yaml
+from evodsp.printing import quoted, shown
+from evodsp.reading.text_files import read_json, read_yaml
 
 if TYPE_CHECKING:
     from evodsp.planner.trace import Operation

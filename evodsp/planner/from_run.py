@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, computes_in_half, field_names, from_dict
 from evodsp.errors import UserError
 from evodsp.model.schedule import CommunicationPlan
+from evodsp.packaged import read_run_config
 from evodsp.parallel.config import ParallelConfig
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.mesh import Training
 from evodsp.planner.program import SampleSizes
-from evodsp.run_config_file import read_run_config
 
 Precision = Literal["bf16-mixed", "32-true"]
 _FEATURES = ("crop_size", "msa_clusters", "extra_msa", "max_templates", "recycles")

@@ -1,7 +1,14 @@
-"""Reading NumPy's files, .npy and .npz: the only place that calls `numpy.load`, because it raises any exception at all.
+"""Reading NumPy's files, .npy and .npz, and arrays in pickles: the only place that calls `numpy.load`, because it raises
+any exception at all.
 
-Pickles in them are never read. NumPy reserves the memory that a header asks for before it reads, so what a header asks for is
-compared with what follows it first, and the size of an archive with what its entries say before one is unpacked.
+A pickle's arrays are read without unpickling a NumPy object and without calling anything that the file names. A pickle names
+functions and calls them, and even NumPy's own `ndarray.__setstate__` trusts the file: a made-up dtype turns bytes into
+pointers. So nothing of NumPy takes part here. The standard library's unpickler finds stand-ins alone, which record what
+NumPy's constructors were to be called with; an array is formed from its recorded shape, type and bytes, once these fit
+together.
+
+`pickle` alone has no such mode, `numpy.load` either runs everything or refuses everything, and fickling, picklescan and
+skops judge or refuse files instead of reading them.
 """
 
 from __future__ import annotations
@@ -9,14 +16,16 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 
 from evodsp.errors import FileFormatError, UserError
-from evodsp.reading.quoting import quoted
+from evodsp.printing import quoted, shown
 
 _LARGEST_UNPACKED = 1 << 30
 """Bytes that a compressed archive may unpack to. Parameters of AlphaFold2 take 370 MB, and are not compressed."""
@@ -83,3 +92,94 @@ def _not_readable(source: str | Path, error: Exception, fix: str) -> UserError:
     if isinstance(error, OSError) and error.strerror:
         return UserError(f"{source}: cannot be read ({error.strerror}); {fix}")
     return FileFormatError(source, f"not a readable NumPy file ({quoted(error)}); {fix}")
+
+
+_LONGEST_CODE = 8
+"""Letters of a type."""
+_MOST_AXES = 32
+"""NumPy's limit."""
+
+
+class RecordedArray:
+    """An array of the file, before anything is made of it."""
+
+    def __init__(self, *_: object) -> None:
+        self._state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self._state = state
+
+    @property
+    def objects(self) -> list[Any]:
+        """The elements of an array of Python objects; none if it is no such array."""
+        match self._state:
+            case (_, _, _, _, list() as objects):
+                return objects
+        return []
+
+    def array(self, kinds: str) -> np.ndarray:
+        """The array, over the bytes of the file. `kinds`: the letters of NumPy's types that may be in it, such as 'iu'.
+
+        Raises ValueError if it is of another type, or if its shape does not fit its bytes.
+        """
+        match self._state:
+            case (int(), tuple() as shape, RecordedType() as kind, bool() as is_fortran, bytes() as data):
+                dtype = kind.dtype(kinds)
+            case _:
+                raise ValueError("no plain array")
+        if len(shape) > _MOST_AXES or not all(type(size) is int and 0 <= size < 1 << 62 for size in shape):
+            raise ValueError(f"an array of shape {shown(shape)}")
+        # A shape that does not fit the bytes is a ValueError of reshape; the bytes are those of the file, so they are bounded.
+        return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+class RecordedType:
+    """A dtype of the file: its code, such as 'U1', and its byte order."""
+
+    def __init__(self, code: object = "", *_: object) -> None:
+        self._code, self._state = code, None
+
+    def __setstate__(self, state: Any) -> None:
+        self._state = state
+
+    def dtype(self, kinds: str) -> np.dtype:
+        """The type of that name. Raises ValueError if its kind is not one of `kinds`."""
+        order = self._state[1] if isinstance(self._state, tuple) and len(self._state) > 1 else "="
+        code = self._code
+        plain = isinstance(code, str) and code[:1].isalpha() and code[1:].isdecimal() and len(code) < _LONGEST_CODE
+        if not plain or order not in ("<", ">", "=", "|"):
+            raise ValueError(f"an array of type {shown(code)}")
+        try:
+            dtype = np.dtype(f"{order}{code}")
+        except TypeError as error:
+            raise ValueError(f"an array of type {code!r}") from error
+        if dtype.kind not in kinds or not dtype.itemsize:
+            raise ValueError(f"an array of type {code!r}")
+        return dtype
+
+
+_STAND_INS: dict[tuple[str, str], object] = {
+    ("numpy", "ndarray"): "numpy.ndarray",  # an argument only: a text can neither be called nor changed
+    ("numpy", "dtype"): RecordedType,
+    ("numpy.core.multiarray", "_reconstruct"): RecordedArray,
+    ("numpy._core.multiarray", "_reconstruct"): RecordedArray,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _STAND_INS[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks to call '{module}.{name}'") from None
+
+
+def recorded(data: bytes) -> object:
+    """The object that a pickle describes: dictionaries, lists, tuples, texts, numbers, and `RecordedArray`s.
+
+    Raises ValueError, with the reason, for any other content and for a damaged pickle. Nothing that the pickle names is called.
+    """
+    try:
+        return _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # a damaged pickle can raise any exception
+        raise ValueError(quoted(error)) from error

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from evodsp.errors import FileFormatError
-from evodsp.reading.quoting import shown
+from evodsp.printing import shown
 
 RESUMED = "resumed"
 """The column that only the first row of a resumed start has: the number of the step with which the run went on."""

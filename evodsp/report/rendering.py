@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from evodsp.reading.quoting import printable
+from evodsp.printing import printable
 
 
 def render(template: str, **values: Any) -> Markup:

@@ -9,8 +9,7 @@ from dataclasses import replace
 from markupsafe import Markup
 
 from evodsp.files import write_text
-from evodsp.printing import show, tell
-from evodsp.progress import duration
+from evodsp.printing import duration, show, tell
 from evodsp.report.charts import Level, Series, lines
 from evodsp.report.page import Page
 from evodsp.report.run_config import ReportConfig

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.errors import FileFormatError, UserError
-from evodsp.reading.quoting import shown
-from evodsp.reading.text_files import read_json
-from evodsp.reading.yaml_files import read_yaml
+from evodsp.printing import shown
+from evodsp.reading.text_files import read_json, read_yaml
 from evodsp.report.curve import RESUMED, read_curve
 
 _OF_ONE_START = ("output", "overwrite", "ckpt_path")

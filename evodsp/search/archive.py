@@ -12,8 +12,8 @@ import tarfile
 from collections.abc import Iterator
 
 from evodsp.errors import FileFormatError
+from evodsp.printing import quoted
 from evodsp.reading.answers import BadAnswerError
-from evodsp.reading.quoting import quoted
 from evodsp.reading.text_files import TooLargeError, unpack
 from evodsp.search.searcher import Found
 

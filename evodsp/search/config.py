@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from evodsp.errors import UserError
-from evodsp.ranges import SIZE, check_numbers
+from evodsp.errors import SIZE, UserError, check_numbers
 from evodsp.reading.answers import check_address
 from evodsp.search.limits import PUBLIC, ServerLimits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evodsp.ranges import POSITIVE, SIZE, check_numbers
+from evodsp.errors import POSITIVE, SIZE, check_numbers
 
 PUBLIC = "https://api.colabfold.com"
 """ColabFold's own server. It is named in messages and the documentation only: nobody's sequences are sent there unasked."""

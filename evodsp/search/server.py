@@ -19,8 +19,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlencode
 
 from evodsp.errors import UserError
-from evodsp.printing import counted
-from evodsp.progress import duration
+from evodsp.printing import counted, duration, quoted
 from evodsp.reading.answers import (
     PASSING,
     BadAnswerError,
@@ -30,7 +29,6 @@ from evodsp.reading.answers import (
     content_of,
     without_login,
 )
-from evodsp.reading.quoting import quoted
 from evodsp.search.archive import FIRST, split
 from evodsp.search.limits import PUBLIC, ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher

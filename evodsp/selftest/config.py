@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.errors import UserError, nearest
-from evodsp.ranges import POSITIVE, SIZE, check_numbers
+from evodsp.errors import POSITIVE, SIZE, UserError, check_numbers, nearest
 
 SCALING_PARTS = {
     "environment": 60.0, "collectives": 60.0, "speed": 180.0, "blocks": 300.0, "training": 240.0, "scaling": 240.0,

@@ -24,8 +24,7 @@ from evodsp.data.similarity.pairs import plain
 from evodsp.data.similarity.sequences import Letters
 from evodsp.errors import UserError
 from evodsp.files import write_text
-from evodsp.printing import tell
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line, tell
 from evodsp.reading.text_files import read_json
 from evodsp.report.runs import overlap_line
 from evodsp.training.chains import Chains

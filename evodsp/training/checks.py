@@ -15,13 +15,13 @@ from evodsp.config import KernelsConfig, ModelConfig, leaves
 from evodsp.data.samples.feature_axes import check_config
 from evodsp.data.samples.selection import CountedStructures
 from evodsp.errors import SettingError, UserError
+from evodsp.files import check_output_folder
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.launch.environment import place, under_launcher, was_restarted
 from evodsp.losses.total import check_heads
 from evodsp.model.frozen import check_patterns
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.output import check_output_folder
 from evodsp.parallel.config import WHEN_TO_RAISE, ParallelConfig
 from evodsp.parallel.group import Group, data_ranks
 from evodsp.printing import counted

@@ -21,14 +21,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from evodsp.errors import UserError
+from evodsp.files import lock, output_errors
 from evodsp.launch.consensus import from_first, long_from_first, on_first
 from evodsp.launch.environment import place, under_launcher
 from evodsp.launch.launcher import launch
 from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, stop
-from evodsp.lock import lock
 from evodsp.model.precision import float32_matmul
-from evodsp.output import output_errors
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
 from evodsp.training.baseline import warn_of_overlap, write_baseline

@@ -19,8 +19,19 @@ from evodsp.config import (
     check_selection,
     leaves,
 )
-from evodsp.errors import SettingError, UserError
-from evodsp.ranges import BELOW_ONE, COUNT, FRACTION, POSITIVE, SEED, SIZE, Range, check_numbers, memory_size
+from evodsp.errors import (
+    BELOW_ONE,
+    COUNT,
+    FRACTION,
+    POSITIVE,
+    SEED,
+    SIZE,
+    Range,
+    SettingError,
+    UserError,
+    check_numbers,
+    memory_size,
+)
 
 
 @dataclass(frozen=True)

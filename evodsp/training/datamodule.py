@@ -15,9 +15,9 @@ from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.samples.raw_features import HOST
 from evodsp.data.samples.sample_pool import MadeHere, SampleMaker, SamplePool
 from evodsp.data.samples.sampling import ChainChoice, ChainDraws, MixedDraws
+from evodsp.errors import memory_size
 from evodsp.features.batch import with_features
 from evodsp.losses.permutation import ENTITIES
-from evodsp.ranges import memory_size
 from evodsp.rng import Draws
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig

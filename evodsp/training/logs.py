@@ -20,8 +20,8 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from evodsp.files import whole_file
-from evodsp.reading.quoting import one_line
-from evodsp.reading.yaml_files import parse_yaml
+from evodsp.printing import one_line
+from evodsp.reading.text_files import parse_yaml
 from evodsp.report.curve import RESUMED, read_curve
 from evodsp.training.trainer import tell_first
 

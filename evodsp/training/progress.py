@@ -10,8 +10,7 @@ from lightning.pytorch.callbacks import ProgressBar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from evodsp.progress import duration
-from evodsp.reading.quoting import printable
+from evodsp.printing import duration, printable
 from evodsp.training.run_end import last_step
 
 SECONDS_BETWEEN_LINES = 20.0

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from evodsp.errors import UserError
-from evodsp.files import remove_partial, write_text
-from evodsp.output import output_errors
-from evodsp.printing import tell
-from evodsp.reading.quoting import printable
+from evodsp.files import output_errors, remove_partial, write_text
+from evodsp.printing import printable, tell
 from evodsp.training.config import RunConfig
 from evodsp.weights.parameter_file import archive_damage, first_sentence, located
 from evodsp.weights.untrusted import load_checked, refuse_foreign

@@ -23,9 +23,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.utilities import rank_zero_only
 
-from evodsp.errors import SettingError, UserError
+from evodsp.errors import COUNT, POSITIVE, SIZE, Range, SettingError, UserError, check_numbers
 from evodsp.printing import counted, tell
-from evodsp.ranges import COUNT, POSITIVE, SIZE, Range, check_numbers
 from evodsp.training.options import Command
 
 RANGES = {

@@ -23,14 +23,22 @@ from http.client import HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
 
-from evodsp.download import LARGEST, fetch_file, free_bytes, opened, size_at
 from evodsp.errors import UserError, nearest
-from evodsp.files import digest_of_file
-from evodsp.lock import waited_lock
-from evodsp.printing import tell
-from evodsp.progress import progress
-from evodsp.reading.answers import PASSING, BadAnswerError, check_address, content_of, usable, without_login
-from evodsp.reading.quoting import quoted
+from evodsp.files import digest_of_file, waited_lock
+from evodsp.printing import progress, quoted, tell
+from evodsp.reading.answers import (
+    LARGEST,
+    PASSING,
+    BadAnswerError,
+    check_address,
+    content_of,
+    fetch_file,
+    free_bytes,
+    opened,
+    size_at,
+    usable,
+    without_login,
+)
 
 NAMES = tuple(f"model_{number}{kind}" for kind in ("", "_ptm", "_multimer_v3") for number in range(1, 6))
 """The models in DeepMind's archive: those of AlphaFold2, and AlphaFold-Multimer's of version 3."""

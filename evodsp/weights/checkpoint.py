@@ -32,7 +32,7 @@ from evodsp.config import FeatureConfig, ModelConfig, from_dict, leaves
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.reading.quoting import quoted, shown
+from evodsp.printing import quoted, shown
 from evodsp.weights import deepmind, openfold
 from evodsp.weights.by_name import NAMES, need_weights
 from evodsp.weights.config import preset_of, published_features

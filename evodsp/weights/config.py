@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from evodsp.config import LISTED_PRESETS, PRESETS, FeatureConfig, check_preset
-from evodsp.errors import UserError
-from evodsp.ranges import COUNT, POSITIVE, check_numbers
+from evodsp.errors import COUNT, POSITIVE, UserError, check_numbers
 
 _PUBLISHED = re.compile(r"model_([1-5])(_ptm|_multimer(?:_v[23])?)?$")
 _OPENFOLD = re.compile(r"(?:initial_training|finetuning(_no_templ)?(_ptm)?_\d+)$")

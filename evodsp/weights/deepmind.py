@@ -18,8 +18,8 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
+from evodsp.printing import quoted
 from evodsp.reading.array_files import read_archive
-from evodsp.reading.quoting import quoted
 from evodsp.weights.names import Name, block_probes, is_fused, parameter_names, with_blocks
 from evodsp.weights.parameter_file import container
 from evodsp.weights.untrusted import check_arrangement, check_arrays, check_finite

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from evodsp.errors import UserError, nearest
 from evodsp.files import digest_of_file, whole_file, write_text
-from evodsp.reading.quoting import quoted, shown
+from evodsp.printing import quoted, shown
 from evodsp.reading.text_files import read_json
 from evodsp.version import __version__
 from evodsp.weights.untrusted import check_finite, map_tensors

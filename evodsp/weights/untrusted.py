@@ -33,7 +33,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from evodsp.config import ModelConfig
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.model.alphafold import AlphaFold
-from evodsp.reading.quoting import quoted, shown
+from evodsp.printing import quoted, shown
 
 _HOSTILE_MODULES = (
     *("os", "posix", "nt", "sys", "subprocess", "pty", "shutil", "socket"),

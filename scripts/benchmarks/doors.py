@@ -40,10 +40,9 @@ from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
 from evodsp.model.pair_ops import TriangleAttention
 from evodsp.model.primitives import use_exchange
-from evodsp.packaged import packaged_folder
+from evodsp.packaged import packaged_folder, with_packaged_configs
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.rng import Draws
-from evodsp.run_config_file import with_packaged_configs
 from evodsp.training.checks import check_run
 from evodsp.training.command import TrainingCLI, build
 from evodsp.training.trainer import hush

@@ -33,9 +33,8 @@ from typing import Any
 import torch
 
 from evodsp.errors import UserError
-from evodsp.files import whole_file, write_text
+from evodsp.files import check_output_folder, output_errors, whole_file, write_text
 from evodsp.model.kernels.backends import BACKENDS
-from evodsp.output import check_output_folder, output_errors
 
 from .gpu_cases import FULL, TINY
 from .gpu_parts import PARTS

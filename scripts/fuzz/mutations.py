@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from evodsp.errors import UserError
-from evodsp.reading.yaml_files import parse_yaml
+from evodsp.reading.text_files import parse_yaml
 
 NUMBERS = [
     *b"0 -1 1 0.5 127 128 255 65536 2147483647 2147483648 9223372036854775808 99999999999999999999999".split(),

@@ -33,10 +33,10 @@ from evodsp.inference.prediction import Prediction
 from evodsp.inference.target_msas import ComplexMsa
 from evodsp.inference.targets import find_targets
 from evodsp.model.alphafold import AlphaFold
+from evodsp.packaged import read_run_config
 from evodsp.planner.device import load_device, load_link
 from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
-from evodsp.run_config_file import read_run_config
 from evodsp.search.limits import ServerLimits
 from evodsp.search.server import MsaServer
 from evodsp.training.quarantine import read_quarantine

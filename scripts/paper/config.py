@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.config import from_dict
-from evodsp.errors import FileFormatError, SettingError, UserError
-from evodsp.ranges import BELOW_ONE, SIZE, Range, check_numbers
-from evodsp.reading.yaml_files import read_yaml
+from evodsp.errors import BELOW_ONE, SIZE, FileFormatError, Range, SettingError, UserError, check_numbers
+from evodsp.reading.text_files import read_yaml
 
 AXES = (("time", "space"), ("time", "height", "width"))
 """The axes that a model may have."""

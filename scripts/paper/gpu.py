@@ -28,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from evodsp.errors import UserError, nearest
-from evodsp.files import write_text
+from evodsp.files import check_output_folder, write_text
 from evodsp.launch import process_group
-from evodsp.output import check_output_folder
 
 from . import gpu_report
 from .experiments import TABLES, Case, cases

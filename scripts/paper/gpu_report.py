@@ -9,8 +9,7 @@ from statistics import median
 from typing import Any
 
 from evodsp.errors import UserError
-from evodsp.files import write_text
-from evodsp.output import output_errors
+from evodsp.files import output_errors, write_text
 from scripts.benchmarks.tables import write_csv
 
 from .methods import METHODS, method_named

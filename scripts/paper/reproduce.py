@@ -32,8 +32,7 @@ from typing import Any
 import torch
 
 from evodsp.errors import UserError, nearest
-from evodsp.files import write_text
-from evodsp.output import check_output_folder, output_errors
+from evodsp.files import check_output_folder, output_errors, write_text
 from scripts.benchmarks.tables import write_csv
 
 from . import counting, memory, modelled, modelled_tables, page, plots, scaling, timing

@@ -17,7 +17,7 @@ from pathlib import Path
 from evodsp.cli import main
 from evodsp.data.index import scan
 from evodsp.errors import UserError
-from evodsp.lock import lock
+from evodsp.files import lock
 
 DATA = Path(__file__).parents[2] / "data"
 

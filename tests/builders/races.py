@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from evodsp.errors import UserError
-from evodsp.lock import lock
+from evodsp.files import lock
 
 
 def hold(path: str) -> None:

@@ -24,7 +24,7 @@ from evodsp.data.executors import DaskCluster, LocalProcesses, executor
 from evodsp.data.index import parts
 from evodsp.data.sources.feature_store import CHAINS, FeatureStore
 from evodsp.errors import UserError
-from evodsp.lock import lock
+from evodsp.files import lock
 from tests.builders.builds import build_with_deadly_chains, config, content, die_at_once, letters_of, write_chain
 from tests.builders.processes import begin, free_port
 

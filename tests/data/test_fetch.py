@@ -14,11 +14,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from evodsp import download
 from evodsp.cli import main
 from evodsp.data import fetch
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.reading import answers
 from tests.builders.builds import letters_of, write_chain
 from tests.builders.pages import ROOT
 
@@ -133,14 +133,14 @@ def test_damaged_and_missing_files_are_listed(
     mirror: Path, bucket: type[Bucket], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a damaged file kept under its name, and a missing chain that ends the fetch or is not told."""
-    monkeypatch.setattr(download.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(answers.time, "sleep", lambda seconds: None)
     (tmp_path / "chains.txt").write_text(f"{KEY}\n2abc_B\n")
     bucket.sum_of["pdb/1abc_A/a3m/bfd_uniclust_hits.a3m"] = "0" * 32
     assert run("alignments", bucket.address, tmp_path) == 1  # type: ignore[attr-defined]
     missing = (tmp_path / "got" / "missing.txt").read_text()
     assert "2abc_B: no alignments in" in missing
     assert "bfd_uniclust_hits.a3m: has another MD5 sum" in missing
-    assert len(bucket.served) == download.ATTEMPTS
+    assert len(bucket.served) == answers.ATTEMPTS
     assert not any(path.is_file() for path in (tmp_path / "got" / "alignments").rglob("*"))
     (mirror / "ab" / "1abc.cif.gz").write_bytes((mirror / "ab" / "1abc.cif.gz").read_bytes()[:-9])
     assert run("structures", str(mirror), tmp_path) == 1

@@ -31,7 +31,7 @@ from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
-from evodsp.lock import lock
+from evodsp.files import lock
 from tests.builders.alignments import database
 from tests.builders.training_chains import SEQUENCES, write_chain
 

@@ -45,4 +45,4 @@ def test_it_needs_torch_only() -> None:
     need NumPy."""
     done = subprocess.run([sys.executable, "-c", PROGRAM, *ABSENT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "evodsp.errors evodsp.reading evodsp.reading.quoting evodsp.rng evodsp.version\n"
+    assert done.stdout == "evodsp.errors evodsp.printing evodsp.rng evodsp.version\n"

@@ -16,6 +16,7 @@ from evodsp.cli import main
 from evodsp.config import LossConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.recomputation import Recomputed
+from evodsp.packaged import read_run_config
 from evodsp.planner import choose
 from evodsp.planner.choose import compare, possible
 from evodsp.planner.config import PlanConfig
@@ -25,7 +26,6 @@ from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reducti
 from evodsp.planner.program import Program, Repeat, SampleSizes
 from evodsp.planner.report import page
 from evodsp.planner.simulate import Item, Span, Times
-from evodsp.run_config_file import read_run_config
 from evodsp.training.command import TrainingCLI
 from evodsp.training.execution import check_compilation, check_graphs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from evodsp.reading.quoting import one_line, printable, quoted, shown
+from evodsp.printing import one_line, printable, quoted, shown
 from tests.builders.evil_text import EVIL, SHOWN
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.reading.recorded_pickle import RecordedType
+from evodsp.reading.array_files import RecordedType
 
 
 @pytest.mark.parametrize("state", [None, (), (3,), "<", (3, "=")], ids=str)

@@ -10,10 +10,10 @@ import pytest
 from evodsp.argument_parser import OneLineErrors
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.packaged import read_run_config
 from evodsp.planner.device import load_device
-from evodsp.reading.yaml_files import compose_yaml, parse_yaml, read_yaml
+from evodsp.reading.text_files import compose_yaml, parse_yaml, read_yaml
 from evodsp.report.runs import read_runs
-from evodsp.run_config_file import read_run_config
 
 HOSTILE = {
     "deep lists": ("a: " + "[" * 20_000, "maximum recursion depth exceeded"),

@@ -17,8 +17,8 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
+from evodsp.files import holder, lock
 from evodsp.inference.score.table import columns_of
-from evodsp.lock import holder, lock
 from evodsp.report.curve import read_curve
 from evodsp.training.checks import CheckedRun, check_run
 from evodsp.training.command import Built, TrainingCLI, _execute

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.run_config_file import read_run_config
+from evodsp.packaged import read_run_config
 from evodsp.weights.checkpoint import read_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp import download
 from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.reading import answers as download
 from evodsp.weights import by_name
 from evodsp.weights.by_name import fetch_weights, find_weights, need_weights, weights_folder
 from evodsp.weights.checkpoint import load_model

@@ -24,11 +24,8 @@ from evodsp.data.sources.feature_store import DESCRIPTION, FORMAT_VERSION, TEMPL
 from evodsp.data.sources.shards import INDEX, digest_of, write_index
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import FileFormatError, UserError
-from evodsp.files import write_text
-from evodsp.lock import holder, lock, waited_lock
-from evodsp.output import check_output_folder
-from evodsp.printing import counted, tell
-from evodsp.progress import progress
+from evodsp.files import check_output_folder, holder, lock, waited_lock, write_text
+from evodsp.printing import counted, progress, tell
 from evodsp.version import __version__
 
 FAILED = "failed.jsonl"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from evodsp.errors import SettingError, UserError
-from evodsp.ranges import SIZE, Range, check_numbers
+from evodsp.errors import SIZE, Range, SettingError, UserError, check_numbers
 
 
 @dataclass(frozen=True)

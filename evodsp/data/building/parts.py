@@ -27,7 +27,7 @@ from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import FileFormatError, UserError
 from evodsp.files import write_text
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line
 
 BUILDING = "building"
 """Sub-folder of an unfinished store, which holds the plan and the accounts."""

@@ -22,7 +22,7 @@ from evodsp.data.sources.parsed import Parsed, Searched, joined_parts
 from evodsp.data.sources.store import Lacking
 from evodsp.data.sources.structures import StructureFolder, sure_residues
 from evodsp.errors import UserError, nearest
-from evodsp.reading.quoting import quoted
+from evodsp.printing import quoted
 
 
 class ComplexFiles:

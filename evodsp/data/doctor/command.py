@@ -17,10 +17,8 @@ from evodsp.data.doctor.copying import COPYING
 from evodsp.data.doctor.diagnosis import Diagnosis, diagnose, filter_reasons
 from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.doctor.run_data import data_of_run
-from evodsp.files import write_text
-from evodsp.output import check_output_folder
-from evodsp.printing import counted, show
-from evodsp.progress import duration
+from evodsp.files import check_output_folder, write_text
+from evodsp.printing import counted, duration, show
 from evodsp.report.charts import histogram
 from evodsp.report.page import Page
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
-from evodsp.ranges import COUNT, FRACTION, check_numbers
+from evodsp.errors import COUNT, FRACTION, check_numbers
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from evodsp.data.sources.parsed import Parsed
 from evodsp.data.sources.query_check import QueryMismatch
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line
 
 State = Literal["good", "mismatching", "unreadable"]
 SAME_PLACE = 0.5

@@ -25,7 +25,7 @@ import numpy as np
 
 from evodsp.data.similarity.pairs import MOST_CELLS, SHORTEST, WORD, Words, identity, plain
 from evodsp.data.similarity.sequences import Letters
-from evodsp.progress import progress
+from evodsp.printing import progress
 
 ALIGNED_WITH = 3
 """Number of sequences of the other set that a chain is aligned with."""

@@ -26,7 +26,7 @@ from evodsp.data.samples.selection import CountedStructures, Selection, chain_li
 from evodsp.data.similarity.exclusion import Exclusion
 from evodsp.data.sources.opening import KIND_OF, Records, Unit, open_files, open_store
 from evodsp.errors import UserError
-from evodsp.run_config_file import read_run_config
+from evodsp.packaged import read_run_config
 
 # The defaults of `evodsp fit`.
 _EPOCH, _FRACTION, _MIN_PLDDT, _IDENTITY = 1000, 0.75, 50.0, 0.4

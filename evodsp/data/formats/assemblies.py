@@ -20,7 +20,7 @@ from jaxtyping import Float64
 
 from evodsp.data.formats.cif_values import rows_of
 from evodsp.errors import FileFormatError, nearest
-from evodsp.reading.quoting import LONGEST_REASON, quoted, shown
+from evodsp.printing import LONGEST_REASON, quoted, shown
 
 MOST_COPIES = 1000
 """Most copies of chains in an assembly. The largest capsids have more, but no model takes them."""

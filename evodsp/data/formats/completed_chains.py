@@ -21,7 +21,7 @@ from evodsp.data.formats.listed_sequences import placed
 from evodsp.data.formats.record_parts import ChainPart, PartPlace
 from evodsp.data.formats.unlisted_chains import FoundChain, Site, bonded, find_chain, is_known
 from evodsp.geometry.residues import MONOMER_LETTERS
-from evodsp.reading.quoting import quoted
+from evodsp.printing import quoted
 
 _NAMED = 5
 """Most residues that a message names."""

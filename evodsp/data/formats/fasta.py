@@ -19,7 +19,7 @@ from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE,
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import FileFormatError
 from evodsp.geometry.residues import ALIGNMENT_CODES, RESTYPE_1TO3, RESTYPES_WITH_X, monomer_letter
-from evodsp.reading.quoting import quoted
+from evodsp.printing import quoted
 from evodsp.reading.text_files import text_of
 
 _LETTERS = {c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES

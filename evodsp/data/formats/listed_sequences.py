@@ -20,7 +20,7 @@ from evodsp.data.formats.forcefield_names import letters_of, listed_name
 from evodsp.data.formats.unlisted_chains import FoundChain, Site, is_amino_acid
 from evodsp.errors import FileFormatError
 from evodsp.geometry.residues import monomer_letter
-from evodsp.reading.quoting import shown
+from evodsp.printing import shown
 
 MOST_DIFFERENT = 0.1
 """Largest share of a chain's residues that may differ from its list. Beyond it the list is another protein's."""

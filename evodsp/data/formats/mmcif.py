@@ -34,8 +34,7 @@ from evodsp.data.records import Assembly, Chain, Structure
 from evodsp.data.sources.layout import entry_of
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, monomer_letter
-from evodsp.printing import logger
-from evodsp.reading.quoting import LONGEST_REASON, quoted, shown
+from evodsp.printing import LONGEST_REASON, logger, quoted, shown
 from evodsp.reading.text_files import text_of
 
 _ATOM_NAMES, _ATOM_INDICES = np.array(sorted(ATOM_TYPES)), np.argsort(ATOM_TYPES)

@@ -21,9 +21,9 @@ from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import GAP
+from evodsp.printing import quoted
 from evodsp.reading import text_files
-from evodsp.reading.quoting import quoted
-from evodsp.reading.recorded_pickle import RecordedArray, recorded
+from evodsp.reading.array_files import RecordedArray, recorded
 
 _FIX = "make it again from its .a3m and .sto files"
 _LETTERS = byte_table(EITHER_CASE | {"-": GAP, ".": GAP})

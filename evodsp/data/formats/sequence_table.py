@@ -12,7 +12,7 @@ from pathlib import Path
 
 from evodsp.data.formats.fasta import FastaRecord, Records, read_record
 from evodsp.errors import FileFormatError
-from evodsp.reading.quoting import quoted
+from evodsp.printing import quoted
 from evodsp.reading.text_files import text_of
 
 _COLUMNS = ("id", "sequence")

@@ -22,7 +22,7 @@ from evodsp.data.formats.listed_sequences import listed_name, sequences_of_chain
 from evodsp.data.formats.record_parts import AtomRecord, ChainPart, PartPlace, are_plain, is_ensemble, places
 from evodsp.data.formats.unlisted_chains import is_known
 from evodsp.errors import FileFormatError, UserError
-from evodsp.reading.quoting import LONGEST_REASON, quoted
+from evodsp.printing import LONGEST_REASON, quoted
 from evodsp.reading.text_files import text_of
 
 _NEEDED = (

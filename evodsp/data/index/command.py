@@ -8,7 +8,7 @@ from evodsp.data.index.config import IndexConfig, check_index_config
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.scan import make_index
 from evodsp.data.records import COMPLEXES
-from evodsp.lock import lock
+from evodsp.files import lock
 from evodsp.printing import counted, tell
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.errors import UserError
-from evodsp.ranges import COUNT, check_numbers
+from evodsp.errors import COUNT, UserError, check_numbers
 
 FOLDERS = ("alignment_dir", "structure_dir")
 FILES = ("chain_data_cache", "mmcif_cache", "cluster_file", "duplicates", "obsolete")

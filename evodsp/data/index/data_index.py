@@ -36,8 +36,8 @@ from evodsp.data.sources.alignment_database import StoredFile
 from evodsp.data.sources.chain_folder import files_of_chain
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.files import whole_folder
+from evodsp.printing import quoted, shown
 from evodsp.reading.array_files import map_array
-from evodsp.reading.quoting import quoted, shown
 from evodsp.reading.text_files import read_json
 
 HEADER = "index.json"

@@ -20,7 +20,7 @@ from evodsp.data.index.data_index import Source
 from evodsp.data.pool import WorkerEndedError
 from evodsp.errors import UserError
 from evodsp.files import remove_partial, write_text
-from evodsp.progress import progress
+from evodsp.printing import progress
 
 TASKS_OF_PART = 500
 Task = TypeVar("Task")

@@ -63,7 +63,7 @@ from evodsp.data.sources.chain_folder import (
 from evodsp.data.sources.layout import StructureListing, nested_structure, split_key
 from evodsp.errors import UserError
 from evodsp.geometry.residues import decode
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line
 
 _FORM = 4
 """The form in which a part describes what was scanned. Parts of another form, of an earlier version, are scanned again."""

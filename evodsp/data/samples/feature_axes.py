@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evodsp.config import FeatureConfig
-from evodsp.errors import SettingError
-from evodsp.ranges import COUNT, FRACTION, SIZE, check_numbers
+from evodsp.errors import COUNT, FRACTION, SIZE, SettingError, check_numbers
 
 FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
     "aatype": ("residues",),

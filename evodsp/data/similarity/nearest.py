@@ -31,8 +31,7 @@ from evodsp.data.similarity.pairs import MOST_CELLS, Words, paired, plain, same_
 from evodsp.data.similarity.sequences import Letters
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
-from evodsp.progress import progress
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line, progress
 
 MOST_FILES = 64
 """Training structures that are read for one target, at most: those of the highest score, and the next if none can be read."""

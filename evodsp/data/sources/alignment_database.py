@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from evodsp.data.sources.chain_folder import is_of_a_chain
 from evodsp.errors import FileFormatError, UserError
-from evodsp.reading.quoting import shown
+from evodsp.printing import shown
 from evodsp.reading.text_files import read_json
 
 UNIFIED_INDEX_NAME = "super.index"

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from evodsp.printing import logger
-from evodsp.reading.quoting import quoted
+from evodsp.printing import logger, quoted
 
 CHAIN = r"(?:pdb_0000)?([A-Za-z0-9]{4})_([A-Za-z0-9.]+)"
 """The name of a PDB chain: 1abc_A, or pdb_00001abc_A of the same entry. Groups: its entry of four letters, its chain."""

@@ -24,8 +24,7 @@ from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.matching import TemplateRejection
 from evodsp.data.templates.template_chains import TemplateChains
 from evodsp.errors import UserError
-from evodsp.printing import counted, logger
-from evodsp.reading.quoting import one_line, quoted
+from evodsp.printing import counted, logger, one_line, quoted
 
 _MOST_NAMED = 10
 """At most this many hits are named in the log for each reason; the others are counted."""

@@ -19,9 +19,7 @@ from evodsp.data.sources.structures import AssemblyFolder, StructureFolder
 from evodsp.errors import UserError
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.structure_scores import Predicted, score_structure
-from evodsp.printing import tell
-from evodsp.progress import progress
-from evodsp.reading.quoting import one_line
+from evodsp.printing import one_line, progress, tell
 
 _IN_THIS_PROCESS = 2000
 """Keys whose sequences are read without further processes."""

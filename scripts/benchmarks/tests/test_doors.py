@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from evodsp.errors import memory_size
 from evodsp.parallel.collectives import shard_slice
-from evodsp.ranges import memory_size
 from scripts.benchmarks.doors import counted, doors
 from tests.builders.budget import table
 
@@ -22,7 +22,7 @@ def test_files_are_those_of_the_last_call() -> None:
         else:
             shard_slice(5, 2, 0)
 
-    assert doors(outer) == ["parallel/collectives.py", "ranges.py"]
+    assert doors(outer) == ["errors.py", "parallel/collectives.py"]
     assert doors(outer, inner.__code__) == ["parallel/collectives.py"]
 
 

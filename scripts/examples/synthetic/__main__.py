@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from evodsp.argument_parser import OneLineErrors
 from evodsp.errors import UserError
-from evodsp.output import check_output, output_errors
+from evodsp.files import check_output, output_errors
 from evodsp.printing import tell
 from scripts.examples.synthetic.command import synthesize
 from scripts.examples.synthetic.config import SynthesisConfig

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from evodsp.errors import UserError
-from evodsp.ranges import COUNT, SIZE, Range, check_numbers
+from evodsp.errors import COUNT, SIZE, Range, UserError, check_numbers
 
 MIN_LENGTH, MAX_LENGTH = 48, 128
 MIN_LENGTH_IN_COMPLEX = 28
