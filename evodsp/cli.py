@@ -271,7 +271,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "report",
             "draw the learning curves of runs",
-            settings="evodsp.report.run_config:ReportConfig",
+            settings="evodsp.report.runs:ReportConfig",
             runner="evodsp.report.run_command:run",
             required="RUN...",
             description="Draw the learning curves of one or several runs of `evodsp fit` into one self-contained HTML page, "

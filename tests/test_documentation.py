@@ -29,7 +29,7 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig, as_multimer
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.model.alphafold import AlphaFold
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.weights.by_name import check_name
 from evodsp.weights.checkpoint import save_model
 from scripts.benchmarks import gpu as benchmark_gpu

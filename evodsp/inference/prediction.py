@@ -35,7 +35,7 @@ from evodsp.inference.results import (
 )
 from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
 from evodsp.printing import counted
-from evodsp.report.rendering import render
+from evodsp.report.page import render
 
 _MOST_ROWS = 10
 """Rows of the table in a notebook."""

@@ -15,8 +15,7 @@ from evodsp.planner.prediction import GIB, Machine, PlannedPrediction, Predictio
 from evodsp.planner.report import TIGHT, add_memory, add_parts, aligned, by_ranks
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted
-from evodsp.report.charts import Series, lines
-from evodsp.report.page import Page
+from evodsp.report.page import Page, Series, lines
 
 _HEADINGS = (
     "ranks a structure", "GiB", "fits", "s a structure", "structures/h", "efficiency", "exposed", "collectives a pass",

@@ -13,8 +13,7 @@ from evodsp.planner.device import MARGIN
 from evodsp.planner.mesh import Estimate
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted
-from evodsp.report.charts import Level, Series, lines, stacked, timeline
-from evodsp.report.page import Page
+from evodsp.report.page import Level, Page, Series, lines, stacked, timeline
 
 GIB = 2**30
 PARTS = ("weights", "gradients", "optimizer", "average", "features", "activations")

@@ -10,10 +10,8 @@ from markupsafe import Markup
 
 from evodsp.files import write_text
 from evodsp.printing import duration, show, tell
-from evodsp.report.charts import Level, Series, lines
-from evodsp.report.page import Page
-from evodsp.report.run_config import ReportConfig
-from evodsp.report.runs import Run, differing, read_runs
+from evodsp.report.page import Level, Page, Series, lines
+from evodsp.report.runs import ReportConfig, Run, differing, read_runs
 
 _Columns = dict[str, tuple[str | None, str | None]]
 """Titles of charts, with the columns of training and of validation."""

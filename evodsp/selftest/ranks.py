@@ -42,7 +42,7 @@ from evodsp.parallel.collectives import Broadcast, Collective, Gather, Reduce, S
 from evodsp.parallel.exchange import ShardedExchange, start
 from evodsp.parallel.group import Group, init_mesh, whole_group
 from evodsp.printing import show
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.rng import Draws
 from evodsp.selftest.shared_device import shared
 

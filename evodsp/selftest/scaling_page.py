@@ -8,8 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from evodsp.report.charts import Series, lines
-from evodsp.report.page import Page
+from evodsp.report.page import Page, Series, lines
 
 Row = Mapping[str, Any]
 

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from evodsp.files import whole_file
 from evodsp.printing import one_line
 from evodsp.reading.text_files import parse_yaml
-from evodsp.report.curve import RESUMED, read_curve
+from evodsp.report.runs import RESUMED, read_curve
 from evodsp.training.trainer import tell_first
 
 

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training import command, execution
 from evodsp.training.execution import CompiledBlocks
 from tests.builders.kept_parsers import kept_parsers

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evodsp.report.curve import RESUMED, read_curve
+from evodsp.report.runs import RESUMED, read_curve
 from evodsp.training.throughput import MEASURED
 from tests.builders.processes import ROOT, begin
 

@@ -10,7 +10,7 @@ from evodsp.data.building.parts import Account, BuildInputs, Part, build_part
 from evodsp.data.index.parts import keep_parts
 from evodsp.data.sources.feature_store import CHAINS
 from evodsp.errors import FileFormatError
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 
 
 def test_a_curve_that_another_program_has_saved(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from evodsp.report.charts import Level, Series, histogram, lines, stacked, timeline
+from evodsp.report.page import Level, Series, histogram, lines, stacked, timeline
 
 
 def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evodsp.report.charts import Level, Series, histogram, lines, stacked, timeline
-from evodsp.report.page import Page
+from evodsp.report.page import Level, Page, Series, histogram, lines, stacked, timeline
 from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
 from tests.builders.browser import NEEDS_CHROMIUM, cut

@@ -8,8 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from evodsp.report.charts import histogram
-from evodsp.report.page import Page
+from evodsp.report.page import Page, histogram
 
 
 def test_every_text_is_escaped() -> None:

@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.bad_samples import BadSample, BadSamples, NotFiniteWeightsError, Suspect, merged
 from evodsp.training.config import TrainingConfig
 from evodsp.training.module import TrainingModule

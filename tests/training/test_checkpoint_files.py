@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.checkpoints import BesideTheSteps, WholeFileIO, use_checkpoint_io
 from evodsp.weights.checkpoint import read_checkpoint
 

@@ -12,7 +12,7 @@ import torch
 from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.parallel.config import ParallelConfig
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.resume import recount_batches
 from evodsp.training.scores import mean_by_chain
 from evodsp.training.world import MeshWorld

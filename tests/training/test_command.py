@@ -19,7 +19,7 @@ from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.files import holder, lock
 from evodsp.inference.score.table import columns_of
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.checks import CheckedRun, check_run
 from evodsp.training.command import Built, TrainingCLI, _execute
 from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint

@@ -23,7 +23,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.score.table import columns_of
 from evodsp.parallel.exchange import LocalExchange
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, DistillationConfig, check_samples
 from evodsp.training.datamodule import ChainDataModule

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evodsp.report.curve import RESUMED, read_curve
+from evodsp.report.runs import RESUMED, read_curve
 from evodsp.training.logs import CurveLogger
 
 

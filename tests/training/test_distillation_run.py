@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.samples.sampling import precise_uniform
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.rng import Draws
 from tests.builders.bad_chains import samples
 from tests.builders.distillation_run import sources, write_sets

@@ -11,7 +11,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.command import TrainingCLI
 from evodsp.weights import by_name
 from evodsp.weights.checkpoint import read_checkpoint, save_model

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.run_folder import damage
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.processes import begin

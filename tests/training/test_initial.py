@@ -16,7 +16,7 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.command import TrainingCLI
 from evodsp.weights.checkpoint import read_checkpoint, save_model
 from evodsp.weights.deepmind import export_deepmind, write_npz

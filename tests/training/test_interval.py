@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
 from evodsp.training.logs import LogRows

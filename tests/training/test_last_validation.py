@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.weights.checkpoint import read_checkpoint
 
 

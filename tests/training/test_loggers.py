@@ -12,7 +12,7 @@ import yaml
 from lightning.pytorch.profilers import SimpleProfiler
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.trainer import hush
 
 RECORDING = "tests.builders.recording_logger.RecordingLogger"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.weights.checkpoint import load_model, read_checkpoint
 from tests.builders.training import CommandPool
 

@@ -14,7 +14,7 @@ import pytest
 from evodsp.cli import main
 from evodsp.data.samples.sampling import ChainDraws
 from evodsp.errors import UserError
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.rng import Draws
 from evodsp.training.chains import find_chains
 from evodsp.training.command import TrainingCLI

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.weights.checkpoint import read_checkpoint
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -20,7 +20,7 @@ from evodsp.data.samples.selection import CountedStructures
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training import chains as chains_module
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig

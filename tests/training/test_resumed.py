@@ -16,7 +16,7 @@ from torch import Tensor
 from evodsp.cli import main
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.geometry.residues import RESTYPES
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.chains import Chains
 from evodsp.training.checks import Settings
 from evodsp.training.command import TrainingCLI

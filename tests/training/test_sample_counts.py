@@ -11,7 +11,7 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.chains import Chains
 from evodsp.training.config import DataConfig
 from evodsp.training.datamodule import ChainDataModule

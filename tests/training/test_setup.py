@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from tests.builders.training import CommandPool, Outcome
 
 OPTIONS = (

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from evodsp.cli import main
-from evodsp.report.curve import RESUMED, read_curve
+from evodsp.report.runs import RESUMED, read_curve
 from evodsp.training import command
 from evodsp.training.run_end import Interruption, StopRequest, deadline
 from evodsp.training.throughput import MEASURED

@@ -15,7 +15,7 @@ from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
 from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.model.alphafold import TEMPLATE_FEATURES
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig, check_templates
 from evodsp.training.datamodule import ChainDataModule

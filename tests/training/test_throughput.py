@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from evodsp.cli import main
 from evodsp.model.flops import pass_flops
 from evodsp.parallel.group import WaitTimes
-from evodsp.report.curve import read_curve
+from evodsp.report.runs import read_curve
 from evodsp.training.command import TrainingCLI
 from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.module import TrainingModule

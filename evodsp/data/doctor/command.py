@@ -19,8 +19,7 @@ from evodsp.data.doctor.leaks import Overlap
 from evodsp.data.doctor.run_data import data_of_run
 from evodsp.files import check_output_folder, write_text
 from evodsp.printing import counted, duration, show
-from evodsp.report.charts import histogram
-from evodsp.report.page import Page
+from evodsp.report.page import Page, histogram
 
 _SHOWN = 50
 """Bad or missing chains listed on the page; the JSON file lists all."""

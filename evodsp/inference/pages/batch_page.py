@@ -14,8 +14,7 @@ from evodsp.inference.failures import RecordFailure
 from evodsp.inference.pages.residue_charts import named_bands, strip
 from evodsp.inference.results import REPORT, read_plddt, read_with_ranking, result_folders
 from evodsp.printing import counted
-from evodsp.report.charts import histogram
-from evodsp.report.page import OURS, Page
+from evodsp.report.page import OURS, Page, histogram
 
 INDEX, BESIDE = "index.html", "index_evodsp.html"
 _STYLE = """

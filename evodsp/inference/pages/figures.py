@@ -21,7 +21,7 @@ from evodsp.inference.pages.residue_charts import (
     plddt_chart,
 )
 from evodsp.inference.score.calibration import Calibration
-from evodsp.report.charts import Frame, Mark, mark, path, picture
+from evodsp.report.page import Frame, Mark, mark, path, picture
 
 _STYLE = (
     "text { font: 12px sans-serif; fill: #57606a; } text.title { font-size: 14px; fill: #1f2328; } "

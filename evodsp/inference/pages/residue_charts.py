@@ -19,7 +19,7 @@ from PIL import Image
 from evodsp.inference.chains import ChainSpan
 from evodsp.inference.pages.backbone import principal_axes
 from evodsp.inference.pages.coverage import Coverage
-from evodsp.report.charts import Frame, Mark, mark, path, picture
+from evodsp.report.page import Frame, Mark, mark, path, picture
 
 FRAME = Frame(1000, 184, left=56, right=12, top=10, bottom=24)
 """The frame of every chart."""

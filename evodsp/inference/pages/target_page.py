@@ -53,8 +53,7 @@ from evodsp.inference.results import (
     stem,
 )
 from evodsp.inference.structure_files import PredictedStructure
-from evodsp.report.page import Page
-from evodsp.report.rendering import render
+from evodsp.report.page import Page, render
 
 _MOST_CELLS = 2_500_000
 """Cells of all matrices of aligned errors together: 3.3 MB of the page. Larger ones are averaged over neighbouring residues."""
