@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from evodsp.cli import main
-from evodsp.launch.parent import STOPPED
+from evodsp.launch.environment import STOPPED
 from evodsp.printing import escape_others
 
 

@@ -21,8 +21,14 @@ from typing import Any
 
 from evodsp.errors import UserError, nearest
 from evodsp.files import stdout_fails
-from evodsp.launch.environment import number_of_rank
-from evodsp.launch.parent import STOPPED, end_with_launcher, launched_by_evodsp, same_handlers, starts_again
+from evodsp.launch.environment import (
+    STOPPED,
+    end_with_launcher,
+    launched_by_evodsp,
+    number_of_rank,
+    same_handlers,
+    starts_again,
+)
 from evodsp.printing import show, tell
 from evodsp.version import __version__
 
@@ -366,7 +372,7 @@ def _code_of(words: list[str]) -> int:
             raise
         return done.code or 0
     # A record that failed would fail again, and a run that was asked to stop has stopped: 0 is the only code after which
-    # torchrun does not start all ranks again. A batch script sees `evodsp.launch.parent.STOPPED_FILE`.
+    # torchrun does not start all ranks again. A batch script sees `evodsp.launch.environment.STOPPED_FILE`.
     return 0 if code in (1, STOPPED) and starts_again() else code
 
 

@@ -14,7 +14,7 @@ from evodsp import __version__
 from evodsp.__main__ import leave
 from evodsp.__main__ import run as program
 from evodsp.cli import COMMANDS, main
-from evodsp.launch.parent import STOPPED
+from evodsp.launch.environment import STOPPED
 from evodsp.training.options import PresetParser, TrainerOptions, add_arguments, own_names
 from tests.ranks import in_a_fork
 

@@ -14,9 +14,8 @@ from evodsp.inference.inputs import as_files
 from evodsp.inference.jobs import check_launch
 from evodsp.inference.predict import predict_records
 from evodsp.inference.run_log import run_log
-from evodsp.launch.environment import place, under_launcher
+from evodsp.launch.environment import launched_by_evodsp, place, under_launcher
 from evodsp.launch.launcher import launch
-from evodsp.launch.parent import launched_by_evodsp
 from evodsp.launch.process_group import guarded, mesh_of, start, stop
 from evodsp.parallel.group import data_ranks, whole_group
 from evodsp.printing import show

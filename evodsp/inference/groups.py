@@ -2,7 +2,7 @@
 
 Groups meet in the store of the run, not in collectives: a group may work for hours on a record, and a collective in which the
 others waited for it would time out. Within a group the ranks compute together, as ever. The store holds counts and the lines of
-reports only, because others may write into it (`evodsp.launch.store`); results are gathered when all records are done.
+reports only, because others may write into it (`evodsp.launch.watch`); results are gathered when all records are done.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from evodsp.inference.run_log import Report
 from evodsp.launch.consensus import all_of, from_first
-from evodsp.launch.store import foreign, set_texts, texts
+from evodsp.launch.watch import foreign, set_texts, texts
 from evodsp.parallel.group import Group
 
 _POLL_S = 0.2

@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO
 
-from evodsp.launch.parent import GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
-from evodsp.launch.store import local_store
+from evodsp.launch.environment import GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
+from evodsp.launch.watch import local_store
 from evodsp.printing import tell
 
 POLL_S = 0.05

@@ -24,10 +24,8 @@ import torch
 import torch.distributed as dist
 
 from evodsp.errors import UserError
-from evodsp.launch.environment import RankAddress, place
-from evodsp.launch.parent import GIVEN_UP
-from evodsp.launch.store import foreign, loopback, open_store, text
-from evodsp.launch.watch import Watch, watch_of_this_process
+from evodsp.launch.environment import GIVEN_UP, RankAddress, place
+from evodsp.launch.watch import Watch, foreign, loopback, open_store, text, watch_of_this_process
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Mesh, init_mesh
 from evodsp.printing import one_line, shown, tell

@@ -1,9 +1,14 @@
-"""Notices a rank that has stopped, and says which one.
+"""The store through which the ranks of a run meet, and the watch, which notices a rank that has stopped and says which
+one.
 
-A rank that waits in a collective cannot tell which rank it waits for. So a thread of every rank writes two numbers to the store
-through which the ranks met: a HEARTBEAT, which the thread increases regularly, and the number of COLLECTIVES that the rank has
-launched (torch counts those of each process group). Rank 0 reads the numbers of all ranks; the others read
-rank 0's:
+torch's store asks nobody for a password: whoever reaches its port reads and writes every key. So a store of one machine
+listens on its loopback address only, and evodsp's own values are numbers and texts that are checked here. Nothing is
+unpickled.
+
+A rank that waits in a collective cannot tell which rank it waits for. So a thread of every rank writes two numbers to the
+store through which the ranks met: a HEARTBEAT, which the thread increases regularly, and the number of COLLECTIVES that the
+rank has launched (torch counts those of each process group). Rank 0 reads the numbers of all ranks; the others read rank
+0's:
 
 torch does not count what CUDA graphs launch again: `count` adds those.
 
@@ -11,27 +16,124 @@ torch does not count what CUDA graphs launch again: `count` adds those.
 - All hearts beat but no rank launches a collective: one rank hangs in its own code and the others wait for it. It is the rank
   that has launched the fewest. Nothing needs to report progress for this.
 
-The rank that finds a problem writes a verdict to the store, prints it on standard error and ends its process at once: the main
-thread may be waiting in a collective, where no exception can reach it. The other ranks read the verdict and end too.
+The rank that finds a problem writes a verdict to the store, prints it on standard error and ends its process at once: the
+main thread may be waiting in a collective, where no exception can reach it. The other ranks read the verdict and end too.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import math
 import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from evodsp.errors import UserError
-from evodsp.launch.parent import GIVEN_UP
-from evodsp.launch.store import as_text, foreign, text
+from evodsp.launch.environment import GIVEN_UP
 from evodsp.printing import shown, tell
+
+LONGEST = 4 << 20
+"""Bytes of the longest value that is read. torch's store takes messages of twice this size."""
+_BACKLOG = 2048
+"""Connections that may wait to be accepted, as many as where torch itself listens."""
+
+
+def loopback(host: str) -> str | None:
+    """The address of `host` if that names this machine to itself, such as 127.0.0.1 for 'localhost'; otherwise None."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        return host if ipaddress.ip_address(host).is_loopback else None
+    except ValueError:  # the name of a machine
+        return None
+
+
+def local_store() -> dist.TCPStore:
+    """A store on a free port of this machine's loopback address, where no other machine can reach it."""
+    return _listening("127.0.0.1", 0, timedelta(minutes=5))
+
+
+def open_store(host: str, port: int, timeout_s: float, hosts: bool) -> dist.TCPStore:
+    """A connection to the store at `host`, which is made here if this process `hosts` it: on the loopback address if `host` is
+    one, otherwise on all addresses, because ranks of other machines connect to it. Raises DistError if that is impossible.
+    """
+    timeout, address = timedelta(seconds=timeout_s), loopback(host)
+    if hosts and address is not None:
+        return _listening(address, port, timeout)
+    return dist.TCPStore(address or host, port, None, hosts, timeout=timeout, wait_for_workers=False)
+
+
+def _listening(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens at one address. torch by itself listens at all of them, whatever host it is given."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listener = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise dist.DistNetworkError(f"cannot listen at {address}:{port}: {error.strerror}") from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        address, port, None, True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def text(store: dist.Store, key: str) -> str:
+    """The text under a key that has been set, or is about to be: ranks come to a place one after another.
+
+    Raises UserError if the store's time limit passes without one, if it is no text, or too long a one.
+    """
+    try:
+        value = store.get(key)
+    except dist.DistStoreError:  # nothing but the time limit; a lost connection is a DistNetworkError
+        raise foreign(store, key, "nothing", "a text") from None
+    return as_text(store, key, value)
+
+
+def as_text(store: dist.Store, key: str, value: bytes) -> str:
+    """A value of the store as text. `key`: the key of the value. Raises UserError if it is no text, or too long a one."""
+    if len(value) > LONGEST:
+        raise foreign(store, key, f"{len(value):,} bytes", f"{LONGEST:,} at most")
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        raise foreign(store, key, shown(value), "UTF-8 text") from None
+
+
+def set_texts(store: dist.Store, key: str, texts: Sequence[str]) -> None:
+    """Write texts under a key, as JSON."""
+    store.set(key, json.dumps(list(texts)))
+
+
+def texts(store: dist.Store, key: str) -> list[str]:
+    """The texts that `set_texts` wrote. Raises UserError if anything else is under the key, or nothing."""
+    found = text(store, key)
+    try:
+        content = json.loads(found)
+        if isinstance(content, list) and all(isinstance(entry, str) for entry in content):
+            "".join(content).encode()  # JSON can spell halves of characters
+            return content
+    except (ValueError, RecursionError):
+        pass
+    raise foreign(store, key, shown(found), "a list of texts in JSON")
+
+
+def foreign(store: dist.Store, key: str, found: str, expected: str) -> UserError:
+    """The error for a value that no rank has written."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    where = f" at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+    return UserError(
+        f"the ranks' store{where}, key {key}: found {found}, expected {expected}; another program writes into it. "
+        "Close its port to other users and machines (docs/security.md, 'Ports')"
+    )
+
 
 SILENCE_S = 60.0
 """A busy process delays its heartbeat by a second or two; this leaves room for a machine that swaps."""

@@ -32,9 +32,16 @@ import torch.distributed as dist
 from evodsp.errors import UserError
 from evodsp.files import check_output, write_text
 from evodsp.launch.consensus import all_of, from_first
-from evodsp.launch.environment import RankAddress, place, under_launcher
+from evodsp.launch.environment import (
+    GIVEN_UP,
+    LAUNCHER,
+    RankAddress,
+    end_with_launcher,
+    launched_by_evodsp,
+    place,
+    under_launcher,
+)
 from evodsp.launch.launcher import launch
-from evodsp.launch.parent import GIVEN_UP, LAUNCHER, end_with_launcher, launched_by_evodsp
 from evodsp.launch.process_group import guarded, lost_contact, open_store, start, stop
 from evodsp.printing import one_line, show, tell
 from evodsp.reading.text_files import read_json

@@ -23,9 +23,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from evodsp.errors import UserError
 from evodsp.files import lock, output_errors
 from evodsp.launch.consensus import from_first, long_from_first, on_first
-from evodsp.launch.environment import place, under_launcher
+from evodsp.launch.environment import STOPPED, place, tell_stopped, under_launcher
 from evodsp.launch.launcher import launch
-from evodsp.launch.parent import STOPPED, tell_stopped
 from evodsp.launch.process_group import gpu_number, guarded, stop
 from evodsp.model.precision import float32_matmul
 from evodsp.printing import show, tell

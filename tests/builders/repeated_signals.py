@@ -30,7 +30,7 @@ SIGNALS, LONGEST_S = 4, 0.5
 
 SAVES = """
 import signal, sys, time
-from evodsp.launch.parent import end_with_launcher
+from evodsp.launch.environment import end_with_launcher
 def save(*_):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(1.2)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from evodsp.launch.parent import STOPPED_FILE
+from evodsp.launch.environment import STOPPED_FILE
 
 STEP = 2
 """The step in which the signal comes."""

@@ -217,7 +217,7 @@ LAUNCH = """
 import subprocess, sys, threading
 from evodsp.launch import launcher
 started, real = [], launcher._start
-RANK = "from evodsp.launch.parent import end_with_launcher as f; f(); import time; time.sleep(100)"
+RANK = "from evodsp.launch.environment import end_with_launcher as f; f(); import time; time.sleep(100)"
 class Patient(subprocess.Popen):
     def __init__(self, words, **options):
         super().__init__([sys.executable, "-c", RANK], **options)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from evodsp.errors import UserError
 from evodsp.launch import launcher, process_group, watch
 from evodsp.launch.environment import RankAddress
-from evodsp.launch.store import LONGEST, local_store, loopback, open_store, text, texts
-from evodsp.launch.watch import Watch
+from evodsp.launch.watch import LONGEST, Watch, local_store, loopback, open_store, text, texts
 from tests.builders.attacks import Attack
 from tests.builders.processes import free_port
 
