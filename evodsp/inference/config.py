@@ -23,7 +23,7 @@ from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.reading.answers import check_address
-from evodsp.search.limits import PUBLIC, ServerLimits
+from evodsp.search.config import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name
 
 Pairing = Literal["species", "entry", "none"]

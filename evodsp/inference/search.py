@@ -14,8 +14,7 @@ from evodsp.inference.failures import RecordFailure
 from evodsp.inference.inputs import read_inputs
 from evodsp.inference.targets import AlignmentFolder, Target
 from evodsp.printing import progress, show, tell
-from evodsp.search.config import SearchConfig
-from evodsp.search.limits import ServerLimits
+from evodsp.search.config import SearchConfig, ServerLimits
 from evodsp.search.programs import LocalProgram
 from evodsp.search.searcher import NoAnswerError, Searcher, is_kept, search
 from evodsp.search.server import MsaServer

@@ -37,7 +37,7 @@ from evodsp.packaged import read_run_config
 from evodsp.planner.device import load_device, load_link
 from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
-from evodsp.search.limits import ServerLimits
+from evodsp.search.config import ServerLimits
 from evodsp.search.server import MsaServer
 from evodsp.training.quarantine import read_quarantine
 from evodsp.training.replay import replay

@@ -12,7 +12,7 @@ from evodsp.data.records import ProteinSequence
 from evodsp.inference import search
 from evodsp.inference.search import with_searched
 from evodsp.inference.targets import Target, find_targets
-from evodsp.search.limits import ServerLimits
+from evodsp.search.config import ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError
 from evodsp.search.server import MsaServer
 

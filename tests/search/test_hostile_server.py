@@ -18,12 +18,10 @@ import pytest
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import SettingError, UserError
 from evodsp.reading.answers import BadAnswerError
-from evodsp.search import archive
-from evodsp.search.archive import split
-from evodsp.search.config import SearchConfig
-from evodsp.search.limits import ServerLimits
+from evodsp.search import server as archive
+from evodsp.search.config import SearchConfig, ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher, search
-from evodsp.search.server import MsaServer
+from evodsp.search.server import MsaServer, split
 from tests.builders.msa_server import alignments
 from tests.builders.raw_server import Send, answer, raw_server
 

@@ -12,7 +12,7 @@ import pytest
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_folder import read_alignment_dir
 from evodsp.errors import UserError
-from evodsp.search.limits import ServerLimits
+from evodsp.search.config import ServerLimits
 from evodsp.search.searcher import NoAnswerError, search
 from evodsp.search.server import MsaServer
 from tests.builders.msa_server import FILES, StandIn, alignments, serving
