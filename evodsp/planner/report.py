@@ -8,9 +8,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from evodsp.planner.choose import Comparison
 from evodsp.planner.device import MARGIN
-from evodsp.planner.mesh import Estimate
+from evodsp.planner.mesh import Comparison, Estimate
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted
 from evodsp.report.page import Level, Page, Series, lines, stacked, timeline

@@ -39,7 +39,6 @@ TABLE_9_TOKENS = 2**23
 HERE = Path(__file__).resolve().parent
 PLANNER = (
     "trace.py",
-    "operator_costs.py",
     "simulate.py",
     "device.py",
     "links/nvlink4.yaml",

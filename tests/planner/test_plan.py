@@ -17,12 +17,22 @@ from evodsp.config import LossConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.recomputation import Recomputed
 from evodsp.packaged import read_run_config
-from evodsp.planner import choose
-from evodsp.planner.choose import compare, possible
+from evodsp.planner import mesh
+from evodsp.planner.command import training_of
 from evodsp.planner.config import PlanConfig
 from evodsp.planner.device import Device, Links, load_device, load_link
-from evodsp.planner.from_run import training_of
-from evodsp.planner.mesh import Estimate, Memory, TracedPass, Training, _reductions, _update_s, estimate, memory
+from evodsp.planner.mesh import (
+    Estimate,
+    Memory,
+    TracedPass,
+    Training,
+    _reductions,
+    _update_s,
+    compare,
+    estimate,
+    memory,
+    possible,
+)
 from evodsp.planner.program import Program, Repeat, SampleSizes
 from evodsp.planner.report import page
 from evodsp.planner.simulate import Item, Span, Times
@@ -118,8 +128,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, step_s: dict[int, float], needs: dict[
         none = Times()
         return Estimate(data, sequence, held, 100, recomputed, step_s[sequence], 1, none, *no_time, 12, none)
 
-    monkeypatch.setattr(choose, "estimate", estimate)
-    monkeypatch.setattr(choose, "traced", _nothing)
+    monkeypatch.setattr(mesh, "estimate", estimate)
+    monkeypatch.setattr(mesh, "traced", _nothing)
 
 
 def _nothing(training: Training, sequence: int, recomputed: Recomputed) -> Program:
@@ -188,7 +198,7 @@ def test_as_little_is_recomputed_as_fits(monkeypatch: pytest.MonkeyPatch) -> Non
     need not."""
     blocks = 48
     training = dataclasses.replace(SMALL, model=ModelConfig.preset("model_3"))
-    monkeypatch.setattr(choose, "traced", _mixed)
+    monkeypatch.setattr(mesh, "traced", _mixed)
 
     def needs(training: Training, program: Program, items: list[Item], ranks: int, batches: int) -> Memory:
         if not program.repeats:
@@ -199,12 +209,12 @@ def test_as_little_is_recomputed_as_fits(monkeypatch: pytest.MonkeyPatch) -> Non
         of_first, of_last = 1 - program.batch_bytes, 2 - (program.parameters == blocks)
         return Memory((first * of_first + last * of_last) * 2**30, 0, 0, 0, 0, 0, "")
 
-    monkeypatch.setattr(choose, "memory", needs)
+    monkeypatch.setattr(mesh, "memory", needs)
 
     def recomputed(usable_gib: float) -> tuple[int, ...]:
         device = dataclasses.replace(load_device("h100"), memory_gib=usable_gib, fragmentation=0.0, reserved_gib=0.0)
         with ThreadPoolExecutor(1) as pool:
-            planned = choose.Planned(training, device, LINKS, True, pool)
+            planned = mesh.Planned(training, device, LINKS, True, pool)
             return tuple(planned._cheapest(TracedPass(_mixed(training, 1, Recomputed(0, 4)), []), 1, 1)[0])
 
     whole = {0.0: (48, 0), 2.9: (48, 0), 3.01: (45, 3), 3.9: (45, 3), 4.01: (44, 4), 43.7: (5, 43), 50.9: (4, 44)}
@@ -228,7 +238,7 @@ def test_what_is_recomputed_as_the_config_says(
     again: Any = {"checkpoint": setting, "checkpoint_projections": projections}
     model = dataclasses.replace(model, evoformer=dataclasses.replace(model.evoformer, **again))
     with ProcessPoolExecutor(1) as pool:  # starts no process before it gets work
-        planned = choose.Planned(dataclasses.replace(SMALL, model=model), load_device("h100"), LINKS, False, pool)
+        planned = mesh.Planned(dataclasses.replace(SMALL, model=model), load_device("h100"), LINKS, False, pool)
     assert planned._unsearched == expected
 
 

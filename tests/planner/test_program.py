@@ -21,8 +21,8 @@ from evodsp.model.kernels import by_chunks
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group, Ledger
-from evodsp.planner import operator_costs
 from evodsp.planner import program as followed
+from evodsp.planner import trace
 from evodsp.planner.device import Links, load_device, load_link
 from evodsp.planner.prediction import PlannedPrediction, prediction_times
 from evodsp.planner.program import PlannedStep, Program, SampleSizes, program
@@ -125,7 +125,7 @@ def test_remembered_shapes_are_those_of_the_operators(
         dataclasses.replace(step, sizes=SampleSizes(5, 3, 4, 1))
     )  # brings tables of constants to the device, once a process
     found = program(step).events
-    monkeypatch.setattr(operator_costs.Shapes, "run", lambda _, function, args, kwargs: function(*args, **kwargs))
+    monkeypatch.setattr(trace.Shapes, "run", lambda _, function, args, kwargs: function(*args, **kwargs))
     assert found == program(step).events
     # Tensors are large enough to be followed.
     assert len({event.live for event in found if isinstance(event, Operation)}) > 30

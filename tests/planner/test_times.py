@@ -14,10 +14,9 @@ from evodsp.errors import UserError
 from evodsp.parallel.group import Kind
 from evodsp.planner.device import Device, Link, Links, load_device, load_link, names
 from evodsp.planner.measure import with_shares
-from evodsp.planner.operator_costs import logits_of
 from evodsp.planner.program import Repeat
 from evodsp.planner.simulate import Item, Span, replayed, simulate, spans, whole
-from evodsp.planner.trace import Communication, Operation, Wait
+from evodsp.planner.trace import Communication, Operation, Wait, logits_of
 
 PLACE = ("evoformer", 1)
 LINK = Link("test", dict.fromkeys(load_link("nvlink4").start_us, 10.0), [[1e3, 1.0], [1e6, 2.0]], 0.5)
