@@ -1,18 +1,22 @@
 """`evodsp selftest --scaling`: what several GPUs, or several machines, do together, in one file.
 
-Each rank that a launcher has started is two processes. The SUPERVISOR, which computes nothing, starts the WORKER. The workers
-form one process group and go through the parts together. A part is a generator (`evodsp.selftest.scaling_parts`): rank 0 writes
-each row that it yields into the report at once. After a part the workers tell each other through the store what went wrong, so
-that an error that all of them meet costs one part only. A worker that hangs, dies, or waits for one that did, is ended at the
-part's limit; then all supervisors start new workers, which go on with the next part. So does whatever a part ends on purpose.
+Each rank that a launcher has started is two processes. The SUPERVISOR, which computes nothing, starts the WORKER. The
+workers form one process group and go through the parts together. A part is a generator (`evodsp.selftest.scaling_parts`):
+rank 0 writes each row that it yields into the report at once. After a part the workers tell each other through the store
+what went wrong, so that an error that all of them meet costs one part only. A worker that hangs, dies, or waits for one that
+did, is ended at the part's limit; then all supervisors start new workers, which go on with the next part. So does whatever a
+part ends on purpose.
 
 The report's JSON is also a file of a device and its links (`evodsp.planner.device`).
+
+The page has every part's rows as tables, and charts of what was measured.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
 import signal
 import socket
@@ -21,13 +25,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from markupsafe import Markup
 
 from evodsp.errors import UserError
 from evodsp.files import check_output, write_text
@@ -45,10 +50,79 @@ from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import guarded, lost_contact, open_store, start, stop
 from evodsp.printing import one_line, show, tell
 from evodsp.reading.text_files import read_json
+from evodsp.report.page import Page, Series, lines
 from evodsp.selftest.config import SCALING_PARTS, SelftestConfig
-from evodsp.selftest.scaling_page import page
 from evodsp.selftest.scaling_parts import FAULTS, PARTS, ScalingRun
 from evodsp.version import __version__
+
+Row = Mapping[str, Any]
+
+_CHARTS = {
+    "speed": (("between", "ranks"), "collective", "bytes", ("GB/s",)),
+    "scaling": (("residues",), "how", "ranks", ("ms", "planned ms")),
+}
+"""By part: a chart for each value of the first columns, a line for each of the next one, x, and y; a second y is dashed."""
+
+
+def page(report: Mapping[str, Any]) -> Page:
+    """The page of a report, finished or not."""
+    parts: Mapping[str, Any] = report["parts"]
+    states = [part["state"] for part in parts.values()]
+    made = Page(f"evodsp on {report['ranks']} ranks", f"evodsp {report['evodsp']}, begun {report['begun']}")
+    text = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    made.verdict(f"{len(states)} parts: {text}", set(states) == {"ok"})
+    rows = [
+        (name, one["state"], f"{one.get('seconds', 0):.0f}", "; ".join(one["problems"])) for name, one in parts.items()
+    ]
+    made.table(("part", "result", "seconds", "problems"), rows, {"seconds"})
+    for name, part in parts.items():
+        if part["rows"]:
+            made.heading(name)
+        if name in _CHARTS:
+            per, by, x, (y, *planned) = _CHARTS[name]
+            drawn = [row for row in part["rows"] if y in row]
+            made.charts({title: _chart(own, by, x, (y, *planned)) for title, own in _grouped(drawn, per).items()})
+            made.legend(list(_grouped(drawn, (by,))))
+        for columns, own in _grouped_by_columns(part["rows"]).items():
+            numbers = [column for column in columns if not isinstance(own[0][column], str | bool)]
+            made.table(columns, ([_cell(row[column]) for column in columns] for row in own), numbers)
+    return made
+
+
+def _chart(rows: Sequence[Row], by: str, x: str, ys: Sequence[str]) -> Markup:
+    """Lines of the first of `ys`, and dashed ones of the second."""
+    powers = x == "bytes"
+    series = [
+        Series(
+            name, [math.log2(row[x]) if powers else row[x] for row in own], [row[y] for row in own], colour, number > 0
+        )
+        for number, y in enumerate(ys)
+        for colour, (name, own) in enumerate(_grouped(sorted(rows, key=lambda row: row[x]), (by,)).items())
+    ]
+    dashed = f" (dashed: {ys[1]})" if len(ys) > 1 else ""
+    return lines(series, f"log2 of {x}" if powers else x, ys[0] + dashed)
+
+
+def _cell(value: object) -> str | int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def _grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[str, list[Row]]:
+    """Rows by what these columns say."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        named = (f"{row[key]:,} {key}" if isinstance(row[key], int) else str(row[key]) for key in keys)
+        groups.setdefault(", ".join(named), []).append(row)
+    return groups
+
+
+def _grouped_by_columns(rows: Iterable[Row]) -> dict[tuple[str, ...], list[Row]]:
+    """Rows that have the same columns are one table."""
+    tables: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        tables.setdefault(tuple(row), []).append(row)
+    return tables
+
 
 _MEETING_S = 120.0
 _GRACE_S = 10.0

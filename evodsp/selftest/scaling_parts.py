@@ -46,8 +46,7 @@ from evodsp.planner.mesh import TracedPass, Training, estimate, traced
 from evodsp.planner.program import SampleSizes, recomputed_of
 from evodsp.rng import Draws
 from evodsp.selftest import ranks
-from evodsp.selftest.random_sample import random_features, with_labels
-from evodsp.selftest.shared_device import both, compared, mean_of, subjects
+from evodsp.selftest.shared_device import both, compared, mean_of, random_features, subjects, with_labels
 from evodsp.training.world import MeshWorld, World
 
 Row = dict[str, Any]

@@ -42,7 +42,7 @@ from evodsp.model.primitives import use_kernels
 from evodsp.model.templates import TemplatePairStack
 from evodsp.planner.program import PlannedStep, SampleSizes, program
 from evodsp.rng import Draws
-from evodsp.selftest.random_sample import EVERY_TERM
+from evodsp.selftest.shared_device import EVERY_TERM
 
 from . import gpu_anchors, gpu_cases, host_time
 from .gpu_rows import operators_of

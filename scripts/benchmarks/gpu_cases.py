@@ -24,7 +24,7 @@ from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
-from evodsp.selftest.random_sample import EVERY_TERM, random_features, with_labels
+from evodsp.selftest.shared_device import EVERY_TERM, random_features, with_labels
 from evodsp.weights.command import randomise
 
 from .gpu_clock import Step

@@ -34,7 +34,7 @@ from evodsp.model.primitives import use_kernels
 from evodsp.model.recordings import CudaRecorder, Recorder, Rerun
 from evodsp.model.templates import TemplatePairStack
 from evodsp.rng import Draws
-from evodsp.selftest.random_sample import EVERY_TERM, random_features
+from evodsp.selftest.shared_device import EVERY_TERM, random_features
 from evodsp.weights.command import randomise
 
 from .gpu_cases import Inputs, autocast, labelled

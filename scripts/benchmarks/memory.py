@@ -32,7 +32,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.collectives import DIMENSION
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
-from evodsp.selftest.random_sample import random_features
+from evodsp.selftest.shared_device import random_features
 
 from .fake_ranks import fake_group
 from .pair_stacks import DAP_REGATHERING, DSP, DSP_REGATHERING, FASTFOLD, FOLD_CP, Method

@@ -32,7 +32,7 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
-from evodsp.selftest.random_sample import random_features
+from evodsp.selftest.shared_device import random_features
 from scripts.benchmarks.calling_lines import calling_lines
 from tests.builders.labelled_batch import batch_of
 from tests.ranks import RankPool

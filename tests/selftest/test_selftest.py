@@ -17,8 +17,7 @@ import torch
 from evodsp.cli import main
 from evodsp.model.kernels import chunked
 from evodsp.selftest import command, ranks, shared_device
-from evodsp.selftest.checks import Check, Suite
-from evodsp.selftest.command import CheckResult
+from evodsp.selftest.command import Check, CheckResult, Suite
 
 
 @pytest.mark.verify
