@@ -149,7 +149,7 @@ class ReplayCommand(Command):
             "--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if there is one"
         )
         given = parser.parse_args(words)
-        return int(_imported("evodsp.training.replay:run")(given.file, given.device))
+        return int(_imported("evodsp.training.bad_samples:run")(given.file, given.device))
 
 
 COMMANDS: dict[str, Command] = {

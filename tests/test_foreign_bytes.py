@@ -37,7 +37,7 @@ ALLOWED = {
     "evodsp/launch/consensus.py": {
         "broadcast_object_list", "all_gather_object", "send_object_list", "recv_object_list",
     },
-    "evodsp/training/strategy.py": {"broadcast_object_list"},
+    "evodsp/training/trainer.py": {"broadcast_object_list"},
 }  # fmt: skip
 """By file: what it may use, and why that is safe."""
 

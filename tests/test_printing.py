@@ -19,7 +19,7 @@ from evodsp.inference.run_log import run_log
 from evodsp.inference.score.table import StructureScores, columns_of, write_scores
 from evodsp.printing import counted, escape_others, logger, printable, progress, show, tell
 from evodsp.report.page import Page
-from evodsp.training.progress import TrainingProgress
+from evodsp.training.logs import TrainingProgress
 from tests.builders.evil_text import EVIL, SHOWN
 
 _WRITE = ("getLogger", "write", "print")

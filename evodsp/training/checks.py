@@ -19,7 +19,6 @@ from evodsp.files import check_output_folder
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.launch.environment import place, under_launcher, was_restarted
 from evodsp.losses.total import check_heads
-from evodsp.model.frozen import check_patterns
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import WHEN_TO_RAISE, ParallelConfig
@@ -28,11 +27,10 @@ from evodsp.printing import counted
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig, check_samples, check_templates
 from evodsp.training.execution import check_compilation, check_graphs, obstacle_to_graphs
+from evodsp.training.gradients import Batching, batching, check_patterns
+from evodsp.training.loader import read_quarantine
 from evodsp.training.options import SETTINGS, Command
-from evodsp.training.quarantine import read_quarantine
-from evodsp.training.recipe import Batching, batching
-from evodsp.training.resume import began_with, changes, recorded
-from evodsp.training.run_folder import RunFolder
+from evodsp.training.run_folder import RunFolder, began_with, changes, recorded
 from evodsp.training.trainer import check_interval, check_least, check_scored, check_trainer, count_devices
 from evodsp.weights.checkpoint import check_same_model, is_parameter_file, read_checkpoint
 from evodsp.weights.initial import check_initial

@@ -29,24 +29,18 @@ from evodsp.launch.process_group import gpu_number, guarded, stop
 from evodsp.model.precision import float32_matmul
 from evodsp.printing import show, tell
 from evodsp.training.bad_samples import BadSamples
-from evodsp.training.baseline import warn_of_overlap, write_baseline
-from evodsp.training.chains import unapplied_filters
-from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, use_checkpoint_io
+from evodsp.training.chains import ChainDataModule, unapplied_filters
+from evodsp.training.checkpoints import BestCheckpoint, ExponentialMovingAverage, LastCheckpoint, use_checkpoint_io
 from evodsp.training.checks import CheckedRun, Settings, check_run, count_ranks, on_gpu, run_config
 from evodsp.training.config import RunConfig
-from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.ema import ExponentialMovingAverage
 from evodsp.training.execution import AutomaticRecomputation, CompiledBlocks, RecordedStacks
-from evodsp.training.logs import CurveLogger, log_settings, training_loggers
+from evodsp.training.loader import read_quarantine
+from evodsp.training.logs import CurveLogger, Throughput, TrainingProgress, Utilisation, log_settings, training_loggers
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
-from evodsp.training.progress import TrainingProgress
-from evodsp.training.quarantine import read_quarantine
 from evodsp.training.run_end import EarlyStop, Interruption, LastValidation, RunStopped, StopRequest, deadline
-from evodsp.training.scores import score_table, write_scores
-from evodsp.training.strategy import DSPStrategy
-from evodsp.training.throughput import Throughput, Utilisation
-from evodsp.training.trainer import check_callbacks, hush, tell_first
+from evodsp.training.scores import score_table, warn_of_overlap, write_baseline, write_scores
+from evodsp.training.trainer import DSPStrategy, check_callbacks, hush, tell_first
 from evodsp.training.world import MeshWorld, World
 from evodsp.weights.checkpoint import PREFIX, load_model
 from evodsp.weights.initial import initialise

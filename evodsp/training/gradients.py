@@ -7,26 +7,163 @@ mean over all ranks.
 We use flat buffers instead of DDP's wrapper: gradients can be clipped between the stages, and a parameter that a sample does
 not use needs no special case (its gradient is zero).
 
-A sample whose loss or gradient is not finite must not reach the parameters. With clipping per sample it is left out: its loss
-travels with its gradient through the mean over the sequence group, so that all of its ranks find the same, and the number of
-samples that count travels through the mean over data ranks. Otherwise samples are summed before they can be told apart, and the
-caller discards the whole step. Nothing here makes the host wait for the device.
+A sample whose loss or gradient is not finite must not reach the parameters. With clipping per sample it is left out: its
+loss travels with its gradient through the mean over the sequence group, so that all of its ranks find the same, and the
+number of samples that count travels through the mean over data ranks. Otherwise samples are summed before they can be told
+apart, and the caller discards the whole step. Nothing here makes the host wait for the device.
+
+A recipe counts in samples: the global batch, the learning rate's schedule, the epochs, the length of a run. So it means the
+same on any number of ranks. Optimizer steps follow from it.
+
+`model.freeze` names parameters that a run does not train.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from evodsp.config import ModelConfig
+from evodsp.errors import UserError, nearest
+from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.dtensor import local, sum_over_shards
 from evodsp.parallel.group import Group, Mesh, WaitTimes
+from evodsp.printing import counted
+from evodsp.training.config import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How the samples of one optimizer step are divided."""
+
+    data_ranks: int
+    """The number of ranks, or of groups of ranks that share a sample, which compute different samples at a time."""
+    batch_size: int
+    """The number of samples that each of them has in one batch."""
+    accumulate: int
+    """The number of batches in one step."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of one optimizer step: the global batch."""
+        return self.data_ranks * self.batch_size * self.accumulate
+
+    def steps(self, samples: int) -> int:
+        """Optimizer steps after which at least `samples` samples were taken."""
+        return math.ceil(samples / self.samples)
+
+    def batches(self, samples: int) -> int:
+        """Batches of a data rank in these steps."""
+        return self.steps(samples) * self.accumulate
+
+    def __str__(self) -> str:
+        return (
+            f"{counted(self.samples, 'sample')} a step: data ranks {self.data_ranks} x data.batch_size {self.batch_size} x "
+            f"accumulated batches {self.accumulate}"
+        )
+
+
+def batching(global_batch: int | None, data_ranks: int, batch_size: int, accumulate: int) -> Batching:
+    """The division of `global_batch` samples; None: `accumulate` batches a step, of `batch_size` samples on each data rank.
+
+    `accumulate`: trainer.accumulate_grad_batches. Raises UserError if `global_batch` does not divide, or if both are given.
+    """
+    if global_batch is None:
+        return Batching(data_ranks, batch_size, accumulate)
+    if accumulate != 1:
+        raise UserError(
+            f"global_batch is {global_batch}, which sets how many batches are accumulated, but "
+            f"trainer.accumulate_grad_batches is {accumulate}; give one of them"
+        )
+    at_once = data_ranks * batch_size
+    if global_batch % at_once:
+        raise UserError(
+            f"global_batch is {global_batch}, but must be a multiple of {at_once} (data ranks {data_ranks} x data.batch_size "
+            f"{batch_size}); use another global_batch, data.batch_size, parallel.sequence or number of devices"
+        )
+    return Batching(data_ranks, batch_size, global_batch // at_once)
+
+
+def learning_rate(sample: int, batch: int, config: OptimizerConfig, total_samples: int) -> float:
+    """Learning rate (supplement 1.11.3): a warm-up, then constant with one drop, or a cosine.
+
+    It holds for the optimizer step of samples `sample` (from 0) to `sample` + `batch` - 1, in a run of
+    `total_samples`.
+    """
+    warmup = config.warmup_samples
+    if sample < warmup:
+        # The rate of the first step is above zero; the last step of the warm-up has the full rate.
+        return config.lr * min(sample + batch, warmup) / warmup
+    if config.schedule == "constant":
+        return config.lr * (config.drop_factor if sample >= config.drop_samples else 1.0)
+    # The last step has exactly `final_lr`.
+    progress = min(1.0, (sample - warmup) / max(1, total_samples - batch - warmup))
+    return config.final_lr + (config.lr - config.final_lr) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def freeze(model: nn.Module, patterns: Sequence[str], only: Sequence[str] = ()) -> None:
+    """Let the parameters of the model that a pattern names require no gradient, and if there are patterns of those that are
+    trained alone, all that these do not name."""
+    for name, parameter in model.named_parameters():
+        if _is_frozen(name, patterns, only):
+            parameter.requires_grad_(False)
+
+
+def _is_frozen(name: str, patterns: Sequence[str], only: Sequence[str]) -> bool:
+    return any(_names(pattern, name) for pattern in patterns) or (
+        bool(only) and not any(_names(pattern, name) for pattern in only)
+    )
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are not frozen, in the order of the model."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def check_patterns(config: ModelConfig, patterns: Sequence[str], only: Sequence[str] = ()) -> None:
+    """Raise UserError for a pattern that names no parameter of the model, and for patterns that leave none to train.
+
+    `only`: the patterns of those that are trained alone.
+    """
+    if not patterns and not only:
+        return
+    with torch.device("meta"):
+        parameters = [name for name, _ in AlphaFold(config).named_parameters()]
+    for setting, given in (("model.freeze", patterns), ("model.train_only", only)):
+        for pattern in given:
+            if not any(_names(pattern, name) for name in parameters):
+                parts = {part for name in parameters for part in _parts(name)}
+                raise UserError(
+                    f"{setting}: '{pattern}' names no parameter of this model.{nearest(pattern, parts)} Its parts are "
+                    f"{', '.join(dict.fromkeys(name.partition('.')[0] for name in parameters))}"
+                )
+    if all(_is_frozen(name, patterns, only) for name in parameters):
+        what = "names all parameters" if not only else f"names all that model.train_only trains ({_listed(only)})"
+        raise UserError(f"model.freeze: {_listed(patterns)} {what}, so that nothing is left to train")
+
+
+def _names(pattern: str, name: str) -> bool:
+    """Whether a pattern names the parameter, or a part of the model that it is in."""
+    return any(fnmatchcase(part, pattern) for part in _parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    """The parameter's name and those of the parts that it is in: a, a.b, a.b.c."""
+    words = name.split(".")
+    return [".".join(words[: end + 1]) for end in range(len(words))]
+
+
+def _listed(patterns: Collection[str]) -> str:
+    return ", ".join(f"'{pattern}'" for pattern in patterns)
+
 
 # In elements: each gradient starts at a multiple of this, so that vectorised kernels can be used on it.
 _ALIGNMENT = 32

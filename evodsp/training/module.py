@@ -19,7 +19,6 @@ from evodsp.config import FeatureConfig, KernelsConfig
 from evodsp.losses.permutation import with_fitting_labels
 from evodsp.losses.total import RecordedLoss, total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.frozen import freeze, trained
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
@@ -27,11 +26,10 @@ from evodsp.printing import show
 from evodsp.rng import Draws
 from evodsp.training.bad_samples import BadSamples, NotFiniteWeightsError, Suspect, all_finite, merged
 from evodsp.training.config import TrainingConfig
-from evodsp.training.gradients import Gradients
+from evodsp.training.gradients import Gradients, freeze, learning_rate, trained
 from evodsp.training.logs import LogRows
-from evodsp.training.recipe import learning_rate
-from evodsp.training.resume import KEY, recount_batches, rename_callbacks, use_settings
 from evodsp.training.run_end import Request
+from evodsp.training.run_folder import KEY, recount_batches, rename_callbacks, use_settings
 from evodsp.training.scores import ca_atoms, known_scores, mean_by_chain, mean_scores, residue_counts, score
 from evodsp.training.world import World
 from evodsp.weights.checkpoint import checkpoint_entries

@@ -29,7 +29,7 @@ from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group, WaitTimes, whole_group
 from evodsp.training.gradients import BatchGradients, Gradients, PlainGradients, SampleGradients
-from evodsp.training.quarantine import FailedChain
+from evodsp.training.loader import FailedChain
 
 T = TypeVar("T")
 

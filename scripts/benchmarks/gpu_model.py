@@ -13,9 +13,9 @@ import torch
 
 from evodsp.inference.config import PassSettings
 from evodsp.inference.passes import PassRunner, run_passes
-from evodsp.model.flops import pass_flops, training_flops
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.recordings import CudaRecorder
+from evodsp.training.logs import pass_flops, training_flops
 
 from . import gpu_cases, gpu_clock
 from .gpu_cases import Inputs

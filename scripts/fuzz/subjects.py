@@ -39,8 +39,8 @@ from evodsp.report.run_command import page
 from evodsp.report.runs import read_runs
 from evodsp.search.config import ServerLimits
 from evodsp.search.server import MsaServer
-from evodsp.training.quarantine import read_quarantine
-from evodsp.training.replay import replay
+from evodsp.training.bad_samples import replay
+from evodsp.training.loader import read_quarantine
 from evodsp.training.run_folder import damage
 from evodsp.weights.checkpoint import load_features, load_model
 from evodsp.weights.deepmind import read_npz

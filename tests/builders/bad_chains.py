@@ -14,7 +14,7 @@ import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from evodsp.training.datamodule import ChainDataModule
+from evodsp.training.chains import ChainDataModule
 from tests.builders.chains import AMINO_ACIDS
 from tests.builders.planted_store import KILLER, SLEEPER, PlantedStore
 from tests.builders.training_chains import TINY, write_chain

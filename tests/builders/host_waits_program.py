@@ -22,16 +22,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from evodsp.config import HeadsConfig, ModelConfig
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
-from evodsp.training.chains import find_chains
+from evodsp.training.chains import ChainDataModule, find_chains
+from evodsp.training.checkpoints import ExponentialMovingAverage
 from evodsp.training.config import DataConfig, TrainingConfig
-from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.ema import ExponentialMovingAverage
-from evodsp.training.logs import CurveLogger
+from evodsp.training.logs import CurveLogger, Throughput, TrainingProgress, Utilisation
 from evodsp.training.module import TrainingModule
-from evodsp.training.progress import TrainingProgress
 from evodsp.training.run_end import StopRequest
-from evodsp.training.strategy import DSPStrategy
-from evodsp.training.throughput import Throughput, Utilisation
+from evodsp.training.trainer import DSPStrategy
 from evodsp.training.world import MeshWorld, World
 from tests.builders.host_waits import HostWaits
 from tests.builders.labelled_batch import WEIGHTS

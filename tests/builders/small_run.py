@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from evodsp.report.runs import RESUMED, read_curve
-from evodsp.training.throughput import MEASURED
+from evodsp.training.logs import MEASURED
 from tests.builders.processes import ROOT, begin
 
 STEPS, EVERY = 24, 4

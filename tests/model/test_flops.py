@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from evodsp.config import EvoformerConfig, ModelConfig
-from evodsp.model.flops import backward_flops, pass_flops, training_flops
+from evodsp.training.logs import backward_flops, pass_flops, training_flops
 from tests.builders import small_model
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.frozen import freeze
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.rng import Draws
+from evodsp.training.gradients import freeze
 from tests.builders.comparison import close
 from tests.builders.labelled_batch import WEIGHTS, whole_batch
 from tests.builders.parameters import dense

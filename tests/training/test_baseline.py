@@ -13,10 +13,10 @@ from evodsp.config import ModelConfig
 from evodsp.data.similarity.comparison import Compared
 from evodsp.model.alphafold import AlphaFold
 from evodsp.report.runs import read_runs
-from evodsp.training import baseline
-from evodsp.training.baseline import warn_of_overlap, write_baseline
+from evodsp.training import scores
 from evodsp.training.chains import Chains, find_chains
 from evodsp.training.config import DataConfig
+from evodsp.training.scores import warn_of_overlap, write_baseline
 from evodsp.weights.pretrained import model_card
 from tests.builders.bundled import dimers
 from tests.builders.training_chains import write_chain
@@ -66,7 +66,7 @@ def test_there_is_no_bar_for_chains_that_are_trained_on(
     run_chains: Chains, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Catches '0.937, copying 0.052' of a chain that the run trains on, in its log, its report and its model card."""
-    monkeypatch.setattr(baseline, "MOST_CHAINS", most)
+    monkeypatch.setattr(scores, "MOST_CHAINS", most)
     (tmp_path / "curve.csv").write_text("step,val/lddt_ca\n0,0.937\n")
     write_chain(tmp_path, "6abc_A", f"W{LETTERS[1:]}")
     trained = [*TRAIN, "6abc_A", *(["4abc_A"] if not most else [])]
@@ -109,12 +109,12 @@ def test_no_failure_ends_a_run(
         return line
 
     with monkeypatch.context() as patch:
-        patch.setattr(baseline, "SECONDS", -1)
+        patch.setattr(scores, "SECONDS", -1)
         assert (
             "copying the nearest training chain scores (it takes more than -1 s; evodsp data doctor says it)" in said()
         )
     with monkeypatch.context() as patch:
-        patch.setattr(baseline, "MOST_CHAINS", 1)
+        patch.setattr(scores, "MOST_CHAINS", 1)
         assert "(more than 1 training chains; evodsp data doctor says it)" in said()
     with monkeypatch.context() as patch:
         patch.setattr(Compared, "copies", lambda *_, **__: 1 // 0)

@@ -13,7 +13,7 @@ from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.parallel.config import ParallelConfig
 from evodsp.report.runs import read_curve
-from evodsp.training.resume import recount_batches
+from evodsp.training.run_folder import recount_batches
 from evodsp.training.scores import mean_by_chain
 from evodsp.training.world import MeshWorld
 from tests.builders.forked_command import run_forked

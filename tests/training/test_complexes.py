@@ -24,9 +24,8 @@ from evodsp.geometry.residues import CA
 from evodsp.inference.score.table import columns_of
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.report.runs import read_curve
-from evodsp.training.chains import find_chains
+from evodsp.training.chains import ChainDataModule, find_chains
 from evodsp.training.config import DataConfig, DistillationConfig, check_samples
-from evodsp.training.datamodule import ChainDataModule
 from evodsp.training.scores import known_scores, mean_scores, score, score_table, write_scores
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.complex_files import STRUCTURES, write_complex, write_shortened

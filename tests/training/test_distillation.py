@@ -19,9 +19,8 @@ from evodsp.data.samples.sampling import DISTILLED
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
-from evodsp.training.chains import find_chains
+from evodsp.training.chains import ChainDataModule, find_chains
 from evodsp.training.config import DataConfig, DistillationConfig
-from evodsp.training.datamodule import ChainDataModule
 from tests.builders.builds import config as build_config
 from tests.builders.distillation_run import write_sets
 

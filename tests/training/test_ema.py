@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from evodsp.errors import UserError
-from evodsp.training.ema import ExponentialMovingAverage, decay_at
+from evodsp.training.checkpoints import ExponentialMovingAverage, decay_at
 
 
 class Toy(LightningModule):

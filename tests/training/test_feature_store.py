@@ -10,9 +10,8 @@ import torch
 from evodsp.data.building.command import build
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
-from evodsp.training.chains import find_chains
+from evodsp.training.chains import ChainDataModule, find_chains
 from evodsp.training.config import DataConfig
-from evodsp.training.datamodule import ChainDataModule
 from tests.builders.builds import config
 from tests.builders.training_chains import SEQUENCES
 

@@ -14,9 +14,8 @@ from evodsp.config import ModelConfig
 from evodsp.report.runs import read_curve
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
-from evodsp.training.logs import LogRows
+from evodsp.training.logs import MEASURED, LogRows
 from evodsp.training.module import TrainedBatch, TrainingModule
-from evodsp.training.throughput import MEASURED
 
 STEPS, EVERY, STOPPED = 6, 3, 4
 

@@ -18,8 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 
 from evodsp.cli import main
 from evodsp.training.checkpoints import BestCheckpoint, LastCheckpoint, WholeFileIO
-from evodsp.training.resume import rename_callbacks
-from evodsp.training.run_folder import RunFolder
+from evodsp.training.run_folder import RunFolder, rename_callbacks
 from tests.builders.training import CommandPool
 
 NO_OTHERS = ("--checkpoint_every=null", "--trainer.limit_val_batches=0")

@@ -13,12 +13,17 @@ from evodsp.data.samples.sample_pool import MadeHere
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import FileFormatError, UserError
 from evodsp.parallel.config import ParallelConfig
-from evodsp.training.chains import Chains
+from evodsp.training.chains import ChainDataModule, Chains
 from evodsp.training.config import DataConfig
-from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.loader import EpochSampler, TrainingLoader, WholeChainLoader
-from evodsp.training.quarantine import FailedChain, Quarantine, QuarantineFull
-from evodsp.training.recipe import Batching
+from evodsp.training.gradients import Batching
+from evodsp.training.loader import (
+    EpochSampler,
+    FailedChain,
+    Quarantine,
+    QuarantineFull,
+    TrainingLoader,
+    WholeChainLoader,
+)
 from evodsp.training.world import MeshWorld, World
 from tests.builders.chains import MemoryStore
 from tests.ranks import RankPool

@@ -6,7 +6,7 @@ import pytest
 
 from evodsp.errors import UserError
 from evodsp.training.config import OptimizerConfig
-from evodsp.training.recipe import learning_rate
+from evodsp.training.gradients import learning_rate
 
 
 def rates(config: OptimizerConfig, steps: list[int], batch: int = 1, total: int = 100) -> list[float]:

@@ -10,14 +10,14 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 
-from evodsp.training import progress
-from evodsp.training.progress import TrainingProgress
+from evodsp.training import logs
+from evodsp.training.logs import TrainingProgress
 
 
 def test_a_log_file_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pace of a resumed run taken from the steps of earlier starts too: it would promise to end at once."""
     now = 1000.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
     metrics = {"train/loss": torch.tensor(2.5), "train/samples_per_second": torch.tensor(0.4)}
     trainer = mock.Mock(
         spec=Trainer, global_step=900, estimated_stepping_batches=1000, callback_metrics=metrics, callbacks=[]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.errors import FileFormatError
-from evodsp.training.quarantine import FailedChain, Quarantine, QuarantineFull, failures_of, read_quarantine
+from evodsp.training.loader import FailedChain, Quarantine, QuarantineFull, failures_of, read_quarantine
 
 
 def test_the_file_holds_each_chain_once_and_is_read_again(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig, leaves
 from evodsp.parallel.config import WHEN_TO_RAISE
 from evodsp.parallel.group import init_mesh
+from evodsp.training.chains import ChainDataModule
 from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI
-from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.recipe import learning_rate
+from evodsp.training.gradients import learning_rate
 from evodsp.training.world import World
 from evodsp.weights import by_name
 from scripts.benchmarks.fake_ranks import fake_group

@@ -22,7 +22,7 @@ from evodsp.training.checks import Settings
 from evodsp.training.command import TrainingCLI
 from evodsp.training.config import RunConfig, TrainingConfig
 from evodsp.training.options import Rule
-from evodsp.training.resume import KEY, RULES, began_with, changes, recorded
+from evodsp.training.run_folder import KEY, RULES, began_with, changes, recorded
 from evodsp.weights.checkpoint import read_checkpoint, sizes_by_name
 from tests.builders.one_step import largest_difference, next_weights
 from tests.builders.training_chains import SEQUENCES

@@ -12,10 +12,9 @@ from evodsp.config import FeatureConfig
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.report.runs import read_curve
-from evodsp.training.chains import Chains
+from evodsp.training.chains import ChainDataModule, Chains
 from evodsp.training.config import DataConfig
-from evodsp.training.datamodule import ChainDataModule
-from evodsp.training.recipe import Batching, batching
+from evodsp.training.gradients import Batching, batching
 from evodsp.training.world import World
 
 

@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule, Trainer
 from evodsp.cli import main
 from evodsp.report.runs import RESUMED, read_curve
 from evodsp.training import command
+from evodsp.training.logs import MEASURED
 from evodsp.training.run_end import Interruption, StopRequest, deadline
-from evodsp.training.throughput import MEASURED
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.signal_to_itself import STEP
 from tests.builders.training import CommandPool

@@ -16,9 +16,8 @@ from evodsp.errors import UserError
 from evodsp.features.batch import with_features
 from evodsp.model.alphafold import TEMPLATE_FEATURES
 from evodsp.report.runs import read_curve
-from evodsp.training.chains import find_chains
+from evodsp.training.chains import ChainDataModule, find_chains
 from evodsp.training.config import DataConfig, check_templates
-from evodsp.training.datamodule import ChainDataModule
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.training_chains import SEQUENCES, write_chain
 

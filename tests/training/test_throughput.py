@@ -12,13 +12,12 @@ import torch
 from lightning.pytorch import Trainer
 
 from evodsp.cli import main
-from evodsp.model.flops import pass_flops
 from evodsp.parallel.group import WaitTimes
 from evodsp.report.runs import read_curve
+from evodsp.training.chains import ChainDataModule
 from evodsp.training.command import TrainingCLI
-from evodsp.training.datamodule import ChainDataModule
+from evodsp.training.logs import MEASURED, Throughput, Utilisation, pass_flops, peak_flops
 from evodsp.training.module import TrainingModule
-from evodsp.training.throughput import MEASURED, Throughput, Utilisation, peak_flops
 from evodsp.training.world import World
 from tests.builders import small_model
 from tests.builders.training import CommandPool
@@ -109,7 +108,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("evodsp.training.throughput.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("evodsp.training.logs.time.perf_counter", lambda: self.now)
 
 
 def measured(
@@ -154,7 +153,7 @@ def test_what_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_utilisation_is_that_of_the_devices_that_share_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a batch's FLOPs that are divided among all devices, although each pair of them has a batch of its own."""
     clock = Clock(monkeypatch)
-    monkeypatch.setattr("evodsp.training.throughput.pass_flops", lambda config, batch: 10**9)
+    monkeypatch.setattr("evodsp.training.logs.pass_flops", lambda config, batch: 10**9)
     utilisation = Utilisation(small_model.config(), "32-true", "highest", PEAK_TFLOPS)
     callback, trainer, module = measured(utilisation, ranks=4, data_ranks=2)
     batch = {"sample_index": torch.arange(1), "aatype": torch.zeros(1, 3, 7)}

@@ -5,7 +5,7 @@ drawn with its share of the sum of these probabilities, which gives the same dis
 from the supplement and from OpenFold.
 
 The draws are addressed. Sample i has a sequence of candidates, attempts 0, 1, 2, …, each drawn from (seed, i, attempt) and from
-nothing else. Its chain is the first candidate that is not left out (`evodsp.training.quarantine`). So
+nothing else. Its chain is the first candidate that is not left out (`evodsp.training.loader`). So
 
 - a sample is a function of (seed, i, the chains left out at i), whatever happened at other samples, on other ranks or before a
   resume: no draw consumes the state of a generator;
