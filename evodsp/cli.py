@@ -204,7 +204,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "data fetch",
             "fetch public alignments, structures and lists",
-            settings="evodsp.data.fetch_config:DataFetchConfig",
+            settings="evodsp.data.config:DataFetchConfig",
             runner="evodsp.data.fetch:run",
             required="WHAT... --output DIR [--chains FILE]",
             description="Fetch public data for a list of chains: alignments (OpenProteinSet), structures (the PDB) and "
@@ -216,8 +216,8 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "data index",
             "index a data set, for fast starts of training",
-            settings="evodsp.data.index.config:IndexConfig",
-            runner="evodsp.data.index.command:run",
+            settings="evodsp.data.config:IndexConfig",
+            runner="evodsp.data.index.scan:run",
             required="--alignment_dir DIR --structure_dir DIR --output FOLDER",
             description="Scan alignments, structures and caches once, and write what is known of each chain and where its "
             "files are. Training reads it (data.index): it starts at once, and all processes share it.",
@@ -226,7 +226,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "data doctor",
             "examine a data set before training starts",
-            settings="evodsp.data.doctor.config:DoctorConfig",
+            settings="evodsp.data.config:DoctorConfig",
             runner="evodsp.data.doctor.command:run",
             required="(--config FILE | --alignment_dir DIR --structure_dir DIR) --output DIR",
             description="Look all chains up, read a sample of them as training does, and report what is missing or wrong, on "
@@ -235,8 +235,8 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "data build",
             "parse chains once, into a feature store that training reads",
-            settings="evodsp.data.building.config:BuildConfig",
-            runner="evodsp.data.building.command:run",
+            settings="evodsp.data.config:BuildConfig",
+            runner="evodsp.data.build:run",
             required="--alignment_dir DIR --structure_dir DIR --output DIR",
             description="Parse the alignments, structures and template hits of chains once, or with --complexes true those of "
             "complexes, into a feature store: compressed records with checksums, from which training makes the same samples "

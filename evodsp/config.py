@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from evodsp.errors import (
@@ -583,3 +584,11 @@ def check_exclusion(is_given: bool, has_identity: bool, where: str) -> None:
         raise UserError(
             f"{where}exclude_identity is given, but {where}exclude_like is null; give it, or leave exclude_identity out"
         )
+
+
+def parse_latest_date(option: str, text: str | None) -> date | None:
+    """The date that `text` gives, None for None. Raises UserError, naming the option, for anything but year-month-day."""
+    try:
+        return None if text is None else date.fromisoformat(text)
+    except ValueError as error:
+        raise UserError(f"{option} is '{text}', but must be a date such as 2020-05-14") from error

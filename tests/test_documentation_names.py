@@ -152,9 +152,7 @@ def test_names_in_the_prose_exist(page: str, help_texts: dict[str, str]) -> None
 
 def test_template_searches_are_named_with_all_their_names() -> None:
     """Catches a page or a help text that names hmmsearch's result as one program writes it and hides those of others."""
-    settings = [
-        ROOT / "evodsp" / name for name in ("training/config.py", "inference/config.py", "data/building/config.py")
-    ]
+    settings = [ROOT / "evodsp" / name for name in ("training/config.py", "inference/config.py", "data/config.py")]
     texts = [text_of(page) for page in PAGES if page != "docs/changelog.md"] + [path.read_text() for path in settings]
     parts = [
         part for text in texts for part in re.split(r"\n\s*\n|(?<=\.) (?=[A-Z])|\n- ", text) if "hmm_output.sto" in part

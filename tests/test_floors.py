@@ -56,7 +56,6 @@ FREE = {
     "search.*": ("torch", "lightning", "jsonargparse", "rich"),
     "data.*": ("torch", "lightning", "jsonargparse", "rich"),
     "data.pool": FAST,
-    "data.executors": FAST,
     "geometry.residues": ("torch",),
     "model.schedule": FAST,
     "weights.by_name": FAST,
@@ -65,10 +64,8 @@ FREE = {
 """By pattern of modules (with `evodsp.` left out): the packages that they and all they import must not load."""
 NOT_FREE = {
     "reading.array_files": ("numpy",),
-    "data.samples.chain_record": ("torch",),
-    "data.samples.complex_record": ("torch",),
+    "data.samples.sample_records": ("torch",),
     "data.samples.dataset": ("torch",),
-    "data.samples.sample_pool": ("torch",),
     "data.doctor.command": ("rich",),
     "model.kernels.triton_kernels.device.*": ("triton",),
 }

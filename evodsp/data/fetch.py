@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree
 
-from evodsp.data.fetch_config import DataFetchConfig
+from evodsp.data.config import DataFetchConfig
 from evodsp.data.samples.selection import chain_list, chains_and_lines
 from evodsp.data.sources.layout import split_key
 from evodsp.errors import FileFormatError, UserError

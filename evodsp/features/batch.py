@@ -21,19 +21,21 @@ from torch import Tensor
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import Sample, collate
-from evodsp.data.samples.feature_axes import (
+from evodsp.data.samples.raw_features import (
     CHAIN_AXES,
     FEATURE_AXES,
+    HOST,
+    RAGGED,
     SAMPLED,
     TEMPLATE_AXES,
     FeatureSizes,
+    complex_features,
     max_clusters,
+    piece,
+    raw_features,
 )
-from evodsp.data.samples.raw_features import HOST, RAGGED, complex_features, raw_features
-from evodsp.data.sources.msa import msa_of
-from evodsp.data.sources.query_check import check_alignments
+from evodsp.data.sources.msa import check_alignments, msa_of
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.clusters import (
     cluster_profiles,

@@ -16,8 +16,8 @@ from evodsp.config import (
     check_matmul,
     check_preset,
     computes_in_half,
+    parse_latest_date,
 )
-from evodsp.data.templates.dates import parse_latest_date
 from evodsp.errors import COUNT, POSITIVE, SIZE, UserError, check_numbers, memory_size, nearest
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan

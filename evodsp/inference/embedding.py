@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig, LayerPrecision, computes_in_half
-from evodsp.data.complexes.entities import columns_of, entities_of
+from evodsp.data.records import columns_of, entities_of
 from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError, nearest

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from evodsp.config import ArrangementName, FeatureConfig
-from evodsp.data.samples.feature_axes import check_config
+from evodsp.data.samples.raw_features import check_config
 from evodsp.errors import UserError
 from evodsp.inference.config import SizeSettings
 from evodsp.inference.targets import Target, content_digest, fingerprint

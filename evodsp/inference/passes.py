@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int64, Integer
 
-from evodsp.data.complexes.entities import columns_of, entities_of
-from evodsp.data.samples.feature_axes import CHAIN_AXES, FEATURE_AXES, TEMPLATE_AXES
+from evodsp.data.records import columns_of, entities_of
+from evodsp.data.samples.raw_features import CHAIN_AXES, FEATURE_AXES, TEMPLATE_AXES
 from evodsp.inference.config import PassSettings
 from evodsp.inference.devices import working_memory
 from evodsp.inference.interfaces import ComplexScores

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.chain_folder import has_files
+from evodsp.data.sources.layout import has_files
 from evodsp.errors import UserError
 from evodsp.files import output_errors
 from evodsp.inference.failures import RecordFailure

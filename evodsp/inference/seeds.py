@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from evodsp.config import FeatureConfig
-from evodsp.data.complexes.entities import columns_of, entities_of
+from evodsp.data.records import columns_of, entities_of
 from evodsp.data.samples.dataset import collate
 from evodsp.errors import UserError
 from evodsp.inference.config import SaveSettings

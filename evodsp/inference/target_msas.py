@@ -10,14 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from evodsp.config import ArrangementName, FeatureConfig
-from evodsp.data.complexes.colabfold import split_alignment
-from evodsp.data.complexes.entities import columns_of
-from evodsp.data.complexes.merging import MergedMsa, merge
-from evodsp.data.complexes.pairing import PairingMsa, pairing_msa
-from evodsp.data.complexes.templates import side_by_side
+from evodsp.data.complexes.merging import MergedMsa, merge, side_by_side
+from evodsp.data.complexes.pairing import PairingMsa, pairing_msa, split_alignment
 from evodsp.data.formats import parse_complex_a3m
-from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.samples.chain_record import Sample
+from evodsp.data.records import Alignment, ProteinSequence, columns_of
+from evodsp.data.samples.sample_records import Sample
 from evodsp.data.sources.msa import MsaFeatures, holds_query_alone, msa_of
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError

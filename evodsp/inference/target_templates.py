@@ -13,11 +13,10 @@ from pathlib import Path
 from evodsp.config import FeatureConfig
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.similarity.sequences import sequences
-from evodsp.data.sources.chain_folder import SEARCH_RESULTS, search_result_files
+from evodsp.data.sources.layout import SEARCH_RESULTS, search_result_files
 from evodsp.data.sources.structures import KeptStructures
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.data.templates.source import TemplateSource
-from evodsp.data.templates.template_chains import TemplateChains, listed_chains
+from evodsp.data.templates.source import TemplateChains, TemplateSource, listed_chains
 from evodsp.errors import UserError
 from evodsp.inference.chains import chain_name
 from evodsp.inference.config import TemplateSettings

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, files_for_pairing
 from evodsp.data.records import Alignment, ProteinSequence
-from evodsp.data.sources.chain_folder import (
+from evodsp.data.sources.layout import (
     ALIGNMENTS,
     alignment_files,
     chain_folders,
@@ -23,7 +23,7 @@ from evodsp.data.sources.chain_folder import (
     parse_alignments,
     read_alignment_dir,
 )
-from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.msa import matched_alignments
 from evodsp.errors import UserError, nearest
 from evodsp.inference.chains import chain_name
 from evodsp.inference.config import Pairing

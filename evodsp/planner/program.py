@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
 from evodsp.data.samples.dataset import listed_sizes
-from evodsp.data.samples.feature_axes import CHAIN_AXES, FEATURE_AXES, SAMPLED, TEMPLATE_AXES
+from evodsp.data.samples.raw_features import CHAIN_AXES, FEATURE_AXES, SAMPLED, TEMPLATE_AXES
 from evodsp.geometry.frames import structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import ARRANGEMENTS, AlphaFold

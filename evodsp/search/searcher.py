@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.chain_folder import alignment_files, has_files, parse_alignments, read_alignment_dir
-from evodsp.data.sources.msa import holds_query_alone
-from evodsp.data.sources.query_check import check_alignments
+from evodsp.data.sources.layout import alignment_files, has_files, parse_alignments, read_alignment_dir
+from evodsp.data.sources.msa import check_alignments, holds_query_alone
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.printing import counted

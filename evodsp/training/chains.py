@@ -22,27 +22,33 @@ from jaxtyping import Float64
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 
-from evodsp.config import ArrangementName, FeatureConfig
-from evodsp.data.complexes.source import ComplexFiles
+from evodsp.config import ArrangementName, FeatureConfig, parse_latest_date
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import COMPLEXES
-from evodsp.data.samples.dataset import SampleDataset, first_look
-from evodsp.data.samples.distillation import DistillationSet, open_predictions
+from evodsp.data.samples.dataset import MadeHere, SampleDataset, SampleMaker, SamplePool, first_look
 from evodsp.data.samples.raw_features import HOST
-from evodsp.data.samples.sample_pool import MadeHere, SampleMaker, SamplePool
-from evodsp.data.samples.sampling import DISTILLED, ChainChoice, ChainDraws, MixedDraws
-from evodsp.data.samples.selection import KnownChains, Presence, Selected, Selection, chain_list, exclusion, select
-from evodsp.data.similarity.comparison import Compared
-from evodsp.data.similarity.exclusion import Exclusion
+from evodsp.data.samples.selection import (
+    DISTILLED,
+    ChainChoice,
+    ChainDraws,
+    DistillationSet,
+    KnownChains,
+    MixedDraws,
+    Presence,
+    Selected,
+    Selection,
+    chain_list,
+    exclusion,
+    open_predictions,
+    select,
+)
+from evodsp.data.similarity.nearest import Compared, Exclusion
 from evodsp.data.similarity.sequences import sequences
-from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.chain_files import ChainFiles, Lacking, Store
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.opening import KIND_OF, Records, Unit, open_files, open_store
-from evodsp.data.sources.store import Lacking, Store
+from evodsp.data.sources.opening import KIND_OF, ComplexFiles, Records, Unit, open_files, open_store
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
-from evodsp.data.templates.dates import parse_latest_date
-from evodsp.data.templates.source import TemplateSource
-from evodsp.data.templates.template_chains import TemplateChains, listed_chains
+from evodsp.data.templates.source import TemplateChains, TemplateSource, listed_chains
 from evodsp.errors import UserError, memory_size
 from evodsp.features.batch import with_features
 from evodsp.launch.consensus import long_from_first, on_every

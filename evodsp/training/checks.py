@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from evodsp.config import KernelsConfig, ModelConfig, leaves
-from evodsp.data.samples.feature_axes import check_config
+from evodsp.data.samples.raw_features import check_config
 from evodsp.data.samples.selection import CountedStructures
 from evodsp.errors import SettingError, UserError
 from evodsp.files import check_output_folder

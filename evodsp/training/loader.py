@@ -4,7 +4,7 @@ Samples are addressed by global index; the state of a run is how many of them al
 are left out from which sample on. A run that stops in the middle of an epoch therefore
 resumes with the next sample, on any number of ranks with the same global batch.
 
-Samples are requested ahead, made out of order (`data.samples.sample_pool`) and handed over in order. One rank of a sequence
+Samples are requested ahead, made out of order (`data.samples.dataset`) and handed over in order. One rank of a sequence
 group reads; on the others a batch is a list of sample numbers, until the reading rank shares the rest (`World.share`). Ranks
 learn of each other's failures once per optimizer step, before they compute any of it; a rank that holds a sample of a chain
 that failed elsewhere takes another sample.
@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from evodsp.data.samples.dataset import Sample, SampleDataset, collate
-from evodsp.data.samples.sample_pool import SampleMaker
+from evodsp.data.samples.dataset import Sample, SampleDataset, SampleMaker, collate
 from evodsp.errors import FileFormatError, MachineError, UserError
 from evodsp.features.batch import with_features
 from evodsp.files import write_json_lines

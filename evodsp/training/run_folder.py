@@ -217,7 +217,7 @@ _ADDED = {"ranks": "same", "training set": "applied", "order of alignments": "ap
 
 
 _ORDER = "uniref90, bfd, mgnify, others"
-"""The order in which a chain's alignments are joined (`evodsp.data.sources.chain_folder`); stores have that of their day."""
+"""The order in which a chain's alignments are joined (`evodsp.data.sources.layout`); stores have that of their day."""
 
 
 _GROUPS = {"parallel": "mesh", "ranks": "mesh", "plan": "plan", "kernels": "kernels"}

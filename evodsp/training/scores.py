@@ -22,11 +22,9 @@ from typing import Any
 from torch import Tensor
 
 from evodsp import metrics
-from evodsp.data.samples.sampling import DISTILLED
-from evodsp.data.similarity.comparison import Compared
-from evodsp.data.similarity.nearest import Bar, Copy, gathered
-from evodsp.data.similarity.pairs import plain
-from evodsp.data.similarity.sequences import Letters
+from evodsp.data.samples.selection import DISTILLED
+from evodsp.data.similarity.nearest import Bar, Compared, Copy, gathered
+from evodsp.data.similarity.sequences import Letters, plain
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.residues import CA

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Adam, Optimizer
 
-from evodsp.data.samples.sample_pool import layout_of, pack, packed_bytes, unpack
+from evodsp.data.samples.dataset import layout_of, pack, packed_bytes, unpack
 from evodsp.errors import UserError
 from evodsp.launch import process_group
 from evodsp.launch.consensus import Members, all_of, check_same, from_first

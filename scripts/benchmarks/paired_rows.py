@@ -19,8 +19,8 @@ import numpy as np
 from jaxtyping import Float64
 
 from evodsp.data.complexes.merging import merge
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.records import Chain
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.geometry.residues import ATOM_ORDER
 from scripts.examples.synthetic.sequences import CHARGE, HYDROPHOBICITY
 

@@ -26,7 +26,7 @@ import numpy as np
 from Bio.PDB import MMCIFParser, PDBParser
 from Bio.PDB.Polypeptide import is_aa
 
-from evodsp.data.formats.forcefield_names import AMINO_ACID_OF, is_heavy
+from evodsp.data.formats.chains import AMINO_ACID_OF, is_heavy
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_TYPES, monomer_letter

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from evodsp.config import ChannelsConfig, EmbedderConfig, EvoformerConfig, FeatureConfig, HeadsConfig
 from evodsp.data.samples.dataset import SampleDataset, collate
-from evodsp.data.samples.feature_axes import FEATURE_AXES
+from evodsp.data.samples.raw_features import FEATURE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.features.batch import with_features
 from evodsp.launch.process_group import start, stop

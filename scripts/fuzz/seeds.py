@@ -12,9 +12,8 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig, ModelConfig
-from evodsp.data.building.command import build
-from evodsp.data.building.config import BuildConfig
-from evodsp.data.index.config import IndexConfig
+from evodsp.data.build import build
+from evodsp.data.config import BuildConfig, IndexConfig
 from evodsp.data.index.scan import make_index
 from evodsp.inference.results import TIMINGS, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure

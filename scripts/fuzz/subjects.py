@@ -16,15 +16,14 @@ from random import Random
 import torch
 
 from evodsp.data.formats.mmcif import read_chain, read_confidence, read_header, read_structure
-from evodsp.data.formats.obsolete import parse_obsolete
+from evodsp.data.formats.template_hits import parse_obsolete
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import cached_table, read_entry_cache, read_sets
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import parse_alignment_file, parse_search_result
-from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.record_codec import decode_chain, decode_record
+from evodsp.data.sources.feature_store import FeatureStore, decode_chain, decode_record
+from evodsp.data.sources.layout import parse_alignment_file, parse_search_result
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.source import TemplateSource
 from evodsp.inference.inputs import read_inputs

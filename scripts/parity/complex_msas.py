@@ -21,9 +21,8 @@ from jaxtyping import Float64, Int8
 
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa, merge
-from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import collate
-from evodsp.data.samples.raw_features import complex_features
+from evodsp.data.samples.raw_features import complex_features, piece
 from evodsp.data.sources.msa import letter_profile
 from evodsp.features.batch import draw, with_features
 from evodsp.features.clusters import mask_letters

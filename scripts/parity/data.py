@@ -27,19 +27,18 @@ from evodsp.config import FeatureConfig
 from evodsp.data.formats import parse_hhr
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
-from evodsp.data.samples.chain_record import chain_labels
-from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import collate
-from evodsp.data.samples.feature_axes import max_clusters
-from evodsp.data.samples.raw_features import raw_features
+from evodsp.data.samples.raw_features import max_clusters, piece, raw_features
+from evodsp.data.samples.sample_records import chain_labels
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import (
+from evodsp.data.sources.layout import (
+    StructureListing,
     alignment_files,
     parse_alignment_file,
     parse_alignments,
     search_result_files,
+    split_key,
 )
-from evodsp.data.sources.layout import StructureListing, split_key
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.features.batch import draw, with_features

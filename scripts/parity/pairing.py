@@ -22,12 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.config import FeatureConfig
-from evodsp.data.complexes.merging import MergedMsa, merge
+from evodsp.data.complexes.merging import MergedMsa, merge, side_by_side
 from evodsp.data.complexes.pairing import PairingMsa, pair, uniprot_species
-from evodsp.data.complexes.templates import side_by_side
 from evodsp.data.records import ProteinSequence
-from evodsp.data.samples.crop import piece
-from evodsp.data.samples.raw_features import complex_features
+from evodsp.data.samples.raw_features import complex_features, piece
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.data.templates.features import TemplateFeatures

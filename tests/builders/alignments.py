@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from evodsp.data.records import Alignment
-from evodsp.data.sources.chain_folder import parse_alignment_file
+from evodsp.data.sources.layout import parse_alignment_file
 from evodsp.geometry.residues import decode, encode_sequence
 
 

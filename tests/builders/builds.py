@@ -7,8 +7,8 @@ import os
 import signal
 from pathlib import Path
 
-from evodsp.data.building.config import BuildConfig
-from evodsp.data.building.parts import Part, build_part
+from evodsp.data.build import Part, build_part
+from evodsp.data.config import BuildConfig
 from evodsp.data.sources.chain_files import ChainFiles
 from scripts.examples.synthetic.mmcif_writer import mmcif_text
 from tests.builders.chains import AMINO_ACIDS, straight_chain

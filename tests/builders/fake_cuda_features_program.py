@@ -12,9 +12,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import collate
-from evodsp.data.samples.raw_features import HOST, raw_features
+from evodsp.data.samples.raw_features import HOST, piece, raw_features
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.features.batch import with_features
 from evodsp.rng import Draws

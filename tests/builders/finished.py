@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop, piece
 from evodsp.data.samples.dataset import Sample, collate, existing_entries
-from evodsp.data.samples.raw_features import raw_features
+from evodsp.data.samples.raw_features import Crop, piece, raw_features
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import with_features

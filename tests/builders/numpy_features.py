@@ -17,9 +17,18 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, Int64
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop, piece
-from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, FeatureSizes, check_config, max_clusters
-from evodsp.data.samples.raw_features import deleted_block_starts, fixed_features, kept_rows
+from evodsp.data.samples.raw_features import (
+    FEATURE_AXES,
+    SAMPLED,
+    Crop,
+    FeatureSizes,
+    check_config,
+    deleted_block_starts,
+    fixed_features,
+    kept_rows,
+    max_clusters,
+    piece,
+)
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import deletion_value as of_deletions

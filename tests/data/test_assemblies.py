@@ -8,8 +8,7 @@ import gemmi
 import numpy as np
 import pytest
 
-from evodsp.data.formats.assemblies import MOST_COPIES
-from evodsp.data.formats.mmcif import read_assembly, read_structure
+from evodsp.data.formats.mmcif import MOST_COPIES, read_assembly, read_structure
 from evodsp.errors import FileFormatError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm
 from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import read_alignment_dir
+from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from tests.builders.mmcif import atom, entry
 

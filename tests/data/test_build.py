@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.building import command
-from evodsp.data.building.command import BuildPlan, build, build_parts
-from evodsp.data.executors import DaskCluster, LocalProcesses, executor
-from evodsp.data.index import parts
+from evodsp.data import build as command
+from evodsp.data.build import BuildPlan, build, build_parts
+from evodsp.data.index import scan
+from evodsp.data.pool import DaskCluster, LocalProcesses, executor
 from evodsp.data.sources.feature_store import CHAINS, FeatureStore
 from evodsp.errors import UserError
 from evodsp.files import lock
@@ -314,7 +314,7 @@ def test_a_scheduler_without_dask_is_one_line(
         return executor(*options, **more)
 
     monkeypatch.setattr(command, "executor", seen)
-    monkeypatch.setattr(parts, "executor", seen)
+    monkeypatch.setattr(scan, "executor", seen)
     options = ["--alignment_dir", str(folder / "alignments"), "--structure_dir", str(folder / "mmcif_files")]
     for name in ("build", "index"):
         assert main(["data", name, *options, "--scheduler", "--workers=2", "--output", str(tmp_path / name)]) == 2

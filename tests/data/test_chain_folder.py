@@ -9,7 +9,7 @@ import pytest
 
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import (
+from evodsp.data.sources.layout import (
     alignment_files,
     parse_alignment_file,
     read_alignment_dir,

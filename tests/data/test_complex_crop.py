@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from evodsp.data.samples.crop import complex_crop, contiguous_crop, interface_residues, spatial_crop
+from evodsp.data.samples.raw_features import complex_crop, contiguous_crop, interface_residues, spatial_crop
 from evodsp.rng import Draws
 
 Complex = tuple[list[int], np.ndarray, np.ndarray]

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig, LossConfig, ModelConfig, as_multimer
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.records import Assembly, ProteinSequence
-from evodsp.data.samples.chain_record import Drawing
-from evodsp.data.samples.complex_record import ComplexRecord
 from evodsp.data.samples.dataset import SampleDataset, collate
+from evodsp.data.samples.sample_records import ComplexRecord, Drawing
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.data.sources.parsed import Parsed
 from evodsp.features.batch import with_features
 from evodsp.geometry.residues import UNKNOWN, encode_sequence

@@ -14,15 +14,14 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.building.command import build
-from evodsp.data.building.config import BuildConfig
-from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.doctor import leaks
-from evodsp.data.doctor.examination import Examiner, copies_in_one_place
-from evodsp.data.doctor.leaks import overlap
+from evodsp.data.build import build
+from evodsp.data.config import BuildConfig
+from evodsp.data.doctor import examination
+from evodsp.data.doctor.examination import Examiner, copies_in_one_place, overlap
 from evodsp.data.similarity.nearest import Copy, copies
-from evodsp.data.similarity.pairs import SHORTEST
-from evodsp.data.sources.record_codec import encode_record
+from evodsp.data.similarity.sequences import SHORTEST
+from evodsp.data.sources.feature_store import encode_record
+from evodsp.data.sources.opening import ComplexFiles
 from tests.builders.bundled import dimers
 from tests.builders.complex_files import write_complex
 from tests.builders.random_sequences import changed, random_sequences
@@ -198,8 +197,8 @@ def test_a_complex_that_is_known_from_training() -> None:
 
 def test_which_complexes_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches complexes that are hidden by those of which one chain is nearer."""
-    monkeypatch.setattr(leaks, "FEWEST_ALIGNED", 1)
-    monkeypatch.setattr(leaks, "PAIRS_ALIGNED", 1)
+    monkeypatch.setattr(examination, "FEWEST_ALIGNED", 1)
+    monkeypatch.setattr(examination, "PAIRS_ALIGNED", 1)
     one, two, *others = random_sequences(12, 60)
     first = {f"t{number}": (changed(one, 20), letters) for number, letters in enumerate(others)}
     first["both"] = changed(one, 7), changed(two, 7)

@@ -16,14 +16,14 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FilterConfig
-from evodsp.data.building.command import build
-from evodsp.data.building.config import BuildConfig
+from evodsp.data.build import build
 from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule
-from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.config import BuildConfig
 from evodsp.data.doctor.examination import Examiner
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import COMPLEXES
 from evodsp.data.sources import chain_files
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig

@@ -11,7 +11,7 @@ import pytest
 
 from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, say_query_paired
-from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.errors import UserError
 from evodsp.geometry.residues import decode
 from tests.builders.alignments import archives, archives_in_folders, one_database

@@ -13,15 +13,14 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.building.command import build
-from evodsp.data.building.config import BuildConfig
+from evodsp.data.build import build
 from evodsp.data.complexes.pairing import BY_ENTRY
-from evodsp.data.complexes.source import ComplexFiles
+from evodsp.data.config import BuildConfig
 from evodsp.data.records import COMPLEXES
 from evodsp.data.samples.dataset import SampleDataset
-from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.record_codec import decode_record, encode_record, packed, unpacked
-from evodsp.data.sources.store import Store
+from evodsp.data.sources.chain_files import Store
+from evodsp.data.sources.feature_store import FeatureStore, decode_record, encode_record, packed, unpacked
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import FileFormatError, UserError
 from evodsp.training.chains import find_chains

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.complexes.entities import Entity
-from evodsp.data.complexes.source import ComplexFiles
-from evodsp.data.complexes.templates import find_templates, side_by_side
+from evodsp.data.complexes.merging import find_templates, side_by_side
+from evodsp.data.records import Entity
 from evodsp.data.samples.dataset import SampleDataset, load_record
 from evodsp.data.similarity.sequences import sequences
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.data.sources.structures import KeptStructures, StructureFolder
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.data.templates.source import TemplateSource
-from evodsp.data.templates.template_chains import TemplateChains, listed_chains
+from evodsp.data.templates.source import TemplateChains, TemplateSource, listed_chains
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import encode_sequence
 from tests.builders.complex_files import write_complex, write_shortened

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.data.samples.crop import Crop, centre_crop, crop_start, piece, training_crop
-from evodsp.data.samples.raw_features import sequence_features
+from evodsp.data.samples.raw_features import Crop, centre_crop, crop_start, piece, sequence_features, training_crop
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.rng import Draws
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.samples.dataset import Sample, SampleDataset, collate, existing_entries, listed_sizes, load_record
-from evodsp.data.samples.feature_axes import FEATURE_AXES
+from evodsp.data.samples.raw_features import FEATURE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample, with_features

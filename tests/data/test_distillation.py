@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.chain_record import sampled_rows
 from evodsp.data.samples.dataset import SampleDataset
-from evodsp.data.samples.distillation import DistillationSet
-from evodsp.data.samples.sampling import DISTILLED, ChainDraws, MixedDraws
+from evodsp.data.samples.sample_records import sampled_rows
+from evodsp.data.samples.selection import DISTILLED, ChainDraws, DistillationSet, MixedDraws
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.msa import merge_alignments
 from evodsp.errors import UserError

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.doctor import run_data as doctor_data
-from evodsp.data.executors import LocalProcesses, Piece
-from evodsp.data.pool import WorkerEndedError
+from evodsp.data.doctor import diagnosis as doctor_data
+from evodsp.data.pool import LocalProcesses, Piece, WorkerEndedError
 from evodsp.training.config import DataConfig, DistillationConfig
 from tests.builders.backbone import chain, ligand, pdb_text
 from tests.builders.distillation_run import write_sets

@@ -8,8 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from evodsp.data.executors import DaskCluster, Executor, LocalProcesses
-from evodsp.data.pool import WorkerEndedError
+from evodsp.data.pool import DaskCluster, Executor, LocalProcesses, WorkerEndedError
 from evodsp.errors import FileFormatError, UserError
 
 needs_dask = pytest.mark.skipif(find_spec("distributed") is None, reason="the extra `cluster` is not installed")

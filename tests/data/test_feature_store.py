@@ -15,17 +15,22 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.building.command import build
-from evodsp.data.complexes.templates import find_templates
+from evodsp.data.build import build
+from evodsp.data.complexes.merging import find_templates
 from evodsp.data.formats import parse_fasta
 from evodsp.data.records import Assembly, ProteinSequence
 from evodsp.data.samples.dataset import SampleDataset
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.feature_store import (
+    FeatureStore,
+    decode_chain,
+    decode_record,
+    digest_of,
+    encode_chain,
+    encode_record,
+)
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.sources.parsed import ChainMsas, Parsed, RecordSource
-from evodsp.data.sources.record_codec import decode_chain, decode_record, encode_chain, encode_record
-from evodsp.data.sources.shards import digest_of
 from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError

@@ -11,9 +11,8 @@ from evodsp.cli import main
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.samples.selection import Presence
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import chain_folders
 from evodsp.data.sources.feature_store import FeatureStore
-from evodsp.data.sources.layout import StructureListing
+from evodsp.data.sources.layout import StructureListing, chain_folders
 from evodsp.errors import UserError
 from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig

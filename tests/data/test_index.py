@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.index import parts, scan
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
+from evodsp.data.index import scan
 from evodsp.data.index.data_index import DataIndex
+from evodsp.data.index.metadata import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
@@ -265,7 +265,7 @@ def test_the_output_depends_on_the_inputs_only(folder: Path, monkeypatch: pytest
     for number in range(7):
         shutil.copytree(folder / "alignments" / KEY, folder / "alignments" / f"1abc_{number}")
     index_of(folder)
-    monkeypatch.setattr(parts, "TASKS_OF_PART", 2)
+    monkeypatch.setattr(scan, "TASKS_OF_PART", 2)
     assert main([*words(folder, output="other"), "--workers=2"]) == 2  # given twice
     assert (
         main([word for word in words(folder, output="other") if word not in ("--workers", "0")] + ["--workers=2"]) == 0
@@ -276,7 +276,7 @@ def test_the_output_depends_on_the_inputs_only(folder: Path, monkeypatch: pytest
 
 def test_a_rerun_takes_finished_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a scan that begins again after an interruption, and parts of other inputs taken for its own."""
-    monkeypatch.setattr(parts, "TASKS_OF_PART", 1)
+    monkeypatch.setattr(scan, "TASKS_OF_PART", 1)
     scanned: list[str] = []
     original = scan.scan_key
 
@@ -570,7 +570,7 @@ def test_a_cluster_works_in_another_folder(folder: Path, monkeypatch: pytest.Mon
             with contextlib.chdir(elsewhere):
                 return [(number, function(*piece)) for number, piece in enumerate(pieces)]
 
-    monkeypatch.setattr(parts, "executor", lambda *_: Elsewhere())
+    monkeypatch.setattr(scan, "executor", lambda *_: Elsewhere())
     monkeypatch.chdir(folder)
     options = ["--alignment_dir", "alignments", "--structure_dir", "mmcif_files", "--output", "there"]
     assert main(["data", "index", *options, "--scheduler", "tcp://node:1"]) == 0

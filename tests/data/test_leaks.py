@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.doctor.leaks import ALIGNED_WITH, Overlap, overlap
-from evodsp.data.similarity.pairs import SHORTEST, Words, identity
+from evodsp.data.doctor.examination import ALIGNED_WITH, Overlap, overlap
+from evodsp.data.similarity.sequences import SHORTEST, Words, identity
 from tests.builders.random_sequences import changed, random_sequences
 from tests.builders.training_chains import TINY, write_chain
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.data.complexes.entities import chain_ids, entities_of
 from evodsp.data.complexes.merging import MergedMsa, merge
 from evodsp.data.complexes.pairing import PairingMsa
-from evodsp.data.records import ProteinSequence
+from evodsp.data.records import ProteinSequence, chain_ids, entities_of
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY
 from evodsp.data.index.metadata import (
+    UNKNOWN_CLUSTER,
+    UNKNOWN_DAY,
     ChainFacts,
     ClusterSizes,
     EntityClusters,

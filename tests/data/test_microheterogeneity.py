@@ -11,7 +11,7 @@ import pytest
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.query_check import matched_alignments, matched_hits
+from evodsp.data.sources.msa import matched_alignments, matched_hits
 from evodsp.errors import UserError
 from evodsp.geometry.residues import decode, encode
 from tests.builders.alignments import make_alignment

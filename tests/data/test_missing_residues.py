@@ -1,4 +1,4 @@
-"""Residues that a structure file without SEQRES does not have: `data/sources/missing_residues.py`."""
+"""Residues that a structure file without SEQRES does not have: `data/sources/parsed.py`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from evodsp.data.complexes.merging import merge
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.formats.mmcif import read_chain
-from evodsp.data.sources.missing_residues import with_missing_residues
-from evodsp.data.sources.query_check import QueryMismatch
+from evodsp.data.sources.msa import QueryMismatch
+from evodsp.data.sources.opening import ComplexFiles
+from evodsp.data.sources.parsed import with_missing_residues
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA, encode
 from tests.builders.backbone import chain, pdb_text

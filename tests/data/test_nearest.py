@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from evodsp.cli import main
-from evodsp.data.doctor import copying
+from evodsp.data.doctor import examination
 from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity import nearest
 from evodsp.data.similarity.nearest import MOST_FILES, Bar, Copy, bar, copies
@@ -225,7 +225,7 @@ def test_the_doctor_names_the_bar(
     for text in (out, page):
         assert f"validation: {line}" in text
     assert "lDDT-CA of copies, test" in page.partition("Training, validation and test")[0]
-    monkeypatch.setattr(copying, "MOST_COPIED", 2)
+    monkeypatch.setattr(examination, "MOST_COPIED", 2)
     content["data"]["train_chains"] = ["2abc_A"]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     assert main(words) == 0

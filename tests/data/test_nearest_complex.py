@@ -14,7 +14,7 @@ from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity import nearest
 from evodsp.data.similarity.nearest import PlacedCopy, TrainingSet, placed_copies
-from evodsp.data.similarity.pairs import score
+from evodsp.data.similarity.sequences import score
 from evodsp.data.sources.structures import AssemblyFolder
 from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
 from scripts.examples.synthetic.mmcif_writer import write_mmcif

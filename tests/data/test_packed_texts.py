@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from evodsp.data.index.chain_table import PackedTexts
+from evodsp.data.index.metadata import PackedTexts
 
 
 def test_texts_are_found_as_in_a_sorted_list() -> None:

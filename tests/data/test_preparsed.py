@@ -18,8 +18,8 @@ from evodsp.cli import main
 from evodsp.data.formats import parse_preparsed
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.chain_folder import parse_alignment_file, read_alignment_dir
 from evodsp.data.sources.feature_store import FeatureStore
+from evodsp.data.sources.layout import parse_alignment_file, read_alignment_dir
 from evodsp.data.sources.msa import merge_alignments
 from evodsp.errors import FileFormatError
 from evodsp.inference.targets import find_targets

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.query_check import check_alignments, check_query
+from evodsp.data.sources.msa import check_alignments, check_query
 from evodsp.errors import UserError
 from evodsp.geometry.residues import encode
 from tests.builders.alignments import make_alignment

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.building.parts import Account, BuildInputs, Part, build_part
-from evodsp.data.index.parts import keep_parts
+from evodsp.data.build import Account, BuildInputs, Part, build_part
+from evodsp.data.index.scan import keep_parts
 from evodsp.data.sources.feature_store import CHAINS
 from evodsp.errors import FileFormatError
 from evodsp.report.runs import read_curve

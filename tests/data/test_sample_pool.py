@@ -21,8 +21,7 @@ import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.pool import Pool, _outcome, _work
-from evodsp.data.samples.dataset import SampleDataset
-from evodsp.data.samples.sample_pool import SamplePool, _packed, layout_of, pack, packed_bytes, unpack
+from evodsp.data.samples.dataset import SampleDataset, SamplePool, _packed, layout_of, pack, packed_bytes, unpack
 from evodsp.errors import FileFormatError, MachineError, UserError
 from tests.builders.chains import MemoryStore
 
@@ -112,7 +111,7 @@ def test_a_closed_pool_leaves_no_process_and_no_waiting() -> None:
 
 LEAVING = """
 from evodsp.__main__ import leave
-from evodsp.data.samples.sample_pool import SamplePool
+from evodsp.data.samples.dataset import SamplePool
 from tests.data.test_sample_pool import Planted
 if __name__ == "__main__":
     pool = SamplePool(Planted(), 2)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from evodsp.config import FilterConfig
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable
-from evodsp.data.index.metadata import cached_table
-from evodsp.data.samples.sampling import ChainDraws, left_out_by_filters
+from evodsp.data.index.metadata import UNKNOWN_CLUSTER, UNKNOWN_DAY, ChainTable, cached_table
+from evodsp.data.samples.selection import ChainDraws, left_out_by_filters
 from evodsp.errors import UserError
 from evodsp.rng import Draws
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.formats.forcefield_names import amino_acid_name, atom_names
+from evodsp.data.formats.chains import amino_acid_name, atom_names
 from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import Chain
 from evodsp.errors import UserError

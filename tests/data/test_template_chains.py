@@ -12,9 +12,8 @@ from evodsp.data.formats import mmcif
 from evodsp.data.records import Chain, ProteinSequence
 from evodsp.data.sources import structures as structures_module
 from evodsp.data.sources.structures import KeptStructures
-from evodsp.data.templates import template_chains
-from evodsp.data.templates.source import TemplateSource
-from evodsp.data.templates.template_chains import TemplateChains
+from evodsp.data.templates import source as template_chains
+from evodsp.data.templates.source import TemplateChains, TemplateSource
 from evodsp.geometry.residues import encode_sequence
 from tests.builders.training_chains import write_chain
 

@@ -13,8 +13,7 @@ import pytest
 
 from evodsp.data.formats import parse_fasta, parse_hhr, parse_hmmsearch, parse_obsolete
 from evodsp.data.sources.layout import structure_file
-from evodsp.data.templates.filters import HitLimits, Rejection, reject_alignment, reject_date, select_hits
-from evodsp.data.templates.hits import TemplateHit
+from evodsp.data.templates.hits import HitLimits, Rejection, TemplateHit, reject_alignment, reject_date, select_hits
 from evodsp.errors import FileFormatError, UserError
 
 HHR = """Query         query

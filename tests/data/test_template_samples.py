@@ -15,10 +15,9 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.formats import parse_fasta
 from evodsp.data.records import Alignment, Chain, ProteinSequence
-from evodsp.data.samples.chain_record import draw_templates
-from evodsp.data.samples.crop import piece
 from evodsp.data.samples.dataset import SampleDataset, collate, load_record
-from evodsp.data.samples.feature_axes import TEMPLATE_AXES
+from evodsp.data.samples.raw_features import TEMPLATE_AXES, piece
+from evodsp.data.samples.sample_records import draw_templates
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource

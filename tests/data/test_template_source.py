@@ -13,9 +13,8 @@ from evodsp.data.formats import parse_fasta, parse_hhr
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.structures import TemplateStructures
-from evodsp.data.templates.build import template_features
-from evodsp.data.templates.filters import HitLimits, Rejection
-from evodsp.data.templates.matching import TemplateRejection
+from evodsp.data.templates.features import TemplateRejection, template_features
+from evodsp.data.templates.hits import HitLimits, Rejection
 from evodsp.data.templates.source import TemplateSource
 from tests.builders.alignments import database
 from tests.builders.chains import straight_chain

@@ -12,10 +12,8 @@ import pytest
 from evodsp.data.formats import parse_fasta, parse_hhr, parse_hmmsearch
 from evodsp.data.records import Chain, ProteinSequence
 from evodsp.data.sources.structures import StructureFolder
-from evodsp.data.templates.build import template_features
-from evodsp.data.templates.filters import HitLimits, select_hits
-from evodsp.data.templates.hits import TemplateHit
-from evodsp.data.templates.matching import TemplateRejection, match_hit, realign
+from evodsp.data.templates.features import TemplateRejection, match_hit, realign, template_features
+from evodsp.data.templates.hits import HitLimits, TemplateHit, select_hits
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import CA, GAP, UNKNOWN, N, decode, encode
 from tests.builders.chains import straight_chain

@@ -14,7 +14,7 @@ from evodsp.data.formats.mmcif import read_chain, read_structure
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.structures import StructureFolder
-from evodsp.data.templates.matching import Match, match_hit
+from evodsp.data.templates.features import Match, match_hit
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
 from tests.builders.backbone import Residue, chain, ligand, mmcif_text, pdb_text

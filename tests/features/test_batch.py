@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import Crop, piece
 from evodsp.data.samples.dataset import collate
-from evodsp.data.samples.feature_axes import SAMPLED, FeatureSizes, max_clusters
-from evodsp.data.samples.raw_features import HOST, raw_features
+from evodsp.data.samples.raw_features import HOST, SAMPLED, Crop, FeatureSizes, max_clusters, piece, raw_features
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
 from evodsp.errors import UserError

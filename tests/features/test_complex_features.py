@@ -13,9 +13,8 @@ from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa, merge
 from evodsp.data.complexes.pairing import PairingMsa
 from evodsp.data.records import ProteinSequence
-from evodsp.data.samples.crop import Crop, piece
 from evodsp.data.samples.dataset import collate
-from evodsp.data.samples.raw_features import complex_features
+from evodsp.data.samples.raw_features import Crop, complex_features, piece
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.features.batch import with_features

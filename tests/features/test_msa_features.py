@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.crop import piece
-from evodsp.data.samples.feature_axes import FEATURE_AXES, SAMPLED, TEMPLATE_AXES, check_config, max_clusters
-from evodsp.data.samples.raw_features import kept_rows, raw_features, target_features
+from evodsp.data.samples.raw_features import (
+    FEATURE_AXES,
+    SAMPLED,
+    TEMPLATE_AXES,
+    check_config,
+    kept_rows,
+    max_clusters,
+    piece,
+    raw_features,
+    target_features,
+)
 from evodsp.data.sources.msa import MsaFeatures, letter_profile, query_only
 from evodsp.errors import UserError
 from evodsp.features.batch import Drawn, RawMsa, deletion_value, rows_of, write_features

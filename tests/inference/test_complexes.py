@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig, as_multimer
-from evodsp.data.complexes.merging import merge
-from evodsp.data.complexes.templates import side_by_side
+from evodsp.data.complexes.merging import merge, side_by_side
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate

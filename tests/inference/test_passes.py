@@ -16,7 +16,7 @@ from evodsp.config import HeadsConfig, LayerPrecision, ModelConfig, computes_in_
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
-from evodsp.data.sources.chain_folder import read_alignment_dir
+from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample
 from evodsp.inference.config import PredictConfig

@@ -18,7 +18,7 @@ from evodsp.data.formats import parse_fasta
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import collate
-from evodsp.data.sources.chain_folder import read_alignment_dir
+from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.chain_folder import read_alignment_dir
+from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.search.programs import LocalProgram, Program
 from evodsp.search.searcher import search

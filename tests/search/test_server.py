@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.data.records import ProteinSequence
-from evodsp.data.sources.chain_folder import read_alignment_dir
+from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.search.config import ServerLimits
 from evodsp.search.searcher import NoAnswerError, search

@@ -10,7 +10,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
-from evodsp.data.similarity.comparison import Compared
+from evodsp.data.similarity.nearest import Compared
 from evodsp.model.alphafold import AlphaFold
 from evodsp.report.runs import read_runs
 from evodsp.training import scores

@@ -14,13 +14,13 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.samples.selection import Presence, chain_list
 from evodsp.data.similarity import sequences
-from evodsp.data.similarity.exclusion import resembling
-from evodsp.data.similarity.pairs import identity
+from evodsp.data.similarity.nearest import resembling
+from evodsp.data.similarity.sequences import identity
 from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.errors import UserError
 from evodsp.parallel.group import Group
 from evodsp.training import chains as chains_module

@@ -15,10 +15,10 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.data.complexes.pairing import BY_ENTRY
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.samples.dataset import SampleDataset
-from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.samples.selection import DISTILLED
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.score.table import columns_of

@@ -14,8 +14,8 @@ import yaml
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, FilterConfig
-from evodsp.data.building.command import build
-from evodsp.data.samples.sampling import DISTILLED
+from evodsp.data.build import build
+from evodsp.data.samples.selection import DISTILLED
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError

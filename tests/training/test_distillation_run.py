@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.data.samples.sampling import precise_uniform
+from evodsp.data.samples.selection import precise_uniform
 from evodsp.report.runs import read_curve
 from evodsp.rng import Draws
 from tests.builders.bad_chains import samples

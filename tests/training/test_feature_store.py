@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from evodsp.data.building.command import build
+from evodsp.data.build import build
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.errors import UserError
 from evodsp.training.chains import ChainDataModule, find_chains

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.samples.dataset import SampleDataset
-from evodsp.data.samples.sample_pool import MadeHere
+from evodsp.data.samples.dataset import MadeHere, SampleDataset
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import FileFormatError, UserError
 from evodsp.parallel.config import ParallelConfig

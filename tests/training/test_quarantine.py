@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.cli import main
-from evodsp.data.samples.sampling import ChainDraws
+from evodsp.data.samples.selection import ChainDraws
 from evodsp.errors import UserError
 from evodsp.report.runs import read_curve
 from evodsp.rng import Draws

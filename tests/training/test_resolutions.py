@@ -14,9 +14,7 @@ import torch
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, LossConfig
 from evodsp.data.samples.dataset import SampleDataset
-from evodsp.data.samples.distillation import DistillationSet
-from evodsp.data.samples.sampling import DISTILLED
-from evodsp.data.samples.selection import CountedStructures
+from evodsp.data.samples.selection import DISTILLED, CountedStructures, DistillationSet
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold

@@ -1,5 +1,5 @@
 """MSAs of complexes: rows of different chains are paired, and the MSAs of all chains become one.
 
-`keys` says which rows belong together, `pairing` pairs them, `entities` groups identical chains, and `merging` puts the MSAs
-side by side: functions on arrays and names. `source` reads the files.
+`pairing` says which rows belong together and pairs them, and `merging` puts the MSAs side by side:
+functions on arrays and names. `evodsp.data.sources.opening` reads the files.
 """

@@ -7,12 +7,16 @@
     row           gaps         block 1: the other rows of entity 1
     gaps          row          block 2: the other rows of entity 2
 
+Each sequence has its own templates, found by itself. Chains with one sequence have the same templates. Template k of a
+complex is template k of each chain, side by side. It does not tell how the chains lie to each other, and the model does not
+compare its positions across chains.
+
 Shapes: N rows, R residues of all chains, L of one chain, P paired rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -20,9 +24,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int8, Int32, Int64, Integer
 
-from evodsp.data.complexes.entities import ChainIds, Entity, chain_ids, entities_of
 from evodsp.data.complexes.pairing import ABSENT, MOST_OF_A_KEY, pair
-from evodsp.data.sources.parsed import ChainMsas
+from evodsp.data.records import ChainIds, Entity, ProteinSequence, chain_ids, entities_of
+from evodsp.data.sources.parsed import ChainMsas, Parsed
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.templates.source import FoundTemplates, TemplateSource
 from evodsp.errors import UserError
 from evodsp.geometry.residues import GAP, encode_sequence
 
@@ -131,3 +137,49 @@ def _taken(values: np.ndarray, rows: Int64[np.ndarray, " P"], absent: int) -> np
     taken = values[rows]
     taken[rows == ABSENT] = absent
     return taken
+
+
+def find_templates(source: TemplateSource, parsed: Parsed) -> dict[str, FoundTemplates]:
+    """The templates of each sequence of a record. None is of the record's own entry or released after it.
+
+    Raises UserError as `TemplateSource.find` does.
+    """
+    entry, released = parsed.assembly.pdb_id, parsed.assembly.chains[0].release_date
+    names: dict[str, list[str]] = {}
+    for key, chain in zip(parsed.assembly.keys, parsed.assembly.chains, strict=True):
+        names.setdefault(chain.sequence, []).append(key)
+    found = {}
+    for letters, own in names.items():
+        # A sequence is one of the chains that serve as templates if any of its copies is.
+        name = next((name for name in own if source.lists(name)), own[0])
+        hits = list(parsed.hits.get(letters, ()))
+        found[letters] = source.find(hits, ProteinSequence(name, letters), released, entry)
+    return found
+
+
+def side_by_side(entities: Sequence[Entity], templates: Mapping[str, TemplateFeatures]) -> TemplateFeatures:
+    """The templates of a complex whose chains stand in the order of `entities`, given those of each sequence.
+
+    There are as many as the sequence with most of them has. Where another one has fewer, all numbers are 0, as in
+    AlphaFold-Multimer's code: alanines without atoms. Names are those of all chains with ':' between them, '' for one that
+    is not there. Scores of searches are of one chain each, so those of a complex are 0.
+    """
+    parts = [templates[entity.letters] for entity in entities for _ in entity.members]
+    most = max(map(len, parts))
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([_filled_up(getattr(part, name), most) for part in parts], axis=1)
+
+    names = [(*part.names, *[""] * (most - len(part))) for part in parts]
+    return TemplateFeatures(
+        names=tuple(":".join(of_chains) for of_chains in zip(*names, strict=True)),
+        aatype=joined("aatype"),
+        positions=joined("positions"),
+        mask=joined("mask"),
+        sum_probs=np.zeros(most, np.float32),
+    )
+
+
+def _filled_up(values: np.ndarray, rows: int) -> np.ndarray:
+    """The values with as many rows of zeros after them as are missing."""
+    return np.concatenate([values, np.zeros((rows - len(values), *values.shape[1:]), values.dtype)])

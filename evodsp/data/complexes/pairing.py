@@ -1,8 +1,11 @@
-"""Pairing rows of different chains' MSAs, as AlphaFold-Multimer's code does (supplement of AlphaFold-Multimer, MSA pairing).
+"""Pairing rows of different chains' MSAs, as AlphaFold-Multimer's code does (supplement of AlphaFold-Multimer, MSA
+pairing).
 
 Rows of different chains are paired where their keys are equal. A rule says which rows of which files have one.
 
-Shapes: N rows of an MSA, L columns of a chain, E entities, P paired rows.
+In ColabFold's alignment of a complex the gaps of a row say whether it is paired.
+
+Shapes: N rows of an MSA, L columns of a chain, R residues or columns of all chains, E entities, P paired rows.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ import numpy as np
 from jaxtyping import Int8, Int64, Integer
 
 from evodsp.data.records import Alignment, ProteinSequence, RowNames
-from evodsp.data.sources.chain_folder import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
-from evodsp.data.sources.msa import first_occurrences
-from evodsp.data.sources.query_check import matched_alignments
+from evodsp.data.sources.layout import is_alignment, is_for_pairing, may_hold, pairing_files, parse_alignments
+from evodsp.data.sources.msa import MsaFeatures, first_occurrences, matched_alignments, merge_alignments
 from evodsp.errors import UserError
+from evodsp.geometry.residues import GAP
 from evodsp.printing import logger
 
 ABSENT = -1
@@ -191,3 +194,30 @@ def joined(alignments: Sequence[Alignment]) -> Alignment:
         np.concatenate([alignment.residues for alignment in alignments]),
         np.concatenate([alignment.deletions for alignment in alignments]),
     )
+
+
+def split_alignment(alignment: Alignment, lengths: Sequence[int]) -> tuple[tuple[MsaFeatures, PairingMsa | None], ...]:
+    """For each of the sequences side by side: its MSA, and its rows that are paired (None for a single sequence).
+
+    A row with residues of several sequences is paired, as in ColabFold; its key is its number, so that `pair` puts the parts of
+    a row together again. All other rows belong to the MSA of the only sequence that they cover.
+    """
+    borders = np.cumsum([0, *lengths])
+    columns = [slice(*borders[place : place + 2]) for place in range(len(lengths))]
+    covered = np.stack([(alignment.residues[:, own] != GAP).any(1) for own in columns])  # [sequences, N]
+    paired = covered.sum(0) > 1
+    paired[0] = False  # the queries are paired in any case
+    found: list[tuple[MsaFeatures, PairingMsa | None]] = []
+    for own, present in zip(columns, covered, strict=True):
+        alone, rows = np.flatnonzero(present & ~paired), np.flatnonzero(present & paired)
+        part = dataclasses.replace(
+            alignment,
+            names=tuple(alignment.names[row] for row in alone.tolist()),
+            residues=alignment.residues[alone, own],
+            deletions=alignment.deletions[alone, own],
+        )
+        with_query = np.concatenate(([0], rows))
+        keys = ("", *map(str, rows.tolist()))
+        pairing = PairingMsa(alignment.residues[with_query, own], alignment.deletions[with_query, own], keys)
+        found.append((merge_alignments([part]), pairing if len(lengths) > 1 else None))
+    return tuple(found)

@@ -12,11 +12,9 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from evodsp.data.doctor.config import DoctorConfig
-from evodsp.data.doctor.copying import COPYING
-from evodsp.data.doctor.diagnosis import Diagnosis, diagnose, filter_reasons
-from evodsp.data.doctor.leaks import Overlap
-from evodsp.data.doctor.run_data import data_of_run
+from evodsp.data.config import DoctorConfig
+from evodsp.data.doctor.diagnosis import Diagnosis, data_of_run, diagnose, filter_reasons
+from evodsp.data.doctor.examination import COPYING, Overlap
 from evodsp.files import check_output_folder, write_text
 from evodsp.printing import counted, duration, show
 from evodsp.report.page import Page, histogram

@@ -1,18 +1,14 @@
-"""Parsers turn the text of one file into records; each format has a module. `chain_folder` finds the files of a chain.
+"""Parsers turn the text of one file into records; alignments have a module each. `sources.layout` finds the files of a chain.
 
 A parser takes the path and, optionally, the file's bytes if they were read already (from an alignment database); the path
 then only names the file in messages. A malformed file is a FileFormatError with file and line.
 """
 
-from evodsp.data.formats.a3m import parse_a3m
-from evodsp.data.formats.complex_a3m import parse_complex_a3m, query_of_complex
-from evodsp.data.formats.fasta import SUBSTITUTES, FastaRecord, check_name, parse_fasta, read_fasta
-from evodsp.data.formats.hhr import parse_hhr
-from evodsp.data.formats.hmmsearch import parse_hmmsearch
-from evodsp.data.formats.obsolete import parse_obsolete
+from evodsp.data.formats.a3m import parse_a3m, parse_complex_a3m, query_of_complex
+from evodsp.data.formats.fasta import SUBSTITUTES, FastaRecord, check_name, parse_fasta, read_fasta, read_sequence_table
 from evodsp.data.formats.preparsed import parse_preparsed
-from evodsp.data.formats.sequence_table import read_sequence_table
 from evodsp.data.formats.stockholm import parse_stockholm
+from evodsp.data.formats.template_hits import parse_hhr, parse_hmmsearch, parse_obsolete
 
 PARSERS = {".a3m": parse_a3m, ".sto": parse_stockholm}
 """The parsers of alignments by suffix: training, prediction, the index and alignment databases read files of these suffixes,

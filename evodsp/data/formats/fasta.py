@@ -2,12 +2,20 @@
 
 A text is split into lines once; the residues of all records are joined and translated together. An A3M file may be large, so
 it comes in pieces.
+
+Tables of sequences, as ColabFold takes them: CSV files with the columns `id` and `sequence`, in any order.
+
+Cells are separated by commas, or by semicolons or tabs, as spreadsheets of some countries write them.
+
+Residue letters to codes, for whole files at once: one 256-entry table for `bytes.translate` in place of a character loop.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -15,12 +23,26 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
-from evodsp.data.formats.bytes_to_codes import BLANK_CODES, BLANKS, EITHER_CASE, ILLEGAL, byte_table
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import FileFormatError
 from evodsp.geometry.residues import ALIGNMENT_CODES, RESTYPE_1TO3, RESTYPES_WITH_X, monomer_letter
 from evodsp.printing import quoted
 from evodsp.reading.text_files import text_of
+
+INSERTION, SKIPPED, ILLEGAL = 100, 101, 102
+"""Entries of a table that are no residue codes: an inserted residue, a character without meaning, a forbidden one."""
+BLANKS = b" \t\v\f"
+BLANK_CODES: dict[str, int] = dict.fromkeys(BLANKS.decode(), SKIPPED)
+EITHER_CASE: dict[str, int] = ALIGNMENT_CODES | {letter.lower(): code for letter, code in ALIGNMENT_CODES.items()}
+
+
+def byte_table(codes: dict[str, int]) -> bytes:
+    """A table for `bytes.translate`: `codes` for the given characters, `ILLEGAL` for all others."""
+    table = bytearray([ILLEGAL] * 256)
+    for letter, code in codes.items():
+        table[ord(letter)] = code
+    return bytes(table)
+
 
 _LETTERS = {c: k for c, k in EITHER_CASE.items() if c.upper() not in "BJOUZ"} | BLANK_CODES
 _BETWEEN_CHAINS = ":"
@@ -336,3 +358,75 @@ def check_name(path: str | Path, name: str, line: int | None = None) -> None:
         raise FileFormatError(path, message, line)
     if len(name.encode()) > _LONGEST_NAME:
         raise FileFormatError(path, f"a name of {len(name)} characters cannot name a folder; shorten it", line)
+
+
+_COLUMNS = ("id", "sequence")
+_SEPARATORS = (",", ";", "\t")
+_FIX = "write a first line 'id,sequence', and below it a line for each record"
+
+
+def read_sequence_table(path: str | Path) -> list[FastaRecord]:
+    """The records of a table, each with its name or the error in it, as `read_fasta` reads those of a FASTA file.
+
+    A sequence may have several chains, with ':' between them, and line breaks. Letters that are no amino acid are replaced.
+    Columns with other names, and lines without anything in them, are left out. A line with too few cells, with a cell beyond
+    the columns, or without a name or a sequence is a record with an error.
+
+    Raises FileFormatError (file and line) for a table without one of the two columns, without a record, or with a quotation
+    mark that is not closed.
+    """
+    text = text_of(path).decode()
+    separator = _separator(text)
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
+    found: list[FastaRecord] = []
+    line_of_name: dict[str, int] = {}
+    before = 0
+    try:
+        first_row = next(rows, [])
+        heading = [name.strip().lower() for name in first_row]
+        if lost := [name for name in _COLUMNS if name not in heading]:
+            first = quoted(separator.join(first_row))
+            raise FileFormatError(path, f"a table without a column '{lost[0]}': its first line is '{first}'; {_FIX}", 1)
+        places = [heading.index(name) for name in _COLUMNS]
+        before = rows.line_num
+        for row in rows:
+            line, before = before + 1, rows.line_num  # a quoted cell may have several lines
+            if any(cell.strip() for cell in row):
+                found.append(_record(path, line, row, len(heading), places, line_of_name))
+    except csv.Error as error:
+        problem = f"not a CSV table ({quoted(error)}); look for a quotation mark that is not closed"
+        raise FileFormatError(path, problem, before + 1) from error
+    if not found:
+        raise FileFormatError(path, f"a table without a record; {_FIX}")
+    return found
+
+
+def _separator(text: str) -> str:
+    """What separates the cells: the first that makes both columns of the first line, or else a comma."""
+    first = text.splitlines()[0]
+    for separator in _SEPARATORS:
+        if {cell.strip(' "').lower() for cell in first.split(separator)} >= set(_COLUMNS):
+            return separator
+    return _SEPARATORS[0]
+
+
+def _record(
+    path: str | Path, line: int, row: Sequence[str], columns: int, places: Sequence[int], line_of_name: dict[str, int]
+) -> FastaRecord:
+    """The record of a line, or its error. `columns`: the number of cells in the first line. `places`: those of the name and
+    of the sequence. `line_of_name`: see `read_record`."""
+    cells = [cell.strip() for cell in row] + [""] * (columns - len(row))
+    name, letters = (cells[place] for place in places)
+    problem = None
+    if any(cells[columns:]):
+        fix = "put a cell with a separator in it into quotation marks, or name the column in the first line"
+        problem = f"{len(row)} cells, but the first line has {columns} columns; {fix}"
+    elif not name:
+        problem = "a line without a name; write one into the column 'id', or remove the line"
+    elif not letters:
+        problem = f"'{name}' has no sequence; write it into the column 'sequence', or remove the line"
+    if problem is not None:
+        return FastaRecord(name, line, FileFormatError(path, problem, line), substituted=False)
+    body = [part.encode() for part in letters.splitlines()]
+    given = Records(path, [name], [line - 1], [body], [b"".join(body)])
+    return read_record(given, name, line, line_of_name, substitute=True, several=True)

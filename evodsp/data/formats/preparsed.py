@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int8, Integer
 
-from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
+from evodsp.data.formats.fasta import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import GAP

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Integer, UInt8
 
-from evodsp.data.formats.bytes_to_codes import EITHER_CASE, byte_table
+from evodsp.data.formats.fasta import EITHER_CASE, byte_table
 from evodsp.data.records import Alignment
 from evodsp.errors import FileFormatError
 from evodsp.geometry.residues import GAP

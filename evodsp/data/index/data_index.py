@@ -29,11 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64
 
-from evodsp.data.index.chain_table import ChainTable, PackedTexts
-from evodsp.data.index.metadata import frequencies_of_entries
+from evodsp.data.index.metadata import ChainTable, PackedTexts, frequencies_of_entries
 from evodsp.data.records import CHAINS, COMPLEXES, ONE_OF, Kind
-from evodsp.data.sources.alignment_database import StoredFile
-from evodsp.data.sources.chain_folder import files_of_chain
+from evodsp.data.sources.layout import StoredFile, files_of_chain
 from evodsp.errors import FileFormatError, UserError, nearest
 from evodsp.files import whole_folder
 from evodsp.printing import quoted, shown

@@ -1,43 +1,53 @@
-"""Scanning a data set for its index (`evodsp.data.index.data_index`), in parts (`evodsp.data.index.parts`).
+"""`evodsp data index`: scanning a data set for its index (`evodsp.data.index.data_index`).
 
-The main process lists both folders and reads the caches. Processes list the files of each chain that has alignments, and read
-what its key stands for. Of a chain that no cache knows they read the header of the structure, or the first alignment if there
-is no structure. Of a complex they read the assembly as training does, with all atoms, because a chain without coordinates is no
-chain of a complex.
+The main process lists both folders and reads the caches. Processes list the files of each chain that has alignments, and
+read what its key stands for. Of a chain that no cache knows they read the header of the structure, or the first alignment if
+there is no structure. Of a complex they read the assembly as training does, with all atoms, because a chain without
+coordinates is no chain of a complex.
 
 Chains of the index are those that have alignments, or that a cache or the list of identical chains names. Complexes are the
 entries that have alignments of a chain, or of one that is identical to one of its chains by the list.
+
+The sorted tasks are cut into parts, which processes scan. Each finished part is a JSON file in a hidden folder beside the
+output. A rerun with the same inputs takes the finished parts from there. The result depends on the inputs only, not on the
+number of processes or on interruptions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from evodsp.data.complexes.source import owners_of
+from evodsp.data.config import FILES, FOLDERS, IndexConfig, check_index_config
 from evodsp.data.formats import parse_obsolete
 from evodsp.data.formats.mmcif import read_assembly, read_header
-from evodsp.data.index.chain_table import UNKNOWN_CLUSTER, UNKNOWN_DAY, PackedTexts
-from evodsp.data.index.config import IndexConfig
 from evodsp.data.index.data_index import (
     EMPTY_FOLDER,
     FOLDER_OF_ITS_OWN,
     NO_OWNER,
+    DataIndex,
     IndexContent,
     ListedFiles,
+    Source,
     write_index,
 )
 from evodsp.data.index.metadata import (
+    UNKNOWN_CLUSTER,
+    UNKNOWN_DAY,
     ChainFacts,
     ClusterSizes,
     EntityClusters,
+    PackedTexts,
     are_entities,
     facts_of_chains,
     facts_of_file,
@@ -47,23 +57,111 @@ from evodsp.data.index.metadata import (
     smallest_cluster,
     table_of,
 )
-from evodsp.data.index.parts import Parts, sources_of
+from evodsp.data.pool import WorkerEndedError, executor
 from evodsp.data.records import CHAINS, COMPLEXES, Kind
-from evodsp.data.sources.alignment_database import StoredFile, read_databases, read_parts
-from evodsp.data.sources.chain_folder import (
+from evodsp.data.sources.layout import (
+    StoredFile,
+    StructureListing,
     chain_folders,
     file_of_chain,
     files_of_chain,
     first_record,
     is_alignment,
     is_empty_folder,
+    nested_structure,
     order_in_msa,
     parse_alignments,
+    read_databases,
+    read_parts,
+    split_key,
 )
-from evodsp.data.sources.layout import StructureListing, nested_structure, split_key
+from evodsp.data.sources.opening import owners_of
 from evodsp.errors import UserError
+from evodsp.files import lock, remove_partial, write_text
 from evodsp.geometry.residues import decode
-from evodsp.printing import one_line
+from evodsp.printing import counted, one_line, progress, tell
+
+TASKS_OF_PART = 500
+Task = TypeVar("Task")
+
+Scan = Callable[[Path, Path, Any], dict[str, Any]]
+"""Scans one task, given the folders of alignments and of structures; in a process of its own."""
+
+
+def sources_of(config: IndexConfig) -> list[Source]:
+    """The folders and files that the config names, in their present state."""
+    return [Source.of(name, path) for name in (*FOLDERS, *FILES) if (path := getattr(config, name)) is not None]
+
+
+class Parts(Generic[Task]):
+    """The parts of a scan."""
+
+    def __init__(
+        self, config: IndexConfig, one: Scan, tasks: Sequence[Task], sources: list[Source], form: object
+    ) -> None:
+        """`one`: scans a task. `form`: changes when what it returns does; parts of another form are scanned again."""
+        self._config, self._one = config, one
+        self._chunks = [tasks[at : at + TASKS_OF_PART] for at in range(0, len(tasks), TASKS_OF_PART)]
+        self._folder = config.output.with_name(f".{config.output.name}.parts")
+        digest = hashlib.sha256(repr([form, *(vars(source) for source in sources)]).encode())
+        for task in tasks:
+            digest.update(repr(task).encode("utf-8", "surrogateescape"))
+        keep_parts(self._folder, digest.hexdigest())
+
+    def scanned(self) -> Iterator[tuple[Task, dict[str, Any]]]:
+        """Each task with what was found."""
+        for number, chunk in enumerate(self._chunks):
+            yield from zip(chunk, json.loads(_part(self._folder, number).read_bytes()), strict=True)
+
+    def before_writing(self) -> None:
+        """Remove what a scan left that was killed while it wrote the output."""
+        remove_partial(self._config.output.parent, {self._config.output.name})
+
+    def remove(self) -> None:
+        """Delete the parts: the output is complete."""
+        shutil.rmtree(self._folder)
+
+    def scan(self, what: str) -> None:
+        """Write the parts that are missing, and show progress. `what`: the words for it."""
+        config, folder = self._config, self._folder
+        missing = [number for number in range(len(self._chunks)) if not _part(folder, number).is_file()]
+        total = sum(map(len, self._chunks))
+        left = sum(len(self._chunks[number]) for number in missing)
+        alignments, structures = config.alignment_dir, config.structure_dir
+        if config.scheduler is not None:  # its workers may run in other folders
+            alignments, structures, folder = alignments.absolute(), structures.absolute(), folder.absolute()
+        pieces = [
+            (self._one, alignments, structures, _part(folder, number), self._chunks[number]) for number in missing
+        ]
+        ended: WorkerEndedError | None = None
+        with progress(what, total, total - left) as advance:
+            for _, done in executor(config.scheduler, config.workers).map(scan_part, pieces):
+                if isinstance(done, WorkerEndedError):
+                    ended = done
+                else:
+                    advance(done)
+        if ended is not None:
+            raise UserError(f"{ended}: run the command again with fewer --workers") from ended
+
+
+def keep_parts(folder: Path, fingerprint: str) -> None:
+    """Make the folder of parts ready: parts of a scan of other inputs are deleted, those of this one are kept."""
+    plan = folder / "plan"
+    if not plan.is_file() or plan.read_bytes() != fingerprint.encode():
+        shutil.rmtree(folder, ignore_errors=True)
+        write_text(plan, fingerprint)
+
+
+def scan_part(one: Scan, alignment_dir: Path, structure_dir: Path, path: Path, tasks: Sequence[Any]) -> int:
+    """Scan some tasks, write the findings to `path` and return the number of tasks. Runs in a process of its own."""
+    found = [one(alignment_dir, structure_dir, task) for task in tasks]
+    write_text(path, json.dumps(found))
+    return len(tasks)
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"{number:06d}.json"
+
 
 _FORM = 4
 """The form in which a part describes what was scanned. Parts of another form, of an earlier version, are scanned again."""
@@ -353,3 +451,40 @@ def _lent(places: Mapping[str, int], duplicates: list[list[str]]) -> dict[str, s
         if lender is not None:
             owner_of |= {key: lender for key in same if places.get(key, EMPTY_FOLDER) == EMPTY_FOLDER}
     return owner_of
+
+
+def run(settings: IndexConfig, words: list[str]) -> int:
+    """Write the index, report what it lists, and return the exit code. `words`: the command line (not needed here)."""
+    check_index_config(settings)
+    output = settings.output
+    with lock(output.with_name(f".{output.name}.lock"), output, "makes an index there"):
+        make_index(settings)
+    tell(summary(DataIndex(output, kind=None)))
+    return 0
+
+
+def summary(index: DataIndex) -> str:
+    """A line with the number of keys that can be used, and what the others lack; of complexes also the numbers of their chains
+    and residues, and the reason of the first problem."""
+    content, of_complexes = index.content, index.kind == COMPLEXES
+    aligned, resolved = index.has_alignments(), index.has_structure()
+    keys, owners = index.keys[:], [*content.owners[:], ""]  # the last stands for NO_OWNER
+    of_chain = np.repeat(np.arange(len(index)), np.diff(content.first_chains)).tolist()
+    owned = ((row, owners[owner]) for row, owner in zip(of_chain, content.chain_owners.tolist(), strict=True))
+    borrowed = {row for row, owner in owned if owner and keys[row] not in (owner, owner.rpartition("_")[0])}
+    counts = {
+        "without alignments": int((~aligned).sum()),
+        "without a structure": int((~resolved).sum()),
+        "with alignments of an identical chain": len(borrowed),
+        "with an empty folder of alignments": int(index.are_query_only().sum()),
+        "of one chain only": int((np.diff(content.first_chains) == 1).sum()) if of_complexes else 0,
+        "with a problem" if of_complexes else "that cannot be read": int((content.problems.lengths() > 0).sum()),
+    }
+    rows = f"{len(index):,} {index.kind}, {int((aligned & resolved).sum()):,} with alignments and structure"
+    line = ", ".join([f"{index.path}: {rows}", *(f"{count:,} {what}" for what, count in counts.items() if count)])
+    if not of_complexes:
+        return line
+    problem = next((text for text in content.problems if text), None)
+    more = "" if problem is None else f", such as {problem}"
+    residues = int(index.table.lengths.sum())
+    return f"{line}{more}; {counted(len(content.chain_names), 'chain')}, {residues:,} residues"

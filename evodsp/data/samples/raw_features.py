@@ -1,28 +1,290 @@
-"""The samples that worker processes make; the device makes the features of the MSA from them (`evodsp.features`).
+"""The samples that worker processes make: their features with names and axes (table 1 of the supplement), and the
+residues that a sample keeps. The device makes the features of the MSA from them (`evodsp.features`).
+
+Of a chain a sample keeps a piece (supplement 1.2.8), of a complex pieces of its chains, or a neighbourhood of an interface
+(AlphaFold-Multimer, supplement 7.2). Residues of a complex are numbered from 0, one chain after another. Positions are in Å.
+Shapes: R residues of the crop, N residues of the complex, n of them.
 
 Letters are bytes and deletions are listed, so a sample has a thirtieth of the bytes of its features. Columns outside the
 crop are needed too: sequences are assigned to clusters by all their columns (supplement 1.2.7), before the crop.
 
-Shapes: N sequences, L columns of the chain, R residues of the crop, C recycling iterations, K cells of the crop with deletions.
+Shapes: N sequences, L columns of the chain, R residues of the crop, C recycling iterations, K cells of the crop with
+deletions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int32, Int64
+from jaxtyping import Bool, Float, Float32, Int32, Int64
 
 from evodsp.config import FeatureConfig
 from evodsp.data.complexes.merging import MergedMsa
-from evodsp.data.samples.crop import Crop, piece
-from evodsp.data.samples.feature_axes import FEATURE_AXES, TEMPLATE_AXES, FeatureSizes, check_config
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.data.templates.features import TemplateFeatures
-from evodsp.errors import UserError
+from evodsp.errors import COUNT, FRACTION, SIZE, SettingError, UserError, check_numbers
 from evodsp.geometry import residues
 from evodsp.geometry.residues import LETTERS_WITH_MASK, LETTERS_WITH_X
 from evodsp.rng import Draws
+
+FEATURE_AXES: dict[str, tuple[str | None, ...]] = {
+    "aatype": ("residues",),
+    "residue_index": ("residues",),
+    "seq_length": (),
+    "seq_mask": ("residues",),
+    "target_feat": ("residues", None),
+    "atom14_atom_exists": ("residues", None),
+    "atom37_atom_exists": ("residues", None),
+    "residx_atom14_to_atom37": ("residues", None),
+    "residx_atom37_to_atom14": ("residues", None),
+    "msa_feat": ("msa", "residues", None),
+    "msa_mask": ("msa", "residues"),
+    "msa_row_mask": ("msa",),
+    "true_msa": ("msa", "residues"),
+    "bert_mask": ("msa", "residues"),
+    "extra_msa": ("extra", "residues"),
+    "extra_msa_mask": ("extra", "residues"),
+    "extra_msa_row_mask": ("extra",),
+    "extra_has_deletion": ("extra", "residues"),
+    "extra_deletion_value": ("extra", "residues"),
+}
+"""All features except the templates', with their axes after the recycling axis. Named axes can be padded (with zeros); None
+marks an axis of fixed size."""
+
+CHAIN_AXES: dict[str, tuple[str | None, ...]] = {
+    "asym_id": ("residues",),
+    "entity_id": ("residues",),
+    "sym_id": ("residues",),
+}
+"""The features that only samples of complexes have, likewise."""
+
+TEMPLATE_AXES: dict[str, tuple[str | None, ...]] = {
+    "template_aatype": ("templates", "residues"),
+    "template_all_atom_positions": ("templates", "residues", None, None),
+    "template_all_atom_masks": ("templates", "residues", None),
+    "template_pseudo_beta": ("templates", "residues", None),
+    "template_pseudo_beta_mask": ("templates", "residues"),
+    "template_mask": ("templates",),
+    "template_sum_probs": ("templates", None),
+}
+"""The template features with their axes, likewise; they are present if `max_templates` is above 0."""
+
+SAMPLED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "msa_feat": (np.float32, (49,)),
+    "msa_mask": (np.float32, ()),
+    "msa_row_mask": (np.float32, ()),
+    "true_msa": (np.int32, ()),
+    "bert_mask": (np.float32, ()),
+    "extra_msa": (np.int32, ()),
+    "extra_msa_mask": (np.float32, ()),
+    "extra_msa_row_mask": (np.float32, ()),
+    "extra_has_deletion": (np.float32, ()),
+    "extra_deletion_value": (np.float32, ()),
+}
+"""The features that each recycling iteration draws anew: their type, and the sizes of their axes without a name."""
+
+_RANGES = {
+    "crop_size": SIZE,
+    "msa_clusters": SIZE,
+    "extra_msa": SIZE,
+    "max_templates": COUNT,
+    "recycles": COUNT,
+    "masked_msa_fraction": FRACTION,
+    "masked_uniform": FRACTION,
+    "masked_profile": FRACTION,
+    "masked_same": FRACTION,
+    "block_delete_fraction": FRACTION,
+    "block_delete_blocks": COUNT,
+    "clamp_fape_fraction": FRACTION,
+    "spatial_crop_fraction": FRACTION,
+}
+
+
+@dataclass(frozen=True)
+class FeatureSizes:
+    """Padded sizes of the named feature axes."""
+
+    residues: int
+    msa: int
+    extra: int
+    templates: int = 0
+
+
+def max_clusters(config: FeatureConfig) -> int:
+    """Rows of the clustered MSA, the template rows not counted. `check_config` makes sure that there is one."""
+    return config.msa_clusters - config.max_templates
+
+
+def check_config(config: FeatureConfig, where: str = "") -> None:
+    """Raise SettingError if a size or a probability of `config` is out of range. `where`: the name of `config` and a dot, for
+    messages."""
+    check_numbers(config, _RANGES, where)
+    if max_clusters(config) < 1:
+        expected = f"above {where}max_templates, which is {config.max_templates}: each template takes one of these rows"
+        raise SettingError(f"{where}msa_clusters", config.msa_clusters, expected)
+    if (total := config.masked_uniform + config.masked_profile + config.masked_same) > 1 + 1e-6:
+        expected = f"lower: with masked_uniform and masked_profile the sum is {total:g}, and it can be at most 1"
+        raise SettingError(f"{where}masked_same", config.masked_same, expected)
+
+
+INTERFACE_DISTANCE = 10.0
+"""CA atoms of two chains that are nearer than this in Å belong to an interface."""
+
+_TIE_BREAKER = 1e-3  # Å per residue, so that of equally near residues the first is kept
+_ROWS_AT_ONCE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Crop:
+    """The residues that a sample keeps: their numbers in the chain from 0, ascending. They need not be neighbours."""
+
+    residues: Int64[np.ndarray, " R"]
+
+    def __len__(self) -> int:
+        return len(self.residues)
+
+    @property
+    def first(self) -> int:
+        """The first residue of a piece of the chain; -1 if the residues are not neighbours."""
+        return int(self.residues[0]) if self.residues[-1] - self.residues[0] == len(self) - 1 else -1
+
+    @property
+    def index(self) -> slice | Int64[np.ndarray, " R"]:
+        """The index of these residues; of a piece a slice, which copies nothing."""
+        return self.residues if self.first < 0 else slice(self.first, self.first + len(self))
+
+
+def piece(start: int, length: int) -> Crop:
+    """The residues start, start + 1, …, start + length - 1 of a chain."""
+    return Crop(np.arange(start, start + length))
+
+
+def crop_start(surplus: int, clamped: bool, shift: float, position: float) -> int:
+    """First residue of a training crop that leaves out `surplus` residues of the chain.
+
+    `shift`, `position`: uniform random numbers in [0, 1). Samples with clamped FAPE start uniformly in 0..surplus. The others
+    start uniformly in 0..surplus - x, with x uniform in 0..surplus, which favours the beginning of the chain.
+    """
+    last = surplus if clamped else surplus - int(shift * (surplus + 1))
+    return int(position * (last + 1))
+
+
+def training_crop(length: int, crop_size: int | None, clamped: bool, draws: Draws) -> Crop:
+    """A random crop of `crop_size` residues of a chain; the whole chain if it is not longer."""
+    if crop_size is None or length <= crop_size:
+        return piece(0, length)
+    shift, position = draws.at("crop").uniform(2)
+    return piece(crop_start(length - crop_size, clamped, float(shift), float(position)), crop_size)
+
+
+def centre_crop(length: int, crop_size: int | None) -> Crop:
+    """The middle `crop_size` residues, for validation: the same crop in every run and epoch."""
+    if crop_size is None or length <= crop_size:
+        return piece(0, length)
+    return piece((length - crop_size) // 2, crop_size)
+
+
+def complex_crop(
+    lengths: Sequence[int],
+    positions: Float[np.ndarray, "N 3"],
+    mask: Float[np.ndarray, " N"],
+    crop_size: int | None,
+    draws: Draws,
+    spatial_fraction: float,
+) -> Crop:
+    """A random crop of `crop_size` residues of a complex; the whole complex if it is not larger.
+
+    `lengths`: residues of each chain. `positions`, `mask`: its CA atoms, 1 where they are resolved. With probability
+    `spatial_fraction` the crop is spatial, if there is an interface; otherwise it is contiguous.
+    """
+    if crop_size is None or sum(lengths) <= crop_size:
+        return piece(0, sum(lengths))
+    if draws.at("crop_kind").uniform(1)[0] < spatial_fraction:
+        crop = spatial_crop(lengths, positions, mask, crop_size, draws)
+        if crop is not None:
+            return crop
+    return contiguous_crop(lengths, crop_size, draws)
+
+
+def contiguous_crop(lengths: Sequence[int], crop_size: int, draws: Draws) -> Crop:
+    """A piece of each chain, `crop_size` residues in all, or all of the complex if it is smaller (algorithm 1).
+
+    Chains take their pieces in random order. Each has a uniformly random length, from what the chains after it cannot make up
+    for to what is left, and a uniformly random start. A piece may have no residues.
+    """
+    starts = np.cumsum([0, *lengths])
+    draws = draws.at("contiguous_crop")
+    shares, places = draws.at("pieces").uniform(2, len(lengths))
+    wanted, remaining = min(crop_size, int(starts[-1])), int(starts[-1])
+    residues = []
+    for chain in draws.at("order").permutation(len(lengths)):
+        length = lengths[chain]
+        remaining -= length
+        least, most = max(0, wanted - remaining), min(wanted, length)
+        size = least + int(shares[chain] * (most - least + 1))
+        wanted -= size
+        first = starts[chain] + int(places[chain] * (length - size + 1))
+        residues.append(np.arange(first, first + size))
+    return Crop(np.sort(np.concatenate(residues)))
+
+
+def spatial_crop(
+    lengths: Sequence[int],
+    positions: Float[np.ndarray, "N 3"],
+    mask: Float[np.ndarray, " N"],
+    crop_size: int,
+    draws: Draws,
+) -> Crop | None:
+    """The `crop_size` residues that are nearest to a random residue of an interface (algorithm 2); None without interfaces.
+
+    Distances are between CA atoms. Residues without one come after all others, in order.
+    """
+    interface = interface_residues(lengths, positions, mask)
+    if not len(interface):
+        return None
+    centre = interface[draws.at("spatial_crop").integer(0, len(interface))]
+    distance = np.sqrt(_squared_distances(positions[centre, None], positions)[0])
+    distance = np.where(mask > 0, distance + _TIE_BREAKER * np.arange(len(mask)), np.inf)
+    return Crop(np.sort(np.argsort(distance, kind="stable")[:crop_size]))
+
+
+def interface_residues(
+    lengths: Sequence[int],
+    positions: Float[np.ndarray, "N 3"],
+    mask: Float[np.ndarray, " N"],
+) -> Int64[np.ndarray, " n"]:
+    """The residues whose CA atom is nearer than `INTERFACE_DISTANCE` to a CA atom of another chain, ascending.
+
+    Memory is linear in the number of residues.
+    """
+    chain, resolved = np.repeat(np.arange(len(lengths)), lengths), np.flatnonzero(mask > 0)
+    if not len(resolved):
+        return resolved
+    # Sorted along the longest axis of the complex, atoms that may be near to some rows are a part of all atoms.
+    axis = np.ptp(positions[resolved], 0).argmax()
+    resolved = resolved[np.argsort(positions[resolved, axis], kind="stable")]
+    chain, positions = chain[resolved], positions[resolved]
+    along = positions[:, axis]
+    near = np.zeros(len(resolved), bool)
+    for start in range(0, len(resolved), _ROWS_AT_ONCE):
+        here = slice(start, start + _ROWS_AT_ONCE)
+        first, last = along[here][[0, -1]] + [-INTERFACE_DISTANCE, INTERFACE_DISTANCE]
+        others = slice(np.searchsorted(along, first, "left"), np.searchsorted(along, last, "right"))
+        close = _squared_distances(positions[here], positions[others]) < INTERFACE_DISTANCE**2
+        near[here] = (close & (chain[here, None] != chain[others])).any(1)
+    return np.sort(resolved[near])
+
+
+def _squared_distances(x: Float[np.ndarray, "m 3"], y: Float[np.ndarray, "n 3"]) -> Float[np.ndarray, "m n"]:
+    """In float64, because the tie-breaker is small beside distances."""
+    total = np.zeros((len(x), len(y)))
+    for one, other in zip(x.T.astype(np.float64), y.T.astype(np.float64), strict=True):
+        total += np.square(one[:, None] - other)
+    return total
+
 
 RAGGED = (
     "msa_letters", "msa_profile_bits", "msa_kept", "crop_residues", "deletion_cells", "deletion_numbers", "msa_blocks",

@@ -1,34 +1,211 @@
-"""The chains of a set that a run takes: they are in its list, have files and pass the filters. The losses do not count all of
-them.
+"""The chains of a set that a run takes (they are in its list, have files and pass the filters), the chain of sample
+number i by AlphaFold2's weights (supplement 1.2.5), and self-distillation sets: predicted structures as training
+targets (supplement 1.3).
 
-The losses of the confidence heads count structures whose resolution is within bounds (supplement 1.9.6). A structure without a
-resolution (NMR, a prediction, often a file of one's own) has the resolution 0, as in AlphaFold2, and is not counted. A run on
-such chains alone learns no confidence, and its `train/plddt` is 0. A message says so, for nobody would see why.
+The losses of the confidence heads count structures whose resolution is within bounds (supplement 1.9.6). A structure without
+a resolution (NMR, a prediction, often a file of one's own) has the resolution 0, as in AlphaFold2, and is not counted. A run
+on such chains alone learns no confidence, and its `train/plddt` is 0. A message says so, for nobody would see why.
+
+AlphaFold2 takes a random chain and accepts it with a probability; OpenFold repeats that for a whole epoch. Here a chain is
+drawn with its share of the sum of these probabilities, which gives the same distribution. docs/data.md lists every
+difference from the supplement and from OpenFold.
+
+The draws are addressed. Sample i has a sequence of candidates, attempts 0, 1, 2, …, each drawn from (seed, i, attempt) and
+from nothing else. Its chain is the first candidate that is not left out (`evodsp.training.loader`). So
+
+- a sample is a function of (seed, i, the chains left out at i), whatever happened at other samples, on other ranks or before a
+  resume: no draw consumes the state of a generator;
+- leaving out one more chain c changes exactly the samples whose chain was c: any other sample's accepted candidate comes
+  before or without c, and stays the first that is not left out;
+- with weights w, the accepted chain has the distribution of the remaining weights. Attempts are independent, each is rejected
+  with probability q = the share of the chains left out, so chain c is taken with probability w_c (1 + q + q^2 + …) = w_c / (1
+  - q).
+
+A draw takes one binary search in the cumulative weights, whatever the number of chains.
+
+The prediction's confidence stands in the B-factors. Atoms of residues below a pLDDT are masked, so that nothing is learned
+from parts of which the prediction was unsure. A predicted structure has no resolution, so losses that need an experiment's
+do not count it (unless one is assumed), and no release date, so its templates need `data.max_template_date`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 
-from evodsp.config import FilterConfig, LossConfig, Sampling
-from evodsp.data.executors import processes_for, with_progress
-from evodsp.data.index.chain_table import ChainTable
+from evodsp.config import FilterConfig, LossConfig, Sampling, parse_latest_date
 from evodsp.data.index.data_index import DataIndex
-from evodsp.data.index.metadata import ChainFacts, cached_entries, cached_table, table_of
-from evodsp.data.pool import WorkerEndedError
+from evodsp.data.index.metadata import UNKNOWN_DAY, ChainFacts, ChainTable, cached_entries, cached_table, table_of
+from evodsp.data.pool import WorkerEndedError, processes_for, with_progress
 from evodsp.data.records import COMPLEXES
-from evodsp.data.samples.sampling import left_out_by_filters
-from evodsp.data.similarity.comparison import Compared
-from evodsp.data.similarity.exclusion import Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
-from evodsp.data.sources.store import Lacking, Store
+from evodsp.data.similarity.nearest import Compared, Exclusion, is_fasta, sequences_of_fasta, sequences_of_keys
+from evodsp.data.sources.chain_files import Lacking, Store
+from evodsp.data.sources.opening import Records, Unit, open_files, open_store
+from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import FileFormatError, UserError
 from evodsp.printing import counted
 from evodsp.reading.text_files import lines_of
+from evodsp.rng import Draws
+
+
+def left_out_by_filters(
+    table: ChainTable, filters: FilterConfig, where: str = "data.filters"
+) -> dict[str, Bool[np.ndarray, " n"]]:
+    """Whether each filter leaves each chain out, by the filter's reason. A chain may be left out for several reasons.
+    `where`: the name of the filters in messages.
+    """
+    reasons: dict[str, Bool[np.ndarray, " n"]] = {}
+    if filters.max_resolution is not None:
+        unknown = np.isnan(table.resolutions)
+        reasons["unknown resolution"] = unknown
+        # A resolution of 0 stands for a method that has none.
+        reasons[f"resolution above {filters.max_resolution:g} Å"] = ~unknown & (
+            table.resolutions > filters.max_resolution
+        )
+    if filters.max_residue_share is not None:
+        unknown = np.isnan(table.largest_fractions)
+        reasons["unknown sequence"] = unknown
+        # Rounded as the table is, or 4 of 5 residues would be more than 0.8.
+        most = np.float32(filters.max_residue_share)
+        reasons[f"more than {filters.max_residue_share:.0%} of one residue type"] = ~unknown & (
+            table.largest_fractions > most
+        )
+    if (latest := parse_latest_date(f"{where}.max_release_date", filters.max_release_date)) is not None:
+        unknown = table.release_days == UNKNOWN_DAY
+        reasons["unknown release date"] = unknown
+        reasons[f"released after {latest}"] = ~unknown & (table.release_days > (latest - date(1970, 1, 1)).days)
+    return reasons
+
+
+class ChainDraws:
+    """Draws chains. Without `weights` each epoch of n samples is a permutation of the n keys, so that all are seen equally
+    often; with them each sample is drawn independently in proportion to its chain's weight.
+
+    A permutation is attempt 0 only: the places of chains that are left out are filled by equally likely draws of the others.
+    """
+
+    def __init__(self, draws: Draws, keys: Sequence[str], weights: Float64[np.ndarray, " n"] | None = None) -> None:
+        """`draws`: a stream of this object's own. Raises ValueError unless weights are above zero and finite, one per key."""
+        if weights is not None and not (
+            len(weights) == len(keys) and (weights > 0).all() and np.isfinite(weights).all()
+        ):
+            raise ValueError(f"{len(keys)} keys need as many finite weights above 0, not {weights}")
+        self.keys = keys
+        self._draws = draws
+        self._cumulative = None if weights is None else np.cumsum(weights, dtype=np.float64)
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def candidate(self, sample: int, attempt: int) -> str:
+        """The chain that attempt number `attempt` draws for `sample`."""
+        if self._cumulative is None and attempt == 0:
+            return self.keys[self._in_permutation(sample)]
+        uniform = precise_uniform(self._draws.at("chain", sample), attempt)
+        if self._cumulative is None:
+            return self.keys[int(uniform * len(self.keys))]
+        at = np.searchsorted(self._cumulative, uniform * self._cumulative[-1], side="right")
+        return self.keys[min(int(at), len(self.keys) - 1)]  # rounding may reach the very end
+
+    def choose(self, sample: int, left_out: Container[str]) -> str:
+        """The chain of `sample`, none of `left_out`. Raises UserError if all chains are left out."""
+        attempt = 0
+        while (key := self.candidate(sample, attempt)) in left_out:
+            attempt += 1
+            if attempt % _ATTEMPTS_UNTIL_COUNTED == 0 and all(key in left_out for key in self.keys):
+                raise UserError(f"all {len(self.keys)} chains to train on are left out; correct their files")
+        return key
+
+    def _in_permutation(self, sample: int) -> int:
+        epoch, place = divmod(sample, len(self.keys))
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self._draws.at("epoch", epoch).permutation(len(self.keys))
+        return int(self._epoch[1][place])
+
+
+DISTILLED = "distillation/"
+"""The prefix of names of a self-distillation set's chains, here and in the quarantine."""
+
+
+class MixedDraws:
+    """Draws a sample from a self-distillation set with probability `fraction`, otherwise from the other chains.
+
+    Leaving a chain out does not change which of the two a sample is from: its replacement comes from the same set.
+    """
+
+    def __init__(self, draws: Draws, chains: ChainChoice, distilled: ChainChoice, fraction: float) -> None:
+        self._draws, self._chains, self._distilled, self._fraction = draws, chains, distilled, fraction
+
+    def choose(self, sample: int, left_out: Container[str]) -> str:
+        """As `ChainDraws.choose`."""
+        is_distilled = precise_uniform(self._draws.at("source", sample), 0) < self._fraction
+        return (self._distilled if is_distilled else self._chains).choose(sample, left_out)
+
+
+ChainChoice = ChainDraws | MixedDraws
+"""Decides which chain a sample is made of."""
+_ATTEMPTS_UNTIL_COUNTED = 64
+"""Number of left-out candidates after which it is checked that there are others."""
+
+
+def precise_uniform(draws: Draws, position: int) -> float:
+    """A uniform number in [0, 1) with 53 random bits: `Draws.uniform` has 24, too few to choose among a million weights."""
+    high, low, _, _ = draws.words(position)
+    return ((high >> 5) * (1 << 26) + (low >> 6)) / (1 << 53)
+
+
+def open_predictions(
+    alignment_dir: str | None,
+    structure_dir: str | None,
+    index: str | None,
+    store: str | None,
+    min_plddt: float,
+    unit: Unit = Unit(),  # noqa: B008 (frozen)
+) -> Records | None:
+    """The records of a self-distillation set, given its settings in `data.distillation`; None if they name none.
+
+    Raises UserError that names the setting.
+    """
+    if store is not None:
+        built = open_store(store, unit, setting="data.distillation.store")
+        if built.min_plddt is None:
+            raise UserError(
+                f"data.distillation.store is {store}, which was built without --min_plddt, so nothing in it is masked; build "
+                f"it with --min_plddt {min_plddt:g}"
+            )
+        if built.min_plddt != min_plddt:
+            raise UserError(
+                f"data.distillation.min_plddt is {min_plddt:g}, but {store} was built with --min_plddt {built.min_plddt:g}; "
+                "set it to that, or build the store again"
+            )
+        return built
+    if alignment_dir is None or structure_dir is None:
+        return None
+    for name, path in (("alignment_dir", alignment_dir), ("structure_dir", structure_dir)):
+        if not Path(path).is_dir():
+            raise UserError(
+                f"data.distillation.{name} is {path}, which is not a folder; give the folder, or leave it out"
+            )
+    return open_files(alignment_dir, structure_dir, index, unit, min_plddt)
+
+
+@dataclass(frozen=True)
+class DistillationSet:
+    """A self-distillation set as samples are made of it. Picklable, for workers."""
+
+    source: Records
+    """The source of its chains: their files, or a feature store that was built of them."""
+    max_rows: int
+    """Most rows of an MSA that are used; they are a random sample."""
+    templates: TemplateSource | None = None
+    """The source of templates for its chains; None if samples have none."""
+    assumed_resolution: float | None = None
+    """The resolution in Å that its chains, which have none, are given; with None the losses of the confidence heads do not
+    count them."""
+
 
 _IN_THIS_PROCESS = 2000
 """Chains whose facts are read without further processes."""

@@ -1,9 +1,13 @@
 """Alignments and structures on disk, in OpenFold's and OpenProteinSet's layouts, addressed by chain key.
 
 A chain key is `<pdbid>_<chain>`, split at its last underscore; the chain id is the author's. The alignments of a chain are
-the files of the folder `<alignment_dir>/<key>/` and those beside it, such as ColabFold's `<key>.a3m` (`sources.chain_folder`),
-or entries of OpenFold's alignment database (`alignment_db_*.db` files and one `alignment_db.index`). Structures are
-`<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or not (`sources.layout`).
+the files of the folder `<alignment_dir>/<key>/` and those beside it, such as ColabFold's `<key>.a3m`
+(`sources.layout`), or entries of OpenFold's alignment database (`alignment_db_*.db` files and one
+`alignment_db.index`). Structures are `<structure_dir>/<pdbid>.cif` or `.pdb`, gzipped or not (`sources.layout`).
+
+A `Store` answers what a run asks: which keys there are, what one lacks, and the facts that are known without a sample. A key
+is a chain (`evodsp.data.sources.chain_files`, `evodsp.data.sources.feature_store`), or an entry that stands for the chains
+of an assembly (`evodsp.data.sources.opening`).
 """
 
 from __future__ import annotations
@@ -13,18 +17,21 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from evodsp.data.complexes.pairing import PairingRule
 from evodsp.data.formats.mmcif import read_chain, read_confidence
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import ChainFacts, facts_of_file
-from evodsp.data.records import CHAINS, Alignment, Assembly, Chain, ProteinSequence, Structure
-from evodsp.data.sources.alignment_database import AlignmentDatabase, read_databases, read_parts
-from evodsp.data.sources.chain_folder import (
+from evodsp.data.records import CHAINS, Alignment, Assembly, Chain, Kind, ProteinSequence, Structure
+from evodsp.data.sources.layout import (
     ALIGNMENTS,
+    AlignmentDatabase,
+    StructureListing,
     alignment_files,
     chain_folders,
+    chain_id_in,
+    entry_of,
     file_of_chain,
     first_record,
     has_files,
@@ -36,17 +43,74 @@ from evodsp.data.sources.chain_folder import (
     parse_alignments,
     parse_search_result,
     read_alignment_dir,
+    read_databases,
+    read_parts,
     read_template_hits,
     say_query_only,
 )
-from evodsp.data.sources.layout import StructureListing, chain_id_in, entry_of
+from evodsp.data.sources.msa import matched_alignments
 from evodsp.data.sources.parsed import Parsed, parse_chain
-from evodsp.data.sources.query_check import matched_alignments
-from evodsp.data.sources.store import Lacking, listed_chain
 from evodsp.data.sources.structures import StructureFolder, sure_residues
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.errors import UserError, nearest
 from evodsp.geometry.residues import decode
+
+Lacking = Literal["alignments", "structure", "record"]
+"""The part that a key lacks; in a feature store, its record."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Samples' data by key."""
+
+    @property
+    def kind(self) -> Kind:
+        """What a key stands for."""
+
+    @property
+    def index(self) -> DataIndex | None:
+        """The index of its files; None if it has none."""
+
+    @property
+    def structure_dir(self) -> Path | None:
+        """The folder of structures; None if there is none."""
+
+    @property
+    def unknown(self) -> Lacking:
+        """The part that a key lacks that is not among `keys`."""
+
+    def keys(self) -> list[str]:
+        """All keys, sorted. Whether files can be read is not checked."""
+
+    def name_of(self, key: str) -> str:
+        """The name that the store has a key by: the key, or that of its entry where the names of both meet."""
+
+    def structure_lookup(self) -> Callable[[str], bool]:
+        """A function that tells whether one of `keys` has a structure, in time that does not grow with their number."""
+
+    def absence(self, key: str, lacking: Lacking) -> str:
+        """The end of a message: that the store has not this part of the key, where it should be, and the fix."""
+
+    def sequences_of(self, key: str) -> tuple[str, ...]:
+        """The sequences of the key's chains, from its files. Raises UserError or OSError if they cannot be read."""
+
+    def facts(self, key: str) -> ChainFacts:
+        """What the key's structure says: sequence, resolution and release date. Raises UserError if it cannot be read."""
+
+    def stale_sources(self) -> list[str]:
+        """The sources of the index that have changed since it was made, as 'option path'; none without an index."""
+
+
+def listed_chain(listing: StructureListing) -> Callable[[str], bool]:
+    """A function that tells whether a chain has a structure in a folder that was listed."""
+
+    def has(key: str) -> bool:
+        try:
+            return listing.has(key)
+        except UserError:  # a folder whose name is no chain key
+            return False
+
+    return has
 
 
 class ChainFiles:

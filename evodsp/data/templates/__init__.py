@@ -1,5 +1,4 @@
-"""Templates: `hits` (the record of a hit) -> `filters` -> `matching` (its residues in a structure) -> `build` -> `features`.
+"""Templates: `hits` (the record of a hit, and its filters) -> `features` (its residues in a structure, and arrays of them).
 
-`source` does all of it for one query; `template_chains` finds hits without a search program; `dates` reads the option that
-limits release dates.
+`source` does all of it for one query, and finds hits without a search program.
 """

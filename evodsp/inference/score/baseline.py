@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from evodsp.data.doctor.config import DoctorConfig
-from evodsp.data.doctor.run_data import data_of_run
-from evodsp.data.executors import processes_for
+from evodsp.data.config import DoctorConfig
+from evodsp.data.doctor.diagnosis import data_of_run
+from evodsp.data.pool import processes_for
 from evodsp.data.records import ONE_OF, Assembly
 from evodsp.data.samples.selection import Presence, chain_list, select
-from evodsp.data.similarity.comparison import Compared
-from evodsp.data.similarity.nearest import PlacedCopy, Read, TrainingSet, placed_copies
+from evodsp.data.similarity.nearest import Compared, PlacedCopy, Read, TrainingSet, placed_copies
 from evodsp.data.similarity.sequences import with_unlisted
 from evodsp.data.sources.structures import AssemblyFolder, StructureFolder
 from evodsp.errors import UserError

@@ -24,7 +24,7 @@ from jaxtyping import Int64
 from evodsp import metrics
 from evodsp.data.records import Assembly, Chain
 from evodsp.data.similarity.nearest import nowhere
-from evodsp.data.similarity.pairs import MOST_CELLS, paired, plain, same_residues
+from evodsp.data.similarity.sequences import MOST_CELLS, paired, plain, same_residues
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK, UNKNOWN, encode_sequence
 from evodsp.losses.permutation import TrueChains, align_chains
@@ -228,7 +228,7 @@ class Likeness:
 
 @lru_cache(maxsize=512)
 def likeness(first: str, second: str) -> Likeness:
-    """Equal sequences correspond residue by residue, others by their best alignment (`evodsp.data.similarity.pairs`)."""
+    """Equal sequences correspond residue by residue, others by their best alignment (`evodsp.data.similarity.sequences`)."""
     if first == second:
         return Likeness(1.0, np.repeat(np.arange(len(first))[:, None], 2, axis=1))
     shorter, longer = sorted((len(first), len(second)))

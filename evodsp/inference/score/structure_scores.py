@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64
 from evodsp import metrics
 from evodsp.data.formats.mmcif import read_assembly
 from evodsp.data.records import Assembly
-from evodsp.data.sources.missing_residues import with_missing_residues
+from evodsp.data.sources.parsed import with_missing_residues
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA, encode
 from evodsp.inference.chains import ChainSpan, spans_of

@@ -13,8 +13,8 @@ import pytest
 
 from evodsp.data.complexes.merging import merge
 from evodsp.data.complexes.pairing import uniprot_species
-from evodsp.data.complexes.source import ComplexFiles
 from evodsp.data.records import Chain
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.data.sources.parsed import Parsed
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_ORDER
