@@ -10,10 +10,10 @@ from typing import Any, overload
 
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.failures import none_usable
-from evodsp.inference.inputs import InputRecord, clean_name, exists, is_sequence, read_inputs
 from evodsp.inference.predict import predict_records
 from evodsp.inference.prediction import Prediction
+from evodsp.inference.results import none_usable
+from evodsp.inference.targets import InputRecord, clean_name, exists, is_sequence, read_inputs
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import tell
 from evodsp.weights.checkpoint import save_model

@@ -5,15 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 
-from evodsp.inference.attempts import AttemptNotes
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.devices import RankOutOfMemoryError, device_of
-from evodsp.inference.failures import FAILURES
-from evodsp.inference.groups import Groups
-from evodsp.inference.inputs import as_files
+from evodsp.inference.devices import AttemptNotes, RankOutOfMemoryError, device_of
+from evodsp.inference.groups import Groups, run_log
 from evodsp.inference.jobs import check_launch
 from evodsp.inference.predict import predict_records
-from evodsp.inference.run_log import run_log
+from evodsp.inference.results import FAILURES
+from evodsp.inference.targets import as_files
 from evodsp.launch.environment import launched_by_evodsp, place, under_launcher
 from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import guarded, mesh_of, start, stop

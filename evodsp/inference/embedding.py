@@ -20,7 +20,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.inference.api import Alignments, Inputs, as_given_files
 from evodsp.inference.config import SavedArray, SizeSettings
 from evodsp.inference.devices import device_of, memory_errors, working_memory
-from evodsp.inference.models import feature_config, with_template_row
+from evodsp.inference.jobs import feature_config, with_template_row
 from evodsp.inference.representations import in_order
 from evodsp.inference.target_msas import MSAS
 from evodsp.inference.targets import Target, find_targets

@@ -1,7 +1,9 @@
-"""Scores of the interfaces of a predicted complex, from its aligned errors, CB atoms and pLDDT: ipSAE, pDockQ, pDockQ2 and LIS.
+"""Scores of the interfaces of a predicted complex, from its aligned errors, CB atoms and pLDDT: ipSAE, pDockQ, pDockQ2
+and LIS.
 
-They are computed on the host, from what a prediction's files hold. Scores that need the distributions that the heads predict,
-such as ipTM, are in `evodsp.model.heads`. Contacts and constants are those of the authors' programs and of ColabFold:
+They are computed on the host, from what a prediction's files hold. Scores that need the distributions that the heads
+predict, such as ipTM, are in `evodsp.model.heads`. Contacts and constants are those of the authors' programs and of
+ColabFold:
 
 - ipSAE: Dunbrack 2025, doi 10.1101/2025.02.10.637595, and version 4 of its program, whose smallest d0 is 1 Å.
 - pDockQ: Bryant, Pozzati, Elofsson 2022, Nature Communications 13, 1265.
@@ -12,12 +14,22 @@ such as ipTM, are in `evodsp.model.heads`. Contacts and constants are those of t
 The entries of both in a prediction's files are written and read here, too. Of a pair of chains, `A-B` is the key, as in
 ColabFold's files.
 
-Shapes: R residues and C chains of the complex, A and P residues of a chain and of its partner. Chains are in the order in which
-they were given. Distances and errors are in Å.
+A clash is a pair of heavy atoms of different chains where there is no room for both. Neither DockQ nor lDDT sees them: two
+chains that lie in each other may score as an acceptable interface. A pair of heavy atoms of different chains clashes below
+`CLASH_DISTANCE`. That is less than any bond between chains but a disulphide bridge, whose two SG do not count, and less than
+a hydrogen bond (2.5 Å).
+
+The JSON files of a finished prediction are checked against what predict writes: people edit them, and copies are cut short.
+What passes can be shown, compared and completed by further predictions without another look.
+
+Shapes: R residues and C chains of the complex, A and P residues of a chain and of its partner. Chains are in the order in
+which they were given. Distances and errors are in Å.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
@@ -27,9 +39,186 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Float64, Integer, Shaped
 
-from evodsp.inference.result_checks import FIX, is_number, wrong
+from evodsp.errors import FileFormatError
+from evodsp.geometry.residues import ATOM_ORDER
 from evodsp.model.heads import CONTACT_DISTANCE
+from evodsp.printing import shown
 from evodsp.reading.text_files import read_json
+
+FIX = "predict again with --overwrite true"
+_STRUCTURE = re.compile(r"[^/\\\0]{1,200}\.(cif|pdb)")
+_MODEL = re.compile(r"[^/\\\0]{1,150}")
+_LARGEST_SEED = 1 << 63
+_DEEPEST = 10
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that holds an object. Raises UserError, with the fix, for any other file."""
+    content = read_json(path, FIX)
+    if not isinstance(content, dict):
+        raise wrong(path, "", content, "an object")
+    return content
+
+
+def wrong(path: Path, name: str, value: object, expected: str) -> FileFormatError:
+    """The message for a value that predict does not write."""
+    return FileFormatError(path, f"not written by evodsp predict ({name} is {shown(value)}, not {expected}); {FIX}")
+
+
+def check_ranking(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise FileFormatError unless `content` of ranking.json is complete, and names files and models that may exist."""
+    if not isinstance(content.get("name"), str):
+        raise wrong(path, "name", content.get("name"), "a text")
+    models, entries = content.get("models"), content.get("ranking")
+    if models is None and not _is_settings(content.get("settings")):
+        raise wrong(path, "settings", content.get("settings"), "an object of settings")
+    if models is not None and not (isinstance(models, dict) and models and all(map(_is_settings, models.values()))):
+        raise wrong(path, "models", models, "the settings of each model")
+    if not _is_settings(content.get("settings", {})):
+        raise wrong(path, "settings", content.get("settings"), "an object of settings")
+    if not isinstance(entries, list) or not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise wrong(path, "ranking", entries, "a list of predictions")
+    for entry in entries:
+        _check_entry(path, entry, models)
+    named = [(entry.get("model"), entry["seed"]) for entry in entries]
+    if len(set(named)) < len(named):
+        raise wrong(path, "ranking", "the same seed twice", "one prediction for each seed")
+
+
+def _check_entry(path: Path, entry: Mapping[str, Any], models: Mapping[str, Any] | None) -> None:
+    seed, structure, model = entry.get("seed"), entry.get("structure"), entry.get("model")
+    if type(seed) is not int or not 0 <= seed < _LARGEST_SEED:
+        raise wrong(path, "seed", seed, "a whole number from 0 on")
+    if not isinstance(structure, str) or not _STRUCTURE.fullmatch(structure):
+        raise wrong(path, "structure", structure, "the name of a .cif or .pdb file")
+    if ("model" in entry) != (models is not None):
+        raise wrong(path, "model", model, "one of the models")
+    if models is not None and not (isinstance(model, str) and model in models and _MODEL.fullmatch(model)):
+        raise wrong(path, "model", model, "one of the models")
+    saved = entry.get("saved", {"arrays": [], "file": ""})
+    if not isinstance(saved, dict) or not isinstance(saved.get("arrays"), list) or "/" in str(saved.get("file", "/")):
+        raise wrong(path, "saved", saved, "the arrays of a file")
+    for name, highest in (("mean_plddt", 100.0), ("ptm", 1.0), ("iptm", 1.0)):
+        if (name == "mean_plddt" or name in entry) and not is_number(entry.get(name), 0.0, highest):
+            raise wrong(path, name, entry.get(name), f"a number from 0 to {highest:g}")
+
+
+def check_timings(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise FileFormatError unless timings.json has the seconds of a run, and a list of those of its seeds."""
+    for name in ("features_seconds", "model_seconds"):
+        if not is_number(content.get(name), 0.0):
+            raise wrong(path, name, content.get(name), "a number of seconds")
+    seeds = content.get("seeds", [])
+    if not isinstance(seeds, list) or not all(isinstance(seed, dict) for seed in seeds):
+        raise wrong(path, "seeds", seeds, "a list of objects")
+    if not _is_settings(content):
+        raise wrong(path, "its content", content, "a flat object")
+
+
+def check_relaxation(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise FileFormatError unless a <stem>_relaxed.json has all that `Relaxed` has besides the structure."""
+    for when in ("before", "after"):
+        violations, energy = content.get(f"violations_{when}"), content.get(f"energy_{when}")
+        if not isinstance(violations, dict) or not is_number(violations.get("any"), 0.0):
+            raise wrong(path, f"violations_{when}", violations, "numbers of residues")
+        if energy is not None and not is_number(energy):
+            raise wrong(path, f"energy_{when}", energy, "a number")
+    for name in ("rmsd", "seconds"):
+        if not is_number(content.get(name), 0.0):
+            raise wrong(path, name, content.get(name), "a number")
+
+
+def numbers(path: Path, name: str, value: Any, axes: int, lowest: float, highest: float) -> Float32[np.ndarray, "..."]:
+    """An array of numbers from `lowest` to `highest`, not empty, of equal sides. Raises FileFormatError for anything else."""
+    try:
+        array = np.array(value, np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise wrong(path, name, value, "numbers") from error
+    if array.ndim != axes or not array.size or len(set(array.shape)) > 1:
+        raise FileFormatError(path, f"not written by evodsp predict ({name} of shape {array.shape}); {FIX}")
+    if not bool(((array >= lowest) & (array <= highest)).all()):
+        raise wrong(path, name, "beyond them or not a number", f"numbers from {lowest:g} to {highest:g}")
+    return array
+
+
+def is_number(value: Any, lowest: float = -math.inf, highest: float = math.inf) -> bool:
+    """Whether a value is a finite number in a range."""
+    return type(value) in (int, float) and abs(value) < 1e300 and lowest <= value <= highest
+
+
+def _is_settings(value: Any, level: int = 0) -> bool:
+    """Whether a value is an object of texts, numbers, lists and small objects."""
+    if level > _DEEPEST:
+        return False
+    inner: Sequence[Any] = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return (level > 0 or isinstance(value, dict)) and all(_is_settings(one, level + 1) for one in inner)
+
+
+CLASH_DISTANCE = 2.0
+"""Å."""
+_MOST_AT_ONCE = 1 << 22
+_SG = ATOM_ORDER["SG"]
+
+Atoms = tuple[Float[np.ndarray, "R 37 3"], Shaped[np.ndarray, "R 37"]]
+"""Positions of a chain's atoms in Å, and their mask."""
+
+
+def clashes_of(chains: Sequence[Atoms]) -> dict[tuple[int, int], int]:
+    """The number of pairs of atoms that clash, of each two chains of which some do."""
+    atoms = [_flat(*chain) for chain in chains]
+    found = {(a, b): _between(atoms[a], atoms[b]) for a, b in combinations(range(len(atoms)), 2)}
+    return {pair: count for pair, count in found.items() if count}
+
+
+def clash_line(found: Mapping[tuple[int, int], int], names: Sequence[str]) -> str:
+    """A line about the clashes of chains of these names; '' without any."""
+    if not found:
+        return ""
+    (one, other), most = max(found.items(), key=lambda pair: pair[1])
+    where = f"chains {names[one]} and {names[other]}"
+    where = where if len(found) == 1 else f"{len(found):,} pairs of chains, {most:,} of them in {where}"
+    count = sum(found.values())
+    what = "1 pair of atoms clashes" if count == 1 else f"{count:,} pairs of atoms clash"
+    return f"{what} (closer than {CLASH_DISTANCE:g} Å) in {where}: real chains do not come so near, whatever other scores are"
+
+
+def _flat(
+    positions: Float[np.ndarray, "R 37 3"], mask: Shaped[np.ndarray, "R 37"]
+) -> tuple[Float64[np.ndarray, "n 3"], Bool[np.ndarray, " n"]]:
+    """The atoms that are there, and whether each is SG."""
+    there = mask > 0.5
+    return positions[there].astype(np.float64), np.nonzero(there)[1] == _SG
+
+
+def _between(
+    first: tuple[Float64[np.ndarray, "n 3"], Bool[np.ndarray, " n"]],
+    second: tuple[Float64[np.ndarray, "m 3"], Bool[np.ndarray, " m"]],
+) -> int:
+    if not len(first[0]) or not len(second[0]):
+        return 0
+    (one, sulphur), (other, other_sulphur) = _in_reach(first, second[0]), _in_reach(second, first[0])
+    return sum(int((close & ~(bridge[:, None] & other_sulphur)).sum()) for close, bridge in _close(one, sulphur, other))
+
+
+def _in_reach(
+    atoms: tuple[Float64[np.ndarray, "n 3"], Bool[np.ndarray, " n"]], others: Float64[np.ndarray, "m 3"]
+) -> tuple[Float64[np.ndarray, "k 3"], Bool[np.ndarray, " k"]]:
+    """The atoms in the box around the others."""
+    low, high = others.min(0) - CLASH_DISTANCE, others.max(0) + CLASH_DISTANCE
+    inside = ((atoms[0] >= low) & (atoms[0] <= high)).all(1)
+    return atoms[0][inside], atoms[1][inside]
+
+
+def _close(
+    one: Float64[np.ndarray, "n 3"], sulphur: Bool[np.ndarray, " n"], other: Float64[np.ndarray, "m 3"]
+) -> Iterator[tuple[Bool[np.ndarray, "rows m"], Bool[np.ndarray, " rows"]]]:
+    """Which atoms are close, some rows at a time, and whether each row is SG."""
+    rows = max(1, _MOST_AT_ONCE // max(1, len(other)))
+    for start in range(0, len(one), rows):
+        some = one[start : start + rows]
+        squares = sum((some[:, None, axis] - other[:, axis]) ** 2 for axis in range(3))
+        yield np.asarray(squares < CLASH_DISTANCE**2), sulphur[start : start + rows]
+
 
 PAE_CUTOFF = 15.0
 """Aligned errors below this count in ipSAE: its author's value for AlphaFold2's models, and ColabFold's. For AlphaFold3's

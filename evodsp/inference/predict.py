@@ -1,7 +1,7 @@
 """Predict structures from sequences, alignments and a checkpoint. A model is loaded once for all targets and seeds.
 
 All inputs and settings are checked before the model runs and before anything is written. A record that cannot be predicted is
-named, and the others go on (`evodsp.inference.failures`).
+named, and the others go on (`evodsp.inference.results`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,38 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.files import holder, lock, remove_partial, whole_folder
-from evodsp.inference.batch_table import write_batch_table
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, memory_errors
-from evodsp.inference.earlier_results import EarlierResult, copy_files, find_earlier
-from evodsp.inference.failures import FAILURES, Outcome, RecordFailure, none_usable, page_problem, write_failures
-from evodsp.inference.groups import Groups, share
-from evodsp.inference.jobs import Job, PredictionRun, prepare, read_run
-from evodsp.inference.models import NamedModel, sizes_line
-from evodsp.inference.pages.batch_page import INDEX, write_batch_page
-from evodsp.inference.pages.target_page import write_target_page
-from evodsp.inference.passes import PassRunner, layer_dtype
-from evodsp.inference.plot_files import write_plots
+from evodsp.inference.groups import Groups, Report, share
+from evodsp.inference.jobs import (
+    EarlierResult,
+    Job,
+    NamedModel,
+    PredictionRun,
+    copy_files,
+    find_earlier,
+    prepare,
+    read_run,
+    sizes_line,
+)
+from evodsp.inference.pages.target_page import INDEX, write_batch_page, write_target_page
+from evodsp.inference.prediction import write_plots
 from evodsp.inference.relaxation import missing_relaxations, relax_prediction
-from evodsp.inference.results import REPORT, TIMINGS, PredictionResult, write_json, write_results
-from evodsp.inference.run_log import Report
-from evodsp.inference.seeds import Finished, predict_seeds
+from evodsp.inference.results import (
+    FAILURES,
+    REPORT,
+    TIMINGS,
+    Outcome,
+    PredictionResult,
+    RecordFailure,
+    none_usable,
+    page_problem,
+    write_batch_table,
+    write_failures,
+    write_json,
+    write_results,
+)
+from evodsp.inference.seeds import Finished, PassRunner, layer_dtype, predict_seeds
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first
 from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels
@@ -67,7 +83,7 @@ def predict_records(
     `group`: the ranks that share each structure. `groups`: several such groups, which share the records. All ranks call this
     function with the same `config`. Rank 0 of all checks the inputs; then the first rank of each group reads the alignments of
     its records and writes their files, and the other ranks need no access to them. A UserError is raised on every rank of a
-    group, but RankOutOfMemoryError on a single one. A record that ended earlier runs is left out (`evodsp.inference.attempts`).
+    group, but RankOutOfMemoryError on a single one. A record that ended earlier runs is left out (`evodsp.inference.devices`).
     """
     device_of(config.device)  # a rank without this device says so
     everyone = group if groups is None else groups.everyone

@@ -1,13 +1,16 @@
-"""A finished prediction in Python: arrays, files, and what a notebook shows of it. It reads the files of the target's folder.
+"""A finished prediction in Python: arrays, files, and what a notebook shows of it. It reads the files of the target's
+folder.
 
 So the numbers are those of the files: coordinates to 0.001 Å, pLDDT and aligned errors to 0.01. Each file is read when it is
 first asked for. Shapes: R residues, 37 atom types (atom37 order).
+
+`evodsp predict --plots true` writes pictures of it beside a target's report.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +19,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.files import whole_folder, write_text
 from evodsp.geometry.residues import CA
-from evodsp.inference.chains import ChainSpan
-from evodsp.inference.pages.figures import Figure, confidence_figure
-from evodsp.inference.pages.residue_charts import pae_uri, strip, trace
+from evodsp.inference.pages.figures import Figure, confidence_figure, coverage_figure
+from evodsp.inference.pages.residue_charts import coverage, pae_uri, strip, trace
 from evodsp.inference.representations import read_arrays
 from evodsp.inference.results import (
     REPORT,
@@ -32,8 +35,9 @@ from evodsp.inference.results import (
     read_contacts,
     read_structure,
     read_with_ranking,
+    stem,
 )
-from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
+from evodsp.inference.structure_files import AlignedError, ChainSpan, Origin, PredictedStructure, structure_text
 from evodsp.printing import counted
 from evodsp.report.page import render
 
@@ -316,3 +320,32 @@ class PageView:
 
 def _called(one: RankedStructure) -> str:
     return f"seed {one.seed}" if one.model is None else f"{one.model}, seed {one.seed}"
+
+
+COVERAGE = "alignment_coverage.svg"
+
+
+def confidence_name(one: RankedStructure) -> str:
+    """The file of a structure's confidence."""
+    return f"{stem(one.key)}_confidence.svg"
+
+
+def write_plots(result: PredictionResult, alignments: Callable[[], Sequence[Alignment]]) -> None:
+    """Write the pictures of a finished result that are missing.
+
+    `alignments`: reads those that it was predicted from. A single sequence has no picture of their coverage.
+    """
+    figures: dict[str, Callable[[], Figure | None]] = {
+        confidence_name(one): one.plot for one in Prediction.of(result).ranked
+    }
+    figures[COVERAGE] = lambda: _coverage(result.name, alignments())
+    for name, draw in figures.items():
+        file = result.folder / name
+        if not file.exists() and (figure := draw()) is not None:
+            write_text(file, figure)
+
+
+def _coverage(name: str, alignments: Sequence[Alignment]) -> Figure | None:
+    if not alignments or (found := coverage(alignments)).sequences == 1:
+        return None
+    return coverage_figure(found, name)

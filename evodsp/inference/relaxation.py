@@ -30,7 +30,7 @@ from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA, RESTYPE_1TO3
-from evodsp.inference.result_checks import check_relaxation, read_object
+from evodsp.inference.interfaces import check_relaxation, read_object
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.structure import unique_residue_numbers

@@ -6,20 +6,24 @@
                     seed_<k>_pae.json       with a PAE head: predicted aligned error, in AlphaFold DB's format
                     seed_<k>_contacts.npz   `probability` of contacts, uint8 [R, R] in steps of 1/255
                     seed_<k>_representations.npz|.safetensors    with --save (`evodsp.inference.representations`)
-                    seed_<k>_confidence.svg, alignment_coverage.svg    with --plots (`evodsp.inference.plot_files`)
+                    seed_<k>_confidence.svg, alignment_coverage.svg    with --plots (`evodsp.inference.prediction`)
                     ranking.json            seeds, best first, and the settings of the run
                     ranking_debug.json      of complexes: the ranking as AlphaFold-Multimer writes it
                     timings.json            seconds per stage, peak memory
                     report.html             all of this to look at (`evodsp.inference.pages.target_page`)
 
 Predictions of several models are in one folder: their files are called `<model>_seed_<k>…`.
+
+Records that could not be predicted are named in one line each, the others go on, and failures.json lists them at the end.
+`<output>/predictions.csv` has a line for each prediction of each target, best first.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,16 +35,35 @@ from jaxtyping import Float32
 from evodsp.data.formats.mmcif import read_structure as read_file
 from evodsp.data.records import Chain
 from evodsp.errors import FileFormatError, UserError
+from evodsp.files import whole_file, write_text
 from evodsp.geometry.residues import RESTYPES_WITH_X
-from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name, pdb_chain_name
 from evodsp.inference.config import SaveSettings
-from evodsp.inference.interfaces import score_entries
+from evodsp.inference.interfaces import (
+    FIX,
+    check_ranking,
+    check_timings,
+    is_number,
+    numbers,
+    read_object,
+    score_entries,
+    wrong,
+)
 from evodsp.inference.representations import write_arrays
-from evodsp.inference.result_checks import FIX, check_ranking, check_timings, is_number, numbers, read_object, wrong
-from evodsp.inference.structure_files import PAE_CATEGORY, AlignedError, Origin, PredictedStructure, structure_text
+from evodsp.inference.structure_files import (
+    MOST_CHAINS,
+    MOST_IN_PDB,
+    PAE_CATEGORY,
+    AlignedError,
+    Origin,
+    PredictedStructure,
+    chain_name,
+    pdb_chain_name,
+    structure_text,
+)
 from evodsp.model.heads import complex_ranking
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.text_files import json_of, read_json, text_of
+from evodsp.score_tables import csv_text
 from evodsp.version import __version__
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
@@ -349,3 +372,99 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, allow_nan=False)
     text = re.sub(r"\[\s*([\d\s.,eE+-]*?)\s*\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+FAILURES = "failures.json"
+
+
+@dataclass(frozen=True)
+class RecordFailure:
+    """A record without a result, or without a part of it."""
+
+    name: str
+    reason: str
+    """One line: where, what was found, and the fix."""
+    some_written: bool = False
+    """Whether some of its seeds are finished and written."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results and failures of all records."""
+
+    results: list[PredictionResult]
+    """The results in the order of the input."""
+    failures: list[RecordFailure]
+
+    @property
+    def line(self) -> str:
+        """For the log, for example '12 done, 3 kept, 1 failed'."""
+        kept = sum(result.kept for result in self.results)
+        return f"{len(self.results) - kept:,} done, {kept:,} kept, {len(self.failures):,} failed"
+
+
+def none_usable(failures: Sequence[RecordFailure]) -> UserError:
+    """The error of a run that has no result: the first record's, and how many there were."""
+    records = len({failure.name for failure in failures})  # one fails once with each model
+    others = f". None of the {records:,} records can be predicted" if records > 1 else ""
+    return UserError(failures[0].reason + others)
+
+
+def write_failures(output: Path, failures: Sequence[RecordFailure]) -> None:
+    """Write `<output>/failures.json`; without failures, remove the file of an earlier run."""
+    path = output / FAILURES
+    if failures:
+        with whole_file(path) as partial:
+            write_json(partial, {"failures": [{"name": f.name, "reason": f.reason} for f in failures]})
+    else:
+        path.unlink(missing_ok=True)
+
+
+def page_problem(page: str, make: Callable[[], object]) -> str | None:
+    """Call `make`, which writes a page; None, or one line that says why it could not.
+
+    A page shows results that are on disk already. Whatever goes wrong with it must not end the run and cost the next ones.
+    """
+    try:
+        make()
+    except Exception as error:
+        code = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__} in {Path(code.filename).name}, line {code.lineno}: {error}"
+        if isinstance(error, OSError) and error.strerror:  # a full disk needs no place in the code
+            what = error.strerror
+        return f"{page} could not be written ({what}); the results themselves are complete"
+    return None
+
+
+TABLE, BESIDE_TABLE = "predictions.csv", "predictions_evodsp.csv"
+_COLUMNS = ("target", "rank", "model", "seed", "residues", "mean_plddt", "ptm", "iptm", "structure")
+
+
+def write_batch_table(output: Path) -> Path:
+    """Write the table of all finished results below `output`, also of earlier runs; returns its path.
+
+    A predictions.csv that evodsp has not written is the user's: the table is then predictions_evodsp.csv.
+    """
+    path, text = output / TABLE, csv_text(_COLUMNS, _rows(output))
+    if path.is_file():
+        there = path.read_text(encoding="utf-8", errors="replace")
+        if there == text:
+            return path
+        if there.partition("\n")[0] != text.partition("\n")[0]:
+            path = output / BESIDE_TABLE
+    write_text(path, text)
+    return path
+
+
+def _rows(output: Path) -> Iterator[dict[str, object]]:
+    """The lines. Folders without a complete result are left out."""
+    for folder in result_folders(output):
+        try:
+            result, ranking = read_with_ranking(folder)
+            residues = len(read_plddt(folder, result.best))
+        except UserError:
+            continue  # not a result of ours, or one that predict would refuse to keep
+        for rank, entry in enumerate(ranking["ranking"], start=1):
+            known = {name: entry[name] for name in _COLUMNS if name in entry}
+            structure = f"{folder.name}/{entry['structure']}"
+            yield {**known, "target": result.name, "rank": rank, "residues": residues, "structure": structure}

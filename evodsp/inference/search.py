@@ -10,9 +10,8 @@ from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.layout import has_files
 from evodsp.errors import UserError
 from evodsp.files import output_errors
-from evodsp.inference.failures import RecordFailure
-from evodsp.inference.inputs import read_inputs
-from evodsp.inference.targets import AlignmentFolder, Target
+from evodsp.inference.results import RecordFailure
+from evodsp.inference.targets import AlignmentFolder, Target, read_inputs
 from evodsp.printing import progress, show, tell
 from evodsp.search.config import SearchConfig, ServerLimits
 from evodsp.search.programs import LocalProgram

@@ -1,41 +1,333 @@
 """The seeds of one target, one after another, and when to write what is finished.
 
 A seed of a long chain may take hours. So finished seeds are handed over to be written before the next one begins, as soon as
-they have taken `WRITE_EVERY_S` seconds. Ctrl-C costs no more than that and the seed that is running; a seed that fails ends its
-record and costs none of those before it.
+they have taken `WRITE_EVERY_S` seconds. Ctrl-C costs no more than that and the seed that is running; a seed that fails ends
+its record and costs none of those before it.
+
+The passes of the model for one seed of a target: their progress, their times, and the structure that comes out.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Float, Float32, Int64, Integer
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import columns_of, entities_of
 from evodsp.data.samples.dataset import collate
+from evodsp.data.samples.raw_features import CHAIN_AXES, FEATURE_AXES, TEMPLATE_AXES
 from evodsp.errors import UserError
-from evodsp.inference.config import SaveSettings
-from evodsp.inference.devices import memory_entries, memory_errors
+from evodsp.inference.config import PassSettings, SaveSettings
+from evodsp.inference.devices import memory_entries, memory_errors, working_memory
 from evodsp.inference.estimate import check_needs
-from evodsp.inference.failures import RecordFailure
+from evodsp.inference.groups import Report
+from evodsp.inference.interfaces import ComplexScores
 from evodsp.inference.jobs import Job
-from evodsp.inference.passes import PassRunner, SeedRun, block_progress, run_passes, structure_of
 from evodsp.inference.representations import Collector
-from evodsp.inference.run_log import Report
-from evodsp.inference.structure_files import PredictedStructure
-from evodsp.inference.target_msas import TargetMsa
-from evodsp.inference.target_templates import Templates
+from evodsp.inference.results import RecordFailure
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
+from evodsp.inference.target_msas import TargetMsa, Templates
 from evodsp.inference.targets import Target
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
-from evodsp.model.heads import ModelOutput
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.graphs import Graphs, rounded_up, worth_recording
+from evodsp.model.heads import (
+    ModelOutput,
+    compute_complex_confidence,
+    compute_contact_weights,
+    compute_contacts,
+    compute_pae,
+    compute_plddt,
+    compute_ptm,
+    highest_pae,
+)
+from evodsp.model.precision import CastParameters, float32_matmul
+from evodsp.model.primitives import use_memory
+from evodsp.model.recordings import CudaRecorder, Recorder
 from evodsp.parallel.group import Group
+from evodsp.printing import counted, progress
+
+
+@dataclass(frozen=True)
+class SeedRun:
+    """Times of one seed, and its last change."""
+
+    features: float
+    """Seconds spent on features."""
+    passes: tuple[float, ...]
+    """Seconds of each pass through the model."""
+    ca_change: float | None
+    """Change of CA-CA distances in the last pass (Å); None without a tolerance, or after a single pass."""
+
+    @property
+    def timings(self) -> dict[str, Any]:
+        """The entry of timings.json."""
+        timings: dict[str, Any] = {
+            "features_seconds": round(self.features, 3),
+            "pass_seconds": [round(p, 3) for p in self.passes],
+        }
+        return timings if self.ca_change is None else {**timings, "ca_change": round(self.ca_change, 3)}
+
+    def model_line(self, most: int) -> str:
+        """For the log, for example '12.0 s (3 of 4 passes, 4.0 s each; CA distances changed by 0.31 Å in the last)'."""
+        number = len(self.passes)
+        passes = f"{number} of {counted(most, 'pass')}" if number < most else counted(most, "pass")
+        change = "" if self.ca_change is None else f"; CA distances changed by {self.ca_change:.2f} Å in the last"
+        return f"{sum(self.passes):.1f} s ({passes}, {sum(self.passes) / number:.1f} s each{change})"
+
+
+def layer_dtype(settings: PassSettings) -> torch.dtype:
+    """The dtype of the model's layers."""
+    return torch.bfloat16 if settings.half else torch.float32
+
+
+_PADDED = ("residues", "msa", "extra")
+"""Axes that are padded."""
+_RECORDINGS = 3
+"""Recorded passes that are kept. The one that was used longest ago is freed for another."""
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """What records passes on this device; None: they are launched."""
+    return CudaRecorder() if device.type == "cuda" else None
+
+
+class PassRunner:
+    """A model in use, and what its passes share: copies of its parameters in half precision, and recorded passes."""
+
+    def __init__(self, model: AlphaFold, settings: PassSettings) -> None:
+        self.model, self.settings = model, settings
+        self.device = next(model.parameters()).device
+        self.memory = working_memory(settings.working_memory, self.device)
+        self.casts = CastParameters(model)
+        self._graphs = None
+        if settings.cuda_graphs and (recorder := recorder_of(self.device)) is not None:
+            self._graphs = Graphs(recorder, _RECORDINGS, calls_before=0, warm_ups=1, required=False, renews=True)
+
+    def sized(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch, padded if its passes are to be recorded; otherwise it may need their memory, and recordings are freed."""
+        sets, residues = batch["aatype"].shape[1:]
+        worth = worth_recording(residues, sets // self.settings.ensembles, self.settings.ranks)
+        self.model.graphs = self._graphs if worth and not self.given_up else None
+        if self.model.graphs is None:
+            self.free()
+            return batch
+        return padded(batch, self.model.features)
+
+    @property
+    def given_up(self) -> str:
+        """Why passes are not recorded any more, in words; '' as long as they are."""
+        return "" if self._graphs is None else self._graphs.given_up
+
+    def limit(self, batch: dict[str, torch.Tensor]) -> int | None:
+        """The bytes to which layers keep. None if they are small enough to be computed whole, or without a limit."""
+        if self.settings.ranks > 1:
+            return self.memory
+        names = "msa_feat", "extra_msa", *(("template_aatype",) if self.model.config.templates.enabled else ())
+        rows = [batch[name].shape[2] for name in names]
+        number = layer_dtype(self.settings).itemsize
+        return self.model.memory_limit(self.memory, number, batch["aatype"].shape[2], *rows)
+
+    def free(self) -> None:
+        """Give the memory of recorded passes back."""
+        if self._graphs is not None:
+            self._graphs.free()
+
+
+def padded(batch: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
+    """The features `names` of a batch, padded with zeros. Those that are the same in all feature sets stay so."""
+    return {name: _padded(name, batch[name]) for name in names if name in batch}
+
+
+def _padded(name: str, x: torch.Tensor) -> torch.Tensor:
+    axes = {**FEATURE_AXES, **CHAIN_AXES, **TEMPLATE_AXES}[name]
+    sizes = [rounded_up(size) if axis in _PADDED else size for axis, size in zip(axes, x.shape[2:], strict=True)]
+    own = x if x.stride(1) else x[:, :1]
+    room = own.new_zeros(*own.shape[:2], *sizes)
+    room[(slice(None), slice(None), *(slice(size) for size in own.shape[2:]))] = own
+    return room.expand(-1, x.shape[1], *sizes)
+
+
+def run_passes(
+    runner: PassRunner, batch: dict[str, torch.Tensor], ended: Callable[[ModelOutput], None]
+) -> tuple[ModelOutput, tuple[float, ...]]:
+    """Run the model on one batch; its output and the seconds of each pass. `ended`: called with the output of each pass."""
+    model, settings, device = runner.model, runner.settings, runner.device
+    clock = PassClock(device)
+
+    def mark(output: ModelOutput) -> None:
+        clock.mark()
+        ended(output)
+
+    use_memory(model, runner.limit(batch))
+    half = torch.autocast(device.type, torch.bfloat16, enabled=settings.half)
+    tolerance = settings.stop_tolerance or 0.0
+    try:
+        with torch.inference_mode(), float32_matmul(settings.matmul_precision), half, runner.casts:
+            output = model(batch, ensembles=settings.ensembles, stop_tolerance=tolerance, ended=mark)
+    except Exception:
+        runner.free()  # the next target may need the memory
+        raise
+    return output, clock.seconds()
+
+
+class PassClock:
+    """Times the passes of a model. On a GPU events are read when all passes are over, so that the host waits once."""
+
+    def __init__(self, device: torch.device) -> None:
+        """The first pass begins."""
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A pass ends, and the next one begins."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> tuple[float, ...]:
+        """Seconds of each pass."""
+        if self._on_gpu:
+            self._marks[-1].synchronize()
+            return tuple(before.elapsed_time(after) / 1000 for before, after in pairwise(self._marks))
+        return tuple(after - before for before, after in pairwise(self._marks))
+
+
+def structure_of(
+    target: Target,
+    batch: dict[str, torch.Tensor],
+    output: ModelOutput,
+    model: AlphaFold,
+    arrays: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> PredictedStructure:
+    """The first sample of `output`, without padding, on the host. Every rank must call this.
+
+    The columns of the batch are those of `columns_of`; the residues and scores of a complex are in the order in which its
+    chains were given. Contacts and aligned errors, which are residues squared numbers, are on the first rank only: it writes
+    the files. `arrays`: those that are kept beside the structure.
+    """
+    length = len(target.query)  # residues after these are padding
+    entities = entities_of([part.query for part in target.parts])
+    columns = columns_of(entities)
+    error, contacts = _aligned_error(length, batch, output, model), _contacts(length, batch, output, model)
+    if target.chains:
+        places = np.argsort([member for entity in entities for member in entity.members])
+        scores = _complex_scores(places, batch, output, model)
+        error = None if error is None else replace(error, pae=_reordered(error.pae, columns), of_chains=scores)
+        contacts = None if contacts is None else _reordered(contacts, columns)
+    return PredictedStructure(
+        name=target.query.name,
+        aatype=batch["aatype"][0, 0, :length].cpu().numpy()[columns],
+        positions=output.structure.positions[0, :length].float().cpu().numpy()[columns],
+        mask=output.structure.mask[0, :length].float().cpu().numpy()[columns],
+        plddt=compute_plddt(output.logits["plddt"].float())[0, :length].cpu().numpy()[columns],
+        lengths=tuple(len(chain.query) for chain in target.chains),
+        aligned_error=error,
+        contacts=contacts,
+        arrays=arrays,
+    )
+
+
+def _reordered(pairs: Float32[np.ndarray, "L L"], columns: Int64[np.ndarray, " L"]) -> Float32[np.ndarray, "L L"]:
+    return pairs[np.ix_(columns, columns)]
+
+
+def _complex_scores(
+    places: Integer[np.ndarray, " C"], batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+) -> ComplexScores | None:
+    """The scores of the C chains and their interfaces; None without a head for aligned errors. Every rank must call this.
+
+    `places`: of each chain, in the order in which they were given, among the chains of the columns.
+    """
+    if "predicted_aligned_error" not in output.logits:
+        return None
+    heads, logits = model.config.heads, output.logits["predicted_aligned_error"][:1]
+    distogram = output.logits["distogram"][:1]
+    found = compute_complex_confidence(
+        logits,
+        compute_contact_weights(distogram, heads.distogram_min_distance, heads.distogram_max_distance),
+        batch["seq_mask"][:1, -1].to(logits.device).float(),
+        batch["asym_id"][:1, -1].to(logits.device),
+        len(places),
+        heads.pae_max_error,
+        model.exchange,
+    )
+    pair_iptm, pair_actifptm = (
+        x[0].cpu().numpy()[np.ix_(places, places)] for x in (found.pair_iptm, found.pair_actifptm)
+    )
+    chain_ptm = found.chain_ptm[0].cpu().numpy()[places]
+    return ComplexScores(float(found.iptm[0]), float(found.actifptm[0]), chain_ptm, pair_iptm, pair_actifptm)
+
+
+def _contacts(
+    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+) -> Float32[np.ndarray, "R R"] | None:
+    """The contact probabilities of the first `length` residues. Every rank must call this: each holds its own rows."""
+    heads = model.config.heads
+    edges = heads.distogram_min_distance, heads.distogram_max_distance
+    return _collected(compute_contacts(output.logits["distogram"][:1], *edges), length, batch, model)
+
+
+def _aligned_error(
+    length: int, batch: dict[str, torch.Tensor], output: ModelOutput, model: AlphaFold
+) -> AlignedError | None:
+    """The predicted aligned error of the first `length` residues; None without the head. Every rank must call this: each holds
+    its own rows."""
+    if "predicted_aligned_error" not in output.logits:
+        return None
+    heads = model.config.heads
+    logits = output.logits["predicted_aligned_error"][:1]
+    mask = batch["seq_mask"][:1, -1].to(logits.device).float()
+    pae = _collected(compute_pae(logits, heads.pae_max_error), length, batch, model)
+    ptm = float(compute_ptm(logits, mask, heads.pae_max_error, model.exchange)[0])
+    return None if pae is None else AlignedError(pae, highest_pae(heads.pae_bins, heads.pae_max_error), ptm)
+
+
+def _collected(
+    rows: Float[torch.Tensor, "1 i R"], length: int, batch: dict[str, torch.Tensor], model: AlphaFold
+) -> Float32[np.ndarray, "L L"] | None:
+    """The first `length` (L) rows and columns, on the first rank. `rows`: this rank's."""
+    whole = model.exchange.collect(rows, "i", whole=batch["seq_mask"].shape[-1])
+    return None if whole is None else whole[0, :length, :length].cpu().numpy()
+
+
+@contextmanager
+def block_progress(model: AlphaFold, what: str, passes: int, ensembles: int) -> Iterator[Callable[[], None]]:
+    """Count the blocks of the extra-MSA stack and the Evoformer that the model runs within this context; of recorded passes,
+    which run no blocks, the passes. Yields a function to call at the end of each pass.
+
+    `passes`: how many passes there are at most. `ensembles`: feature sets of each. On a GPU the count runs ahead of the device:
+    blocks are launched, not awaited.
+    """
+    if model.graphs is not None:
+        with progress(f"{what}: {counted(passes, 'pass')}", total=passes) as advance:
+            yield lambda: advance(1)
+        return
+    passes *= ensembles
+    blocks = [*model.extra_msa_stack.blocks, *model.evoformer.blocks]
+    with progress(f"{what}: blocks of {passes} pass{'es' * (passes > 1)}", total=passes * len(blocks)) as advance:
+        hooks = [block.parts[-1].register_forward_hook(lambda *_: advance(1)) for block in blocks]
+        try:
+            yield lambda: None
+        finally:
+            for hook in hooks:
+                hook.remove()
+
 
 WRITE_EVERY_S = 30.0
 """Finished seeds are written at the latest when they have taken this long. Sooner, writing would cost short chains too much."""

@@ -1,5 +1,5 @@
-"""A predicted structure as text: ModelCIF, the dictionary of computed models that wwPDB and ModelArchive read (mmcif_ma.dic),
-or PDB. The B-factor column holds pLDDT, 0 (no confidence) to 100 (full confidence).
+"""A predicted structure as text: ModelCIF, the dictionary of computed models that wwPDB and ModelArchive read
+(mmcif_ma.dic), or PDB. The B-factor column holds pLDDT, 0 (no confidence) to 100 (full confidence).
 
 The library `modelcif` writes the sequence, the program with its parameters, the step that made the model, its atoms, and its
 confidence. Predicted aligned errors are in the file only where they are asked for: their R x R rows are by far its largest
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import io
 import re
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import gemmi
@@ -31,9 +33,49 @@ from jaxtyping import Float32, Float64, Integer
 from evodsp.errors import UserError
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.geometry.residues import ATOM_TYPES, RESTYPES_WITH_X
-from evodsp.inference.chains import MOST_IN_PDB, ChainSpan, chain_name, pdb_chain_name, spans_of
 from evodsp.inference.interfaces import ComplexScores, Interface, interfaces_of
 from evodsp.version import __version__
+
+MOST_CHAINS = 702
+"""As many as have names of one or two letters, A to ZZ."""
+_PDB_NAMES = string.ascii_uppercase + string.ascii_lowercase + string.digits
+MOST_IN_PDB = len(_PDB_NAMES)
+"""PDB names a chain by one letter or digit."""
+
+
+@dataclass(frozen=True)
+class ChainSpan:
+    """The place of a chain among the residues of all chains: from `start` up to `end`, from 0."""
+
+    name: str
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def residues(self) -> slice:
+        """The place as an index."""
+        return slice(self.start, self.end)
+
+
+def chain_name(number: int) -> str:
+    """The name of a chain by its number from 0: A to Z, AA to AZ, BA and so on."""
+    letters = string.ascii_uppercase
+    return (chain_name(number // len(letters) - 1) if number >= len(letters) else "") + letters[number % len(letters)]
+
+
+def pdb_chain_name(number: int) -> str:
+    """The same for a PDB file, whose names have one character: A to Z, a to z, 0 to 9. `number`: below `MOST_IN_PDB`."""
+    return _PDB_NAMES[number]
+
+
+def spans_of(lengths: Sequence[int]) -> tuple[ChainSpan, ...]:
+    """The chains of these lengths, one after another."""
+    borders = pairwise(accumulate(lengths, initial=0))
+    return tuple(ChainSpan(chain_name(number), start, end) for number, (start, end) in enumerate(borders))
+
 
 PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
 """Beginning of the names of columns that hold aligned errors."""

@@ -1,8 +1,13 @@
-"""What the alignments of a target hold for a model: of single chains one alignment after another, of complexes one MSA of all
-chains. Each makes the samples of its model's arrangement."""
+"""What the models of each arrangement take of the targets: of single chains one alignment after another, of complexes one
+MSA of all chains, and their templates. `ModelConfig.arrangement` chooses.
+
+Hits are read from search results beside the alignments, or found by alignment with chains that the user names. The chains of
+a complex have templates of their own; chains with one sequence have the same.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,13 +20,122 @@ from evodsp.data.complexes.pairing import PairingMsa, pairing_msa, split_alignme
 from evodsp.data.formats import parse_complex_a3m
 from evodsp.data.records import Alignment, ProteinSequence, columns_of
 from evodsp.data.samples.sample_records import Sample
+from evodsp.data.samples.selection import chain_list
+from evodsp.data.similarity.sequences import sequences
+from evodsp.data.sources.layout import SEARCH_RESULTS, search_result_files
 from evodsp.data.sources.msa import MsaFeatures, holds_query_alone, msa_of
 from evodsp.data.sources.parsed import ChainMsas
+from evodsp.data.sources.structures import KeptStructures
+from evodsp.data.templates.features import TemplateFeatures
+from evodsp.data.templates.source import TemplateChains, TemplateSource, listed_chains
 from evodsp.errors import UserError
 from evodsp.features.batch import complex_sample, prediction_sample
-from evodsp.inference.target_templates import Templates
+from evodsp.inference.config import TemplateSettings
+from evodsp.inference.structure_files import chain_name
 from evodsp.inference.targets import Target
 from evodsp.printing import counted
+
+Templates = Mapping[str, TemplateFeatures]
+"""The templates of each distinct sequence of a target, best first."""
+
+_STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
+
+
+def template_source(settings: TemplateSettings, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
+    """The source of templates; None without --templates.
+
+    Raises UserError if the model takes no templates, the folder holds no structure, or a file is missing or broken.
+    """
+    folder = settings.folder
+    if folder is None:
+        return None
+    if features.max_templates == 0:
+        raise takes_no_templates(folder, checkpoint)
+    if folder.is_file():
+        raise UserError(f"{folder}: is a file, but --templates takes the folder of structures; give the folder")
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of template structures; check --templates")
+    if not any(path.name.endswith(_STRUCTURES) for path in folder.iterdir()):
+        raise UserError(
+            f"{folder}: no structure (<pdbid>.cif or .pdb, gzipped or not) in this folder; check --templates"
+        )
+    if settings.chains is not None:
+        return _template_chains(folder, settings.chains)
+    return TemplateSource.open(folder, settings.latest, settings.obsolete)
+
+
+def _template_chains(folder: Path, listed: Path) -> TemplateSource:
+    """The source of templates that are the listed chains of a folder. Raises UserError if one of them is not in it."""
+    structures = KeptStructures(folder)
+    known = listed_chains(structures, chain_list(str(listed)))
+    for name in known:
+        structures.file_of(name)
+    letters = sequences(structures, known, known, None, workers=1)
+    if unknown := [name for name, sequence in letters.items() if not sequence]:
+        structures.chain(unknown[0])  # says what is wrong with it
+        raise UserError(f"{listed}: chain '{unknown[0]}' in {folder} has no residues; leave it out")
+    return TemplateSource(structures, chains=TemplateChains(letters, max_identity=1.0))
+
+
+def takes_no_templates(folder: Path, checkpoint: Path) -> UserError:
+    """The error for --templates with a model that was trained without templates."""
+    return UserError(
+        f"{checkpoint}: its model takes no templates, but --templates is {folder}; "
+        "leave it out, or use a model with templates (of the published models, model_1, model_2 and the multimers)"
+    )
+
+
+def find_templates(source: TemplateSource | None, target: Target, most: int) -> tuple[Templates, tuple[str, ...]]:
+    """Up to `most` templates of each distinct sequence of the target, and lines for the log that account for every hit.
+
+    Raises UserError, or FileFormatError with file and line, if a search result or a structure is broken or of another chain.
+    """
+    parts = target.distinct
+    if source is None:
+        return {letters: TemplateFeatures.none(len(letters)) for letters in parts}, ("templates: none",)
+    found, lines = {}, []
+    for letters, part in parts.items():
+        found[letters], line = _of_chain(source, part, most)
+        lines.append(f"templates{f' of {part.query.name}' if target.chains else ''}: {line}")
+    return found, tuple(lines)
+
+
+def _of_chain(source: TemplateSource, part: Target, most: int) -> tuple[TemplateFeatures, str]:
+    """The templates of a chain, and what became of the hits."""
+    folder, none = part.folder, TemplateFeatures.none(len(part.query))
+    if not source.reads_hits:
+        found = source.find([], part.query)
+    elif folder is None:
+        return none, "none; no folder with search results of this record"
+    elif not search_result_files(folder):
+        return none, f"none; no search result ({SEARCH_RESULTS}) in {folder}"
+    else:
+        found = source.find(folder, part.query)
+    used = found.features.select(slice(most))
+    taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
+    return used, f"{found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
+
+
+def template_names(target: Target, templates: Templates) -> list[str]:
+    """The names of the templates, for the settings of a result; of a complex with the first chain that has them, A:1abc_B."""
+    if not target.chains:
+        return [name for own in templates.values() for name in own.names]
+    sequences = [part.query.letters for part in target.parts]
+    return [
+        f"{chain_name(sequences.index(letters))}:{name}" for letters, own in templates.items() for name in own.names
+    ]
+
+
+def template_digest(templates: Templates) -> str:
+    """A fingerprint of everything that the model reads of the templates; empty without templates."""
+    if not any(map(len, templates.values())):
+        return ""
+    total = hashlib.blake2b(digest_size=16)
+    for own in templates.values():
+        total.update(repr(own.names).encode())
+        for values in (own.aatype, own.positions, own.mask, own.sum_probs):
+            total.update(values.tobytes())
+    return total.hexdigest()
 
 
 @dataclass(frozen=True)

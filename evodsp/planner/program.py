@@ -222,7 +222,7 @@ def without_recomputation(config: ModelConfig) -> ModelConfig:
 
 
 def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput, chains: int) -> None:
-    """What a prediction computes from the logits, which are still there (`evodsp.inference.passes.structure_of`). `chains`: the
+    """What a prediction computes from the logits, which are still there (`evodsp.inference.seeds.structure_of`). `chains`: the
     number of chains of the complex."""
     heads = model.config.heads
     compute_plddt(output.logits["plddt"].float())

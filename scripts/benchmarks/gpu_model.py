@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from evodsp.inference.config import PassSettings
-from evodsp.inference.passes import PassRunner, run_passes
+from evodsp.inference.seeds import PassRunner, run_passes
 from evodsp.model.graphs import Graphs, use_graphs
 from evodsp.model.recordings import CudaRecorder
 from evodsp.training.logs import pass_flops, training_flops

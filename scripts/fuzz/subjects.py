@@ -26,11 +26,10 @@ from evodsp.data.sources.feature_store import FeatureStore, decode_chain, decode
 from evodsp.data.sources.layout import parse_alignment_file, parse_search_result
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.data.templates.source import TemplateSource
-from evodsp.inference.inputs import read_inputs
-from evodsp.inference.pages.batch_page import batch_page
+from evodsp.inference.pages.target_page import batch_page
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.target_msas import ComplexMsa
-from evodsp.inference.targets import find_targets
+from evodsp.inference.targets import find_targets, read_inputs
 from evodsp.model.alphafold import AlphaFold
 from evodsp.packaged import read_run_config
 from evodsp.planner.device import load_device, load_link

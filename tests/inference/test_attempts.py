@@ -1,4 +1,4 @@
-"""Records that ended the process that computed them (`evodsp.inference.attempts`). Real ranks: test_parallel_predict.py."""
+"""Records that ended the process that computed them (`evodsp.inference.devices`). Real ranks: test_parallel_predict.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
-from evodsp.inference.attempts import AttemptNotes
-from evodsp.inference.failures import RecordFailure
+from evodsp.inference.devices import AttemptNotes
 from evodsp.inference.predict import predict_records
+from evodsp.inference.results import RecordFailure
 from tests.builders.prediction import silent
 
 from .conftest import Workplace

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from evodsp.inference import batch_table
-from evodsp.inference.batch_table import _COLUMNS, write_batch_table
+from evodsp.inference import results as batch_table
 from evodsp.inference.predict import predict
-from evodsp.inference.results import RANKING, result_folders
+from evodsp.inference.results import _COLUMNS, RANKING, result_folders, write_batch_table
 from evodsp.inference.score.table import StructureScores, columns_of, write_scores
 from tests.builders.prediction import silent
 

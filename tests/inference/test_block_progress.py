@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from evodsp.inference import passes as module
+from evodsp.inference import seeds as module
 from evodsp.inference.predict import predict
 from tests.builders.prediction import silent
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from evodsp.inference.pages.figures import calibration_figure
-from evodsp.inference.score.calibration import Calibration
+from evodsp.inference.pages.figures import Calibration, calibration_figure
 
 
 def test_numbers_of_a_known_case():

@@ -28,17 +28,23 @@ from evodsp.features.batch import complex_sample
 from evodsp.geometry.residues import CA, encode
 from evodsp.inference.api import as_given_files
 from evodsp.inference.api import predict as api_predict
-from evodsp.inference.chains import MOST_CHAINS, MOST_IN_PDB, chain_name
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.earlier_results import NUMERICS
 from evodsp.inference.interfaces import ComplexScores, score_entries
+from evodsp.inference.jobs import NUMERICS
 from evodsp.inference.pages.target_page import write_target_page
-from evodsp.inference.passes import structure_of
 from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import PredictionResult, _read_chains, write_results
-from evodsp.inference.structure_files import AlignedError, PredictedStructure, structure_text
-from evodsp.inference.target_templates import find_templates, template_source
+from evodsp.inference.seeds import structure_of
+from evodsp.inference.structure_files import (
+    MOST_CHAINS,
+    MOST_IN_PDB,
+    AlignedError,
+    PredictedStructure,
+    chain_name,
+    structure_text,
+)
+from evodsp.inference.target_msas import find_templates, template_source
 from evodsp.inference.targets import Target, find_targets
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import (

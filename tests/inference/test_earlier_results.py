@@ -82,6 +82,6 @@ def test_other_numerics_are_other_results(
     workplace: Workplace, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches seeds of two versions that compute different numbers in one ranking."""
-    monkeypatch.setattr("evodsp.inference.earlier_results.NUMERICS", {"monomer": 2, "multimer": 2})
+    monkeypatch.setattr("evodsp.inference.jobs.NUMERICS", {"monomer": 2, "multimer": 2})
     with pytest.raises(UserError, match="numerics: 1 there, 2 now"):
         predict(workplace.change(seeds=3), silent)

@@ -11,8 +11,7 @@ import pytest
 
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
-from evodsp.inference.pages.batch_page import batch_page
-from evodsp.inference.pages.target_page import write_target_page
+from evodsp.inference.pages.target_page import batch_page, write_target_page
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.results import (

@@ -16,11 +16,11 @@ from evodsp.config import ModelConfig, as_multimer
 from evodsp.errors import UserError
 from evodsp.inference import estimate
 from evodsp.inference.config import PassSettings
+from evodsp.inference.estimate import add_plan, plan_prediction
 from evodsp.inference.predict import predict_records
 from evodsp.model.alphafold import AlphaFold
 from evodsp.planner import device as devices
 from evodsp.planner.prediction import Machine, PlannedPrediction, changes, prediction_memory, size
-from evodsp.planner.prediction_report import add_plan, plan_prediction
 from evodsp.planner.program import SampleSizes
 from evodsp.report.page import Page
 from evodsp.weights.checkpoint import save_model

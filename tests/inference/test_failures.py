@@ -13,8 +13,8 @@ import torch
 
 from evodsp.inference import command, seeds
 from evodsp.inference import predict as predicting
-from evodsp.inference.failures import page_problem
 from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.results import page_problem
 from evodsp.inference.targets import Target
 from tests.builders.prediction import read_json, silent
 

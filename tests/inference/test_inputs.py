@@ -16,8 +16,8 @@ from evodsp.errors import UserError
 from evodsp.inference import command
 from evodsp.inference.api import as_given_files
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.inputs import InputRecord, as_files, read_inputs
 from evodsp.inference.predict import predict, predict_records
+from evodsp.inference.targets import InputRecord, as_files, read_inputs
 from tests.builders.prediction import silent
 
 from .conftest import OTHER, QUERY, Finished, Workplace

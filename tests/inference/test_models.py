@@ -17,7 +17,7 @@ from evodsp.errors import UserError
 from evodsp.inference import command, seeds
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.groups import Groups
-from evodsp.inference.models import find_models
+from evodsp.inference.jobs import find_models
 from evodsp.inference.predict import predict, predict_records
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group

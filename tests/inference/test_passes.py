@@ -20,8 +20,8 @@ from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.passes import PassClock, PassRunner, run_passes, structure_of
 from evodsp.inference.predict import predict
+from evodsp.inference.seeds import PassClock, PassRunner, run_passes, structure_of
 from evodsp.inference.structure_files import PredictedStructure
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold, settled

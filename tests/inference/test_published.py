@@ -18,7 +18,7 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.inference import jobs
-from evodsp.inference.models import feature_config
+from evodsp.inference.jobs import feature_config
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.command import randomise

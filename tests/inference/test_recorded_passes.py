@@ -1,4 +1,4 @@
-"""Whole passes that are recorded and replayed (`evodsp.inference.passes.PassRunner`), with a recorder that computes again."""
+"""Whole passes that are recorded and replayed (`evodsp.inference.seeds.PassRunner`), with a recorder that computes again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from evodsp.config import as_multimer
-from evodsp.inference import passes
+from evodsp.inference import seeds
 from evodsp.inference.config import PassSettings
-from evodsp.inference.passes import PassRunner, run_passes
 from evodsp.inference.predict import predict_records
+from evodsp.inference.seeds import PassRunner, run_passes
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput
 from evodsp.model.recordings import Rerun, Taken
@@ -68,7 +68,7 @@ class Operators(TorchDispatchMode):
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Silent:
     found = Silent()
-    monkeypatch.setattr(passes, "recorder_of", lambda _: found)
+    monkeypatch.setattr(seeds, "recorder_of", lambda _: found)
     return found
 
 
@@ -226,7 +226,7 @@ class Failing(Rerun):
 def test_a_protein_too_large_to_record_is_launched() -> None:
     """Catches a target that ends because the memory of a recording is not there, and numbers of the target before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "recorder_of", lambda _: failing)
+        patch.setattr(seeds, "recorder_of", lambda _: failing)
         failing = Failing(1, torch.OutOfMemoryError)
         model = model_of()
         runner = PassRunner(model, PassSettings())
@@ -243,7 +243,7 @@ def test_a_protein_too_large_to_record_is_launched() -> None:
 def test_what_cannot_be_recorded_is_launched(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a prediction that ends with its first recording, other numbers, and a line for each pass."""
     expected = predict_records(workplace.change(recycles=2), silent).results
-    monkeypatch.setattr(passes, "recorder_of", lambda _: Failing())
+    monkeypatch.setattr(seeds, "recorder_of", lambda _: Failing())
     lines: list[str] = []
     found = predict_records(workplace.change(recycles=2, overwrite=True), lines.append).results
     assert [result.mean_plddt for result in found] == [result.mean_plddt for result in expected]

@@ -14,11 +14,11 @@ from torch import Tensor
 import evodsp
 from evodsp.cli import main
 from evodsp.errors import UserError
-from evodsp.inference import passes, seeds
+from evodsp.inference import seeds
 from evodsp.inference.config import PredictConfig, save_settings
+from evodsp.inference.interfaces import FIX
 from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction
-from evodsp.inference.result_checks import FIX
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput, compute_contacts, compute_plddt
 from evodsp.model.recordings import Rerun
@@ -102,7 +102,7 @@ def test_padding_is_left_out(workplace: Workplace, monkeypatch: pytest.MonkeyPat
     workplace.only("alpha_A")
     config = workplace.change(save=ALL, recycles=2, seeds=1, msa_clusters=10)
     launched = predict(replace(config, cuda_graphs=False), silent)[0]
-    monkeypatch.setattr(passes, "recorder_of", lambda _: Rerun())
+    monkeypatch.setattr(seeds, "recorder_of", lambda _: Rerun())
     recorded = predict(replace(config, output=workplace.root / "recorded"), silent)[0]
     as_usual = saved_in(launched.folder)
     for name, x in saved_in(recorded.folder).items():

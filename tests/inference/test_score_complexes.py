@@ -19,7 +19,7 @@ from evodsp.data.records import Assembly, Chain
 from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.geometry.residues import ATOM_ORDER, CA, RESTYPE_ATOM37_MASK, RESTYPE_ORDER
-from evodsp.inference import clashes
+from evodsp.inference import interfaces as clashes
 from evodsp.inference.results import RANKING, TIMINGS, write_json, write_results
 from evodsp.inference.score.chain_mapping import ComplexComparison, chains_beside, likeness
 from evodsp.inference.score.structure_scores import Predicted, score_structure

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from evodsp.inference.chains import ChainSpan
-from evodsp.inference.pages.figures import Figure, calibration_figure, confidence_figure, distance_figure
-from evodsp.inference.score.calibration import Calibration
+from evodsp.inference.pages.figures import Calibration, Figure, calibration_figure, confidence_figure, distance_figure
+from evodsp.inference.structure_files import ChainSpan
 
 SVG = "{http://www.w3.org/2000/svg}"
 BAR = 14

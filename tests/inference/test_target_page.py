@@ -18,13 +18,9 @@ import torch
 from evodsp.data.records import Alignment
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import CA, GAP
-from evodsp.inference.failures import RecordFailure
-from evodsp.inference.pages.backbone import PeptideBonds, View, peptide_bonds
-from evodsp.inference.pages.batch_page import batch_page, write_batch_page
-from evodsp.inference.pages.coverage import coverage
-from evodsp.inference.pages.residue_charts import plddt_chart
-from evodsp.inference.pages.target_page import write_target_page
-from evodsp.inference.results import TIMINGS, write_json, write_results
+from evodsp.inference.pages.residue_charts import PeptideBonds, View, coverage, peptide_bonds, plddt_chart
+from evodsp.inference.pages.target_page import batch_page, write_batch_page, write_target_page
+from evodsp.inference.results import TIMINGS, RecordFailure, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from tests.builders.browser import NEEDS_CHROMIUM, answer_of, cut
 

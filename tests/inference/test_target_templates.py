@@ -24,7 +24,7 @@ from evodsp.data.templates.source import TemplateSource
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample
 from evodsp.inference.config import TemplateSettings
-from evodsp.inference.target_templates import find_templates, template_digest, template_source
+from evodsp.inference.target_msas import find_templates, template_digest, template_source
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model

@@ -13,7 +13,7 @@ import pytest
 import evodsp
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
-from evodsp.inference.models import find_models
+from evodsp.inference.jobs import find_models
 from evodsp.weights.checkpoint import load_model
 from evodsp.weights.initial import initialise
 from tests.builders.weights import random_model, same

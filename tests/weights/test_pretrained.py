@@ -17,7 +17,7 @@ import evodsp
 from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig, as_multimer
 from evodsp.errors import UserError
-from evodsp.inference.models import find_models
+from evodsp.inference.jobs import find_models
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_features, load_model, save_model
 from evodsp.weights.initial import initialise

@@ -1,6 +1,10 @@
-"""Charts along the sequence as SVG, and matrices as pictures. All charts have the same x axis, so that one cursor fits all.
+"""Charts along the sequence as SVG, and matrices as pictures. All charts have the same x axis, so that one cursor fits
+all.
 
 The script of the page (`pages/target.js`) moves the cursors; without it the charts are whole. Shapes: R residues, P rows.
+
+Of alignments: the sequences at each residue, and the rows by their identity to the query. Of the backbone: its peptide
+bonds, and the side from which a structure shows most of itself.
 """
 
 from __future__ import annotations
@@ -8,18 +12,148 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Float32, Float64, Int64, UInt8
 from markupsafe import Markup
 from PIL import Image
 
-from evodsp.inference.chains import ChainSpan
-from evodsp.inference.pages.backbone import principal_axes
-from evodsp.inference.pages.coverage import Coverage
+from evodsp.data.records import Alignment
+from evodsp.geometry.residues import ATOM_TYPES, CA, GAP
+from evodsp.inference.structure_files import ChainSpan, PredictedStructure
+from evodsp.losses.violation import LONGEST_PEPTIDE_BOND
 from evodsp.report.page import Frame, Mark, mark, path, picture
+
+_MOST_ROWS = 400
+"""Rows of a picture: more than a screen shows. Of larger alignments, rows at equal distances in their order are taken."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The sequences of all alignments of a target together."""
+
+    sequences: int
+    counts: Int64[np.ndarray, " R"]
+    """Sequences that have a letter at each residue."""
+    rows: Float32[np.ndarray, "P R"]
+    """Identity (0..1) of each row to the query where the row has a letter, nan elsewhere. The most similar row comes first."""
+
+
+def coverage(alignments: Sequence[Alignment]) -> Coverage:
+    """Coverage of the query. The identity of a row is the share of its letters that equal the query's."""
+    # One alignment at a time: tens of thousands of rows are never copied together.
+    counts = np.sum([_count(one) for one in alignments], axis=0)
+    identities = np.concatenate([_identity(one) for one in alignments])
+    order = np.argsort(-identities, kind="stable")
+    shown = order[np.linspace(0, len(order) - 1, min(_MOST_ROWS, len(order))).round().astype(int)]
+    starts = np.cumsum([0, *map(len, alignments)])
+    alignment = np.searchsorted(starts, shown, side="right") - 1
+    letters = np.stack([alignments[a].residues[row - starts[a]] for a, row in zip(alignment, shown, strict=True)])
+    rows = np.where(letters == GAP, np.nan, identities[shown, None]).astype(np.float32)
+    return Coverage(len(identities), counts, rows)
+
+
+def _count(alignment: Alignment) -> Int64[np.ndarray, " R"]:
+    return np.asarray(np.count_nonzero(alignment.residues != GAP, axis=0), np.int64)
+
+
+def _identity(alignment: Alignment) -> Float32[np.ndarray, " N"]:
+    present = alignment.residues != GAP
+    same = (alignment.residues == alignment.residues[0]) & present
+    return (same.sum(1) / np.maximum(present.sum(1), 1)).astype(np.float32)
+
+
+_C, _N = ATOM_TYPES.index("C"), ATOM_TYPES.index("N")
+_TRACED = 0.1
+"""The share of long bonds above which a chain is drawn as a line: a ribbon follows the planes of peptides, and crumples."""
+
+
+@dataclass(frozen=True)
+class PeptideBonds:
+    """The peptide bonds of a structure, between neighbours of a chain that both have atoms."""
+
+    count: int
+    long: int
+    """Bonds that are longer than AlphaFold2 tolerates, `LONGEST_PEPTIDE_BOND`."""
+    chains: int
+    """Chains of the structure."""
+    traced: tuple[str, ...]
+    """Names of the chains that are drawn as a line through their CA atoms."""
+
+    @property
+    def note(self) -> str:
+        """What a reader of the 3D view is to know; empty if no bond is too long."""
+        if not self.long:
+            return ""
+        verb, them = ("is", "it") if self.long == 1 else ("are", "them")
+        drawn = f"the ribbon is drawn through {them}"
+        if self.traced:
+            which = "the chain" if self.chains == 1 else f"{len(self.traced):,} of {self.chains:,} chains"
+            drawn = f"{which} {'is' if len(self.traced) == 1 else 'are'} drawn as a line through the CA atoms"
+        return (
+            f"{self.long:,} of {self.count:,} peptide bonds {verb} longer than {LONGEST_PEPTIDE_BOND:.2f} Å, "
+            f"which AlphaFold2 counts as a violation: {drawn}."
+        )
+
+
+def peptide_bonds(structure: PredictedStructure) -> PeptideBonds:
+    """Measure the peptide bonds of a structure, C to the next N."""
+    count, long, traced = 0, 0, []
+    for chain in structure.chains:
+        positions, there = structure.positions[chain.residues], structure.mask[chain.residues] > 0.5
+        bonded = there[:-1, _C] & there[1:, _N]
+        lengths = np.linalg.norm(positions[1:, _N] - positions[:-1, _C], axis=-1)[bonded]
+        found = int((lengths > LONGEST_PEPTIDE_BOND).sum())
+        count, long = count + len(lengths), long + found
+        if found > _TRACED * len(lengths):
+            traced.append(chain.name)
+    return PeptideBonds(count, long, len(structure.chains), tuple(traced))
+
+
+def principal_axes(points: Float[np.ndarray, "N 3"]) -> Float64[np.ndarray, "3 3"]:
+    """The axes of centred points as rows, the one along which they reach farthest first: a rotation."""
+    _, _, axes = np.linalg.svd(points.astype(np.float64), full_matrices=True)
+    # An axis has no direction of its own: the largest component is made positive, so that all machines draw the same picture.
+    axes *= np.sign(axes[np.arange(3), np.abs(axes).argmax(1)])[:, None]
+    axes[2] *= np.linalg.det(axes)  # no mirror image
+    return axes
+
+
+@dataclass(frozen=True)
+class View:
+    """How the 3D view begins: the longest axis of the structure from left to right, the shortest towards the reader."""
+
+    centre: Float64[np.ndarray, " 3"]
+    """The middle of the box, Å."""
+    axes: Float64[np.ndarray, "3 3"]
+    """The axes of the screen as rows: right, up, towards the reader."""
+
+    @property
+    def quaternion(self) -> Sequence[float]:
+        """The rotation onto the screen's axes as a unit quaternion (x, y, z, w), w at least 0."""
+        # q is the eigenvector of the largest eigenvalue of a matrix of the rotation's entries, whichever angle it turns by.
+        r = self.axes
+        turn = np.array([r[2, 1] - r[1, 2], r[0, 2] - r[2, 0], r[1, 0] - r[0, 1]])
+        matrix = np.zeros((4, 4))
+        matrix[:3, :3] = r + r.T - np.trace(r) * np.eye(3)
+        matrix[:3, 3] = matrix[3, :3] = turn
+        matrix[3, 3] = np.trace(r)
+        found = np.linalg.eigh(matrix)[1][:, -1]
+        return (found if found[3] >= 0 else -found).tolist()
+
+
+def view_of(structure: PredictedStructure) -> View:
+    """The view along the shortest of the principal axes of the CA atoms, or of all atoms if there is no CA."""
+    there = structure.mask > 0.5
+    points = structure.positions[there[:, CA], CA].astype(np.float64)
+    points = points if len(points) else structure.positions[there].astype(np.float64)
+    axes = principal_axes(points - points.mean(0))
+    seen = points @ axes.T
+    return View((seen.min(0) + seen.max(0)) / 2 @ axes, axes)
+
 
 FRAME = Frame(1000, 184, left=56, right=12, top=10, bottom=24)
 """The frame of every chart."""

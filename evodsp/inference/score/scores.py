@@ -15,10 +15,9 @@ from evodsp.data.sources.layout import names_of, structure_file
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.files import write_text
-from evodsp.inference.pages.figures import calibration_figure
+from evodsp.inference.pages.figures import Calibration, calibration_figure
 from evodsp.inference.results import RANKING
 from evodsp.inference.score.baseline import TrainingStructures, structures_in, training_set
-from evodsp.inference.score.calibration import Calibration
 from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.structure_scores import (
     Confidence,

@@ -17,12 +17,12 @@ from evodsp.data.records import Assembly
 from evodsp.data.sources.parsed import with_missing_residues
 from evodsp.errors import UserError
 from evodsp.geometry.residues import CA, encode
-from evodsp.inference.chains import ChainSpan, spans_of
-from evodsp.inference.clashes import clash_line, clashes_of
+from evodsp.inference.interfaces import clash_line, clashes_of
 from evodsp.inference.pages.figures import Figure, distance_figure
 from evodsp.inference.results import plddt_of, read_with_ranking
 from evodsp.inference.score.chain_mapping import Chosen, ComplexComparison
 from evodsp.inference.score.table import StructureScores
+from evodsp.inference.structure_files import ChainSpan, spans_of
 from evodsp.model.heads import complex_ranking
 
 _MOST_DRAWN = 5000
