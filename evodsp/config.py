@@ -309,6 +309,10 @@ class ModelConfig:
             raise SettingError("model.arrangement", f"'{self.arrangement}'", " or ".join(get_args(ArrangementName)))
         check_model_numbers(self, "model")
 
+    def pair_share(self, residues: int, ranks: int, half: bool) -> int:
+        """Bytes of a rank's shard of the pair representation. `half`: in half precision."""
+        return residues * -(-residues // ranks) * self.channels.pair * (2 if half else 4)
+
     @classmethod
     def preset(cls, name: str) -> ModelConfig:
         """A named configuration. Raises UserError with the nearest valid name if `name` is unknown."""

@@ -1,4 +1,4 @@
-"""Files and folders: written as a whole, output paths that can be written, and locks.
+"""Files and folders: written as a whole, tables, output paths that can be written, and locks.
 
 A file or folder is complete or absent: it is written under a temporary name, then renamed. The temporary name lies beside
 the target, because a rename replaces its target in one step only within one file system. A process that is killed leaves at
@@ -21,10 +21,12 @@ empty or torn, as a full disk leaves it, names nobody.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -33,13 +35,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from evodsp.errors import UserError
-from evodsp.printing import tell
+from evodsp.printing import printable, tell
 
 
 @contextmanager
@@ -426,3 +428,33 @@ def _read(file: int) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return entries if isinstance(entries, dict) else {}
+
+
+def write_rows(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], path: Path) -> None:
+    """Write the rows, rounded to 4 decimals, as .csv or .json by the suffix of `path`, whole or not at all."""
+    if path.suffix not in (".csv", ".json"):
+        raise UserError(f"{path}: scores can be written as .csv or .json, not as '{path.suffix}'; rename it")
+    values = [
+        {name: round(value, 4) if isinstance(value := row.get(name), float) else value for name in columns}
+        for row in rows
+    ]
+    write_text(path, json.dumps(values, indent=2) + "\n" if path.suffix == ".json" else csv_text(columns, values))
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> str:
+    """A table as CSV: every table that evodsp writes. A text that a spreadsheet would compute, such as the name `=2+3`, begins
+    with an apostrophe, which says that it is text."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerows([map(_csv_cell, columns), *(map(_csv_cell, map(row.get, columns)) for row in rows)])
+    return file.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return f"'{printable(value)}" if value.startswith(_COMPUTED) else printable(value)
+
+
+_COMPUTED = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet computes."""

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from evodsp import printing
 from evodsp.cli import main
-from evodsp.inference.groups import run_log
+from evodsp.inference.results import run_log
 from evodsp.inference.score.table import StructureScores, columns_of, write_scores
 from evodsp.printing import counted, escape_others, logger, printable, progress, show, tell
 from evodsp.report.page import Page

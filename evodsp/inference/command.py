@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import AttemptNotes, RankOutOfMemoryError, device_of
-from evodsp.inference.groups import Groups, run_log
+from evodsp.inference.groups import Groups
 from evodsp.inference.jobs import check_launch
 from evodsp.inference.predict import predict_records
-from evodsp.inference.results import FAILURES
+from evodsp.inference.results import FAILURES, run_log
 from evodsp.inference.targets import as_files
 from evodsp.launch.environment import launched_by_evodsp, place, under_launcher
 from evodsp.launch.launcher import launch

@@ -15,7 +15,6 @@ from torch import Tensor
 from evodsp.config import FeatureConfig, LayerPrecision, computes_in_half
 from evodsp.data.records import columns_of, entities_of
 from evodsp.data.samples.dataset import Sample, collate
-from evodsp.data.templates.features import TemplateFeatures
 from evodsp.errors import UserError, nearest
 from evodsp.inference.api import Alignments, Inputs, as_given_files
 from evodsp.inference.config import SavedArray, SizeSettings
@@ -137,8 +136,7 @@ def _sample(target: Target, model: AlphaFold, shown: Path, features: FeatureConf
     """The features of a target without templates. Raises UserError if the model does not take it, or an alignment is broken."""
     taken = MSAS[model.config.arrangement]
     taken.check(target, shown)
-    none = {letters: TemplateFeatures.none(len(letters)) for letters in target.distinct}
-    return taken.read(target).sample(features, seed, none, 1)
+    return taken.read(target).sample(features, seed, {}, 1)
 
 
 def _groups(targets: Sequence[Target], pairs: int) -> Iterator[list[Target]]:

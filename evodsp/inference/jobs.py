@@ -42,7 +42,6 @@ from evodsp.inference.config import (
     TemplateSettings,
 )
 from evodsp.inference.devices import AttemptNotes, check_pair_fits, device_of, memory_errors
-from evodsp.inference.groups import LOG
 from evodsp.inference.interfaces import read_object
 from evodsp.inference.pages.target_page import BESIDE, INDEX
 from evodsp.inference.relaxation import check_openmm
@@ -50,6 +49,7 @@ from evodsp.inference.representations import is_saved
 from evodsp.inference.results import (
     BESIDE_TABLE,
     FAILURES,
+    LOG,
     OURS,
     RANKING,
     REPORT,
@@ -82,7 +82,6 @@ from evodsp.inference.targets import Target, content_digest, find_targets, finge
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
-from evodsp.planner.prediction import pair_share
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
 from evodsp.weights.checkpoint import load_config, load_features, load_model
 from evodsp.weights.parameter_file import CONFIG, is_pretrained, located, parameter_file
@@ -516,6 +515,8 @@ def _check_name(target: Target) -> None:
 
 def _model_files(config: PredictConfig) -> list[Path]:
     """The files of the models. Parameters given by name are fetched first."""
+    if not config.weights_names:
+        return config.checkpoints
     address = config.weights_url or PUBLISHED
     fetched = fetch_weights(config.weights_names, config.weights_folder, address, hours=config.weights_hours)
     return config.checkpoints + fetched
@@ -535,7 +536,7 @@ def prepare(named: NamedModel, run: PredictionRun, done: Collection[str], group:
         if run.templates.folder is not None and not model.config.templates.enabled:
             raise takes_no_templates(run.templates.folder, named.path)
         features = with_template_row(features, model.config.templates.enabled)
-        share = partial(pair_share, channels=model.config.channels.pair, ranks=ranks, half=run.passes.half)
+        share = partial(model.config.pair_share, ranks=ranks, half=run.passes.half)
         jobs, more = from_first(lambda: _that_fit(jobs, share, run.device), group)
         failures += more
     return ModelWork(jobs, failures, features, model)

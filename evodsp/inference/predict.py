@@ -21,7 +21,7 @@ from evodsp.errors import UserError
 from evodsp.files import holder, lock, remove_partial, whole_folder
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of, memory_errors
-from evodsp.inference.groups import Groups, Report, share
+from evodsp.inference.groups import Groups, share
 from evodsp.inference.jobs import (
     EarlierResult,
     Job,
@@ -43,6 +43,7 @@ from evodsp.inference.results import (
     Outcome,
     PredictionResult,
     RecordFailure,
+    Report,
     none_usable,
     page_problem,
     write_batch_table,
@@ -321,7 +322,8 @@ def _add_beside(
 ) -> None:
     """Relax the predictions that the run relaxes, and write the page and the pictures, where they are missing. What cannot be
     written is reported. `page`: whether the page is new anyway."""
-    keys = from_first(lambda: missing_relaxations(result, run.files.relax), group)
+    relax = run.files.relax
+    keys = [] if relax == "none" else from_first(lambda: missing_relaxations(result, relax), group)
     for key in keys:
         report(f"  {long_from_first(partial(relax_prediction, result, key, run.device), group)}")
     writers: dict[str, Callable[[], None]] = {}

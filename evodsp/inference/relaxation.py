@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -30,14 +29,13 @@ from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA, RESTYPE_1TO3
-from evodsp.inference.interfaces import check_relaxation, read_object
 from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.structure import unique_residue_numbers
 from evodsp.losses.violation import violating_residues
 from evodsp.printing import one_line
 
-Which = Literal["none", "best", "all"]
+Which = Literal["best", "all"]
 _FORCE_FIELD = "amber99sb.xml"
 _STIFFNESS = 10.0
 """kcal/mol/Å²."""
@@ -90,7 +88,7 @@ def relaxed_name(key: Key, file_format: Format) -> str:
 
 def missing_relaxations(result: PredictionResult, which: Which) -> list[Key]:
     """The predictions of a target that are still to be relaxed. A prediction that failed is tried again."""
-    keys = {"none": [], "best": [result.best], "all": list(result.mean_plddt)}[which]
+    keys = [result.best] if which == "best" else list(result.mean_plddt)
     return [key for key in keys if not (result.folder / relaxed_name(key, result.format)).is_file()]
 
 
@@ -114,16 +112,6 @@ def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -
     write_text(result.folder / f"{stem(key)}_relaxed.json", json.dumps(facts, indent=2) + "\n")
     write_text(target, text)
     return f"{stem(key)} {relaxed.line}"
-
-
-def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
-    """The content of <stem>_relaxed.json; None if the prediction has not been relaxed."""
-    path = folder / f"{stem(key)}_relaxed.json"
-    if not path.is_file():
-        return None
-    content = read_object(path)
-    check_relaxation(path, content)
-    return content
 
 
 def relax(structure: PredictedStructure, device: torch.device) -> Relaxed:

@@ -22,9 +22,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -35,12 +39,13 @@ from jaxtyping import Float32
 from evodsp.data.formats.mmcif import read_structure as read_file
 from evodsp.data.records import Chain
 from evodsp.errors import FileFormatError, UserError
-from evodsp.files import whole_file, write_text
+from evodsp.files import csv_text, whole_file, write_text
 from evodsp.geometry.residues import RESTYPES_WITH_X
 from evodsp.inference.config import SaveSettings
 from evodsp.inference.interfaces import (
     FIX,
     check_ranking,
+    check_relaxation,
     check_timings,
     is_number,
     numbers,
@@ -61,9 +66,9 @@ from evodsp.inference.structure_files import (
     structure_text,
 )
 from evodsp.model.heads import complex_ranking
+from evodsp.printing import write_line
 from evodsp.reading.array_files import read_archive
 from evodsp.reading.text_files import json_of, read_json, text_of
-from evodsp.score_tables import csv_text
 from evodsp.version import __version__
 
 RANKING, TIMINGS, REPORT = "ranking.json", "timings.json", "report.html"
@@ -154,6 +159,16 @@ def read_timings(folder: Path) -> Mapping[str, Any]:
     """The content of timings.json. Raises UserError for a file that predict has not written."""
     content = read_object(folder / TIMINGS)
     check_timings(folder / TIMINGS, content)
+    return content
+
+
+def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
+    """The content of <stem>_relaxed.json; None if the prediction has not been relaxed."""
+    path = folder / f"{stem(key)}_relaxed.json"
+    if not path.is_file():
+        return None
+    content = read_object(path)
+    check_relaxation(path, content)
     return content
 
 
@@ -468,3 +483,54 @@ def _rows(output: Path) -> Iterator[dict[str, object]]:
             known = {name: entry[name] for name in _COLUMNS if name in entry}
             structure = f"{folder.name}/{entry['structure']}"
             yield {**known, "target": result.name, "rank": rank, "residues": residues, "structure": structure}
+
+
+LOG = "predict.log"
+Report = Callable[[str], None]
+"""Takes one line of the log."""
+_TIME = "%Y-%m-%d %H:%M:%S"
+
+
+@contextmanager
+def run_log(output: Path, words: Sequence[str], show: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows a line and adds it to the log, with the time. `words`: the command line, for the head.
+
+    The file begins, or goes on, with the first line. A run that ends with an error, and leaves nothing else in `output`, leaves
+    no log either, nor the folders that were made for it.
+    """
+    path = output / LOG
+    created = [place for place in (path, output, *output.parents) if not place.exists()]
+    with ExitStack() as stack:
+        lines: list[Callable[[str], None]] = []
+
+        def add(line: str) -> None:
+            if not lines:
+                output.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+                lines.append(partial(write_line, file.write))
+                lines[0](f"# {time.strftime(_TIME)} evodsp {__version__}: evodsp {shlex.join(words)}")
+            lines[0](f"{time.strftime(_TIME)} {line}")
+
+        def say(line: str) -> None:
+            show(line)
+            add(line)
+
+        try:
+            yield say
+        except BaseException as error:
+            if lines:
+                add(f"error: {error}" if isinstance(error, UserError) else f"ended by {type(error).__name__}")
+            stack.close()
+            _remove_unless_used(created)
+            raise
+
+
+def _remove_unless_used(created: Sequence[Path]) -> None:
+    """Remove the log, the first of `created`, if it is alone in its folder, and then the empty ones of the folders above it."""
+    if not created or created[0].name != LOG or not created[0].exists() or len(list(created[0].parent.iterdir())) > 1:
+        return
+    created[0].unlink()
+    for folder in created[1:]:
+        if any(folder.iterdir()):
+            return
+        folder.rmdir()

@@ -31,11 +31,10 @@ from evodsp.errors import UserError
 from evodsp.inference.config import PassSettings, SaveSettings
 from evodsp.inference.devices import memory_entries, memory_errors, working_memory
 from evodsp.inference.estimate import check_needs
-from evodsp.inference.groups import Report
 from evodsp.inference.interfaces import ComplexScores
 from evodsp.inference.jobs import Job
 from evodsp.inference.representations import Collector
-from evodsp.inference.results import RecordFailure
+from evodsp.inference.results import RecordFailure, Report
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.inference.target_msas import TargetMsa, Templates
 from evodsp.inference.targets import Target

@@ -36,7 +36,7 @@ from evodsp.inference.targets import Target
 from evodsp.printing import counted
 
 Templates = Mapping[str, TemplateFeatures]
-"""The templates of each distinct sequence of a target, best first."""
+"""The templates of each distinct sequence of a target, best first; of none without a source of templates."""
 
 _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
@@ -92,7 +92,7 @@ def find_templates(source: TemplateSource | None, target: Target, most: int) -> 
     """
     parts = target.distinct
     if source is None:
-        return {letters: TemplateFeatures.none(len(letters)) for letters in parts}, ("templates: none",)
+        return {}, ("templates: none",)
     found, lines = {}, []
     for letters, part in parts.items():
         found[letters], line = _of_chain(source, part, most)
@@ -176,7 +176,7 @@ class ChainMsa:
 
     def sample(self, features: FeatureConfig, seed: int, templates: Templates, ensembles: int) -> Sample:
         """The features of a seed."""
-        own = templates[self.query.letters]
+        own = templates.get(self.query.letters)
         return prediction_sample(self.query, [*self.alignments], features, seed, own, ensembles)
 
 
@@ -221,7 +221,7 @@ class ComplexMsa:
 
     def sample(self, features: FeatureConfig, seed: int, templates: Templates, ensembles: int) -> Sample:
         """The features of a seed."""
-        own = side_by_side(self.merged.entities, templates)
+        own = side_by_side(self.merged.entities, templates) if templates else None
         return complex_sample(self.merged, features, seed, own, ensembles)
 
 

@@ -49,11 +49,6 @@ _MOST_RANKS = 64
 """Largest number of ranks that `changes` proposes."""
 
 
-def pair_share(residues: int, channels: int, ranks: int, half: bool) -> int:
-    """Bytes of a rank's shard of the pair representation."""
-    return residues * -(-residues // ranks) * channels * (HALF if half else SINGLE)
-
-
 @dataclass(frozen=True)
 class PlannedPrediction:
     """A prediction to be followed: model, sizes and settings."""
@@ -91,7 +86,7 @@ class PlannedPrediction:
     @property
     def pair_share(self) -> int:
         """Bytes of a rank's shard of the pair representation: no pass needs less."""
-        return pair_share(self.sizes.residues, self.model.channels.pair, self.ranks, self.half)
+        return self.model.pair_share(self.sizes.residues, self.ranks, self.half)
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,13 @@ from evodsp.data.samples.selection import DISTILLED
 from evodsp.data.similarity.nearest import Bar, Compared, Copy, gathered
 from evodsp.data.similarity.sequences import Letters, plain
 from evodsp.errors import UserError
-from evodsp.files import write_text
+from evodsp.files import write_rows, write_text
 from evodsp.geometry.residues import CA
 from evodsp.losses.total import CHAIN
 from evodsp.model.heads import ModelOutput, compute_plddt
 from evodsp.printing import one_line, tell
 from evodsp.reading.text_files import read_json
 from evodsp.report.runs import overlap_line
-from evodsp.score_tables import write_rows
 from evodsp.training.chains import Chains
 
 _COLUMNS = ("chain", "split", "residues", "resolved", "plddt", "lddt_ca", "rmsd", "gdt_ts", "tm_score")

@@ -73,7 +73,8 @@ def is_parameter_file(path: str | Path) -> bool:
         content = load_untrusted(file)
     except UserError:
         return False
-    return openfold.is_openfold(content) and "format_version" not in content
+    is_ours = isinstance(content, Mapping) and "format_version" in content
+    return not is_ours and openfold.is_openfold(content)
 
 
 def load_published(path: str | Path, preset: str | None = None, raw: bool = False) -> tuple[AlphaFold, int]:

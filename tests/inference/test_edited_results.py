@@ -13,13 +13,13 @@ from evodsp.errors import UserError
 from evodsp.geometry.residues import CA
 from evodsp.inference.pages.target_page import batch_page, write_target_page
 from evodsp.inference.prediction import Prediction
-from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.results import (
     RANKING,
     TIMINGS,
     read_contacts,
     read_pae,
     read_plddt,
+    read_relaxation,
     read_structure,
     read_timings,
     read_with_ranking,

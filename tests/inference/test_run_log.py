@@ -8,7 +8,7 @@ import pytest
 
 from evodsp.errors import UserError
 from evodsp.inference import command, seeds
-from evodsp.inference.groups import run_log
+from evodsp.inference.results import run_log
 
 from .conftest import Workplace
 

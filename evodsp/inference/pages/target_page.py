@@ -41,7 +41,6 @@ from evodsp.inference.pages.residue_charts import (
     strip,
     view_of,
 )
-from evodsp.inference.relaxation import read_relaxation
 from evodsp.inference.results import (
     REPORT,
     PredictionResult,
@@ -49,6 +48,7 @@ from evodsp.inference.results import (
     key_of,
     read_pae,
     read_plddt,
+    read_relaxation,
     read_structure,
     read_timings,
     read_with_ranking,

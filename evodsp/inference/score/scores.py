@@ -14,7 +14,7 @@ from evodsp.data.samples.selection import chain_list
 from evodsp.data.sources.layout import names_of, structure_file
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
-from evodsp.files import write_text
+from evodsp.files import write_rows, write_text
 from evodsp.inference.pages.figures import Calibration, calibration_figure
 from evodsp.inference.results import RANKING
 from evodsp.inference.score.baseline import TrainingStructures, structures_in, training_set
@@ -28,7 +28,6 @@ from evodsp.inference.score.structure_scores import (
 )
 from evodsp.inference.score.table import StructureScores, columns_of, table, write_scores
 from evodsp.printing import counted, show
-from evodsp.score_tables import write_rows
 
 _BETTER: dict[Kind, tuple[str, str]] = {CHAINS: ("lddt_ca", "lDDT-CA"), COMPLEXES: ("interface_lddt_ca", "iLDDT-CA")}
 """The score by which a prediction is better than a copy, and its heading."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evodsp.data.records import CHAINS, COMPLEXES, Kind
-from evodsp.score_tables import write_rows
+from evodsp.files import write_rows
 
 
 @dataclass(frozen=True)
