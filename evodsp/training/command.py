@@ -17,7 +17,7 @@ from typing import Any
 import lightning
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from evodsp.errors import UserError
@@ -50,32 +50,51 @@ class TrainingParser(PresetParser, LightningArgumentParser):
     """Lightning's parser with our errors and presets."""
 
 
-def training_parser(command: Command) -> TrainingParser:
-    """The parser of all options of a command, those of Lightning's Trainer among them."""
-    parser = TrainingParser(
-        prog=f"evodsp {command}",
-        description=f"{SUMMARY[command].capitalize()}.",
-        parser_mode="omegaconf+",
-        default_env=True,
-        env_prefix="EVODSP",
-        dump_header=[f"lightning.pytorch=={lightning.__version__}"],
-    )
-    add_arguments(parser)
-    parser.add_lightning_class_args(Trainer, "trainer")
-    defaults = {**dataclasses.asdict(TrainerOptions()), "use_distributed_sampler": False}
-    parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
-    return parser
-
-
-class TrainingCLI:
+class TrainingCLI(LightningCLI):
     """Parses the command line and the YAML files into `settings`. Builds nothing else."""
 
+    parser: TrainingParser
+    settings: Settings
+
     def __init__(self, command: Command, words: list[str]) -> None:
-        self.parser = training_parser(command)
-        self.config = self.parser.parse_args(words)
+        super().__init__(
+            save_config_callback=None,
+            trainer_defaults={**dataclasses.asdict(TrainerOptions()), "use_distributed_sampler": False},
+            parser_class=TrainingParser,
+            parser_kwargs={
+                "prog": f"evodsp {command}",
+                "description": f"{SUMMARY[command].capitalize()}.",
+                "parser_mode": "omegaconf+",
+                "default_env": True,
+                "env_prefix": "EVODSP",
+                "dump_header": [f"lightning.pytorch=={lightning.__version__}"],
+            },
+            args=words,
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def init_parser(self, **kwargs: Any) -> TrainingParser:
+        """Not Lightning's, whose --config is described otherwise than in the quick help."""
+        return TrainingParser(**kwargs)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        add_arguments(parser)
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)  # the base class would warn about sys.argv
+
+    def _set_seed(self) -> None:
         with self.parser.located():
             seed = run_config(self.config).seed
         seed_everything(seed, workers=True, verbose=False)
+
+    def instantiate_classes(self) -> None:
         self.settings = Settings.of(self.parser.instantiate_settings(self.config))
         check_callbacks(_as_list(self.settings.trainer["callbacks"]))
 

@@ -10,28 +10,31 @@ from typing import Any
 from unittest import mock
 
 _parsers: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {}
-"""By the command: the parser, the defaults of its options, and those that were set apart from its options."""
+"""By the program's name: the parser, the defaults of its options, and those that were set apart from its options."""
 
 
 @contextmanager
 def kept_parsers() -> Iterator[None]:
     """Within it, `TrainingCLI` takes the parser that an earlier one of the same command has made, with its first defaults."""
     from jsonargparse import _core, _subcommands
+    from lightning.pytorch.cli import LightningCLI
 
-    from evodsp.training import command as training
-
-    make, look_up = training.training_parser, _subcommands.find_action_and_subcommand
+    make, look_up = LightningCLI.setup_parser, _subcommands.find_action_and_subcommand
     found: dict[tuple[Any, ...], Any] = {}
 
-    def training_parser(command: training.Command) -> training.TrainingParser:
-        if command not in _parsers:
-            made = make(command)
-            _parsers[command] = made, [action.default for action in made._actions], dict(made._defaults)
-        parser, defaults, others = _parsers[command]
-        for action, default in zip(parser._actions, defaults, strict=False):  # jsonargparse adds one that has none
+    def setup_parser(cli: LightningCLI, add: bool, words: dict[str, Any], of_subcommands: dict[str, Any]) -> None:
+        name = words["prog"]
+        if name not in _parsers:
+            make(cli, add, words, of_subcommands)
+            _parsers[name] = (
+                cli.parser,
+                [action.default for action in cli.parser._actions],
+                dict(cli.parser._defaults),
+            )
+        cli.parser, defaults, others = _parsers[name]
+        for action, default in zip(cli.parser._actions, defaults, strict=False):  # jsonargparse adds one that has none
             action.default = default
-        parser._defaults = dict(others)
-        return parser
+        cli.parser._defaults = dict(others)
 
     def find_action_and_subcommand(parser: Any, dest: str, exclude: Any = None) -> Any:
         if not any(parser is kept for kept, *_ in _parsers.values()):
@@ -42,7 +45,7 @@ def kept_parsers() -> Iterator[None]:
         return found[key]
 
     with (
-        mock.patch.object(training, "training_parser", training_parser),
+        mock.patch.object(LightningCLI, "setup_parser", setup_parser),
         mock.patch.object(_subcommands, "find_action_and_subcommand", find_action_and_subcommand),
         mock.patch.object(_core, "find_action_and_subcommand", find_action_and_subcommand),
     ):

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from lightning.pytorch.cli import LightningCLI
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
@@ -433,3 +434,8 @@ def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) 
     assert process.returncode == 130
     assert "checkpoints/last.ckpt; resume with --ckpt_path last" in error.splitlines()[-1]
     assert "Traceback" not in error
+
+
+def test_the_command_line_is_lightnings() -> None:
+    """Users of Lightning know its command line, and may build on it."""
+    assert issubclass(TrainingCLI, LightningCLI)
