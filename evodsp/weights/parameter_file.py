@@ -82,6 +82,7 @@ WEIGHTS, CONFIG, CARD = FILES = ("model.safetensors", "config.json", "README.md"
 _KIND, _TYPE = "model_type", "evodsp"
 _WRITER, _SUM = "evodsp_version", "sha256"
 _OF_CHECKPOINTS = ("format_version", "model_config", "features")
+_LARGEST_CONFIG = 1 << 20
 _COPY = "copy it again, or write it with `evodsp weights export --format safetensors`"
 
 
@@ -145,6 +146,8 @@ def check_new_folder(folder: Path, overwrite: bool) -> None:
 def _config(folder: Path) -> dict[str, Any]:
     """The content of `config.json`. Raises UserError unless it is that of a model which this evodsp can read."""
     path = _file(folder, CONFIG)
+    if path.stat().st_size > _LARGEST_CONFIG:  # the hub may have sent it
+        raise UserError(f"{path}: larger than {_LARGEST_CONFIG >> 20} MiB, so no model's config.json; {_COPY}")
     config = read_json(path, _COPY)
     if not isinstance(config, dict) or config.get(_KIND) != _TYPE:
         kind = config.get(_KIND) if isinstance(config, dict) else None

@@ -159,6 +159,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda folder: (folder / CONFIG).write_text("[1]"), "model_type is None, but must be 'evodsp'"),
     "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "config.json:1: not JSON"),
     "deep JSON": (lambda folder: (folder / CONFIG).write_text("[" * 200_000), "JSON that is nested too deeply"),
+    "large JSON": (lambda folder: (folder / CONFIG).write_text(" " * (2 << 20)), "config.json: larger than 1 MiB"),
     "an unknown key": (
         lambda folder: with_config(folder, feature={}),
         "unknown key 'feature'. Did you mean 'features'?",
