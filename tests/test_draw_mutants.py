@@ -50,7 +50,7 @@ def test_every_break_is_one_change_of_the_source() -> None:
 
 def test_a_seed_is_an_order() -> None:
     """Catches draws that cannot be repeated or continued, and one kind that takes most of them: numbers are many."""
-    files = package_files(["evodsp/data/samples/crop.py"])
+    files = package_files(["evodsp/data/samples/raw_features.py"])
     order = drawn(0, files)
     assert order == drawn(0, files) != drawn(1, files)
     assert len(set(order)) == len(order)
@@ -60,7 +60,7 @@ def test_a_seed_is_an_order() -> None:
 def test_a_recorded_break_is_found_again(tmp_path: Path) -> None:
     """Catches a row that is tried at another place with the same text, or as if its code were still there, and rows that lose
     a word when they are written anew."""
-    file = "evodsp/data/samples/crop.py"
+    file = "evodsp/data/samples/raw_features.py"
     first, second = [
         found for found in breaks_of(file, (ROOT / file).read_bytes()) if found.text == "piece(0, length)"
     ][:2]

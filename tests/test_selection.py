@@ -36,7 +36,7 @@ def test_quick():
         ("tests/model/test_sharded.py::test_it", "evodsp/model/evoformer.py", True),
         ("tests/test_notebooks.py::test_runs", "notebooks/train_on_your_family.ipynb", True),
         ("tests/parallel/test_exact.py::test_it[evodsp/parallel/functional.py]", "evodsp/parallel/functional.py", True),
-        ("tests/training/test_mesh.py::test_it", "evodsp/parallel/group.py", True),
+        ("tests/parallel/test_gradients.py::test_it", "evodsp/training/gradients.py", True),
         ("tests/model/test_sharded.py::test_it", "evodsp/losses/structure.py", False),
         ("tests/test_demo.py::test_it", "scripts/examples/slurm/train.sh", False),
         ("scripts/paper/tests/test_memory.py::test_it", "scripts/paper/plots.py", True),

@@ -163,7 +163,7 @@ def read_timings(folder: Path) -> Mapping[str, Any]:
 
 
 def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
-    """The content of <stem>_relaxed.json; None if the prediction has not been relaxed."""
+    """The content of `<stem>_relaxed.json`; None if the prediction has not been relaxed."""
     path = folder / f"{stem(key)}_relaxed.json"
     if not path.is_file():
         return None

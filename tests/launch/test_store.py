@@ -44,7 +44,7 @@ def test_the_store_of_a_local_launch_listens_on_loopback_only(monkeypatch: pytes
 
     def note(number: int, ranks: int, port: int, *_: object) -> Mock:
         found.append(listening(port))
-        return Mock(number=number, process=Mock(poll=lambda: 0))
+        return Mock(spec=launcher._Rank, number=number, process=Mock(poll=lambda: 0))
 
     monkeypatch.setattr(launcher, "_start", note)
     assert launcher.launch(2, []) == 0

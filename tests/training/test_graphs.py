@@ -112,6 +112,7 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
 def test_graphs_that_nobody_demanded_end_no_run(setting: bool | str, required: bool) -> None:
     """Catches a run with the default that ends because a stack cannot be recorded, and `true` that goes on without graphs."""
     settings, chains = Mock(), Mock(validation=[])
+    settings.run.early_stop = None
     run = Mock(spec=CheckedRun, command="fit", records_stacks=True, settings=settings, chains=chains)
     settings.run.cuda_graphs, settings.run.compile, settings.model.ema_decay = setting, "none", None
     settings.trainer = {"enable_progress_bar": False, "enable_checkpointing": False}
