@@ -414,6 +414,20 @@ LISTED_PRESETS = (
     f"model_1_multimer_v3), {_OTHERS}"
 )
 """The names of all presets, for messages."""
+PUBLISHED_MODELS = tuple(f"model_{number}{kind}" for kind in ("", "_ptm", "_multimer_v3") for number in range(1, 6))
+"""The models whose parameters DeepMind publishes: those of AlphaFold2, and AlphaFold-Multimer's of version 3."""
+
+
+def started_with(init_from: object) -> dict[str, Any]:
+    """The settings, by their dotted names, that a run without `model.preset` takes from `init_from`, if that names published
+    parameters: the preset, and the number of templates (supplement 1.2.3)."""
+    if init_from not in PUBLISHED_MODELS:
+        return {}
+    templates = 4 if PRESETS[str(init_from)].templates.enabled else 0
+    return {
+        "model.preset": init_from,
+        **dict.fromkeys(("data.train.max_templates", "data.validation.max_templates"), templates),
+    }
 
 
 @dataclass(frozen=True)

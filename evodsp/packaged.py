@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from evodsp.config import started_with
 from evodsp.errors import UserError
 from evodsp.files import check_output_folder, whole_file
 from evodsp.printing import quoted, show
@@ -70,7 +71,7 @@ _OPTIONS = ("--config", "-c")
 
 
 def read_run_config(config: Path | None) -> dict[str, Any]:
-    """The content of a YAML file of `evodsp fit`, references resolved; empty without a file.
+    """The content of a YAML file of `evodsp fit`, references resolved, with what follows from `init_from`; empty without one.
 
     A packaged config (`packaged_config`) is read with the paths of the packaged data.
 
@@ -80,6 +81,15 @@ def read_run_config(config: Path | None) -> dict[str, Any]:
         return {}
     packaged = packaged_config(config)
     content = _read(packaged or config)
+    of_start = started_with(content.get("init_from"))
+    if of_start and not (isinstance(model := content.get("model"), dict) and model.get("preset")):
+        for name, value in of_start.items():
+            *groups, last = name.split(".")
+            group = content
+            for part in groups:
+                inner = group.get(part)
+                group[part] = group = inner if isinstance(inner, dict) else {}
+            group.setdefault(last, value)
     return content if packaged is None else _with_texts(content, lambda text: packaged_data(text) or text)
 
 

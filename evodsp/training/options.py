@@ -12,12 +12,11 @@ from typing import Any, ClassVar, Literal
 from jsonargparse import ActionConfigFile
 
 from evodsp.argument_parser import Names, OneLineErrors, given_settings, plain_words
-from evodsp.config import LISTED_PRESETS, PRESETS, KernelsConfig, ModelConfig, leaves
+from evodsp.config import LISTED_PRESETS, PRESETS, KernelsConfig, ModelConfig, leaves, started_with
 from evodsp.errors import UserError, nearest
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
-from evodsp.weights import by_name
 
 Command = Literal["fit", "validate", "test"]
 
@@ -136,11 +135,9 @@ class PresetParser(OneLineErrors):
         words = list(args or [])
         before = [word for word in words if not word.startswith(_ENDS_PARSING)]
         config = super().parse_args(before, *rest, **kwargs)
-        start = config.init_from if config.init_from in by_name.NAMES else None
-        if config.model.preset is None and start is not None:
-            templates = 4 if PRESETS[start].templates.enabled else 0  # supplement 1.2.3
-            self.set_defaults({f"data.{part}.max_templates": templates for part in ("train", "validation")})
-        if (name := config.model.preset or start) is not None:
+        of_start = started_with(config.init_from) if config.model.preset is None else {}
+        if (name := of_start.pop("model.preset", config.model.preset)) is not None:
+            self.set_defaults(of_start)
             if name not in PRESETS:
                 raise UserError(
                     f"{self.where('model.preset')}model.preset: no preset '{name}'.{nearest(name, PRESETS)} "

@@ -23,6 +23,7 @@ from http.client import HTTPResponse
 from pathlib import Path
 from urllib.error import HTTPError
 
+from evodsp.config import PUBLISHED_MODELS
 from evodsp.errors import UserError, nearest
 from evodsp.files import digest_of_file, waited_lock
 from evodsp.printing import progress, quoted, tell
@@ -40,8 +41,8 @@ from evodsp.reading.answers import (
     without_login,
 )
 
-NAMES = tuple(f"model_{number}{kind}" for kind in ("", "_ptm", "_multimer_v3") for number in range(1, 6))
-"""The models in DeepMind's archive: those of AlphaFold2, and AlphaFold-Multimer's of version 3."""
+NAMES = PUBLISHED_MODELS
+"""The models in DeepMind's archive."""
 _ARRAYS = "alphafold/"
 """How the name of each array of DeepMind's begins."""
 PUBLISHED = "https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from evodsp import config
 from evodsp.cli import main
 from evodsp.config import ModelConfig
+from evodsp.packaged import read_run_config
 from evodsp.report.runs import read_curve
 from evodsp.training.command import TrainingCLI
 from evodsp.weights import by_name
@@ -81,10 +83,10 @@ def test_published_parameters_by_name(
 ) -> None:
     """Catches a name that is taken for a file, sizes of another model than the name's, and a file that is not looked for where
     the others lie."""
-    monkeypatch.setattr(by_name, "NAMES", (*by_name.NAMES, "test"))
+    monkeypatch.setattr(by_name, "NAMES", ("test",))
+    monkeypatch.setattr(config, "PUBLISHED_MODELS", ("test",))
     monkeypatch.setenv("EVODSP_WEIGHTS", str(tmp_path))
-    config = ModelConfig.preset("test")
-    source, reference = sources(config, tmp_path)
+    source, reference = sources(ModelConfig.preset("test"), tmp_path)
     monkeypatch.setenv("REFERENCE", str(reference))
     source.rename(tmp_path / "params_test.npz")
     given = ("--model.loss.experimentally_resolved=0",)
@@ -100,13 +102,19 @@ def test_published_parameters_by_name(
     ("name", "templates", "arrangement"),
     [("model_3", 0, "monomer"), ("model_1_ptm", 4, "monomer"), ("model_1_multimer_v3", 4, "multimer")],
 )
-def test_a_name_chooses_the_sizes(name: str, templates: int, arrangement: str) -> None:
+def test_a_name_chooses_the_sizes(name: str, templates: int, arrangement: str, tmp_path: Path) -> None:
     """Catches a preset of another model, and samples without the templates that the model takes."""
     words = [f"--config={ROOT}/configs/finetune_own.yaml", f"--init_from={name}"]
     settings = TrainingCLI("fit", words).settings
     assert settings.model.model_config() == ModelConfig.preset(name)
     assert settings.model.arrangement == arrangement
     assert (settings.data.train.max_templates, settings.data.validation.max_templates) == (templates, templates)
+    read = tmp_path / "run.yaml"
+    read.write_text(f"init_from: {name}\nmodel: {{loss: {{violation: 1.0}}}}\n")
+    content = read_run_config(read)  # what plan and the doctor read
+    assert (content["model"]["preset"], content["data"]["train"]["max_templates"]) == (name, templates)
+    read.write_text(f"init_from: {name}\nmodel: {{preset: model_5}}\n")
+    assert read_run_config(read) == {"init_from": name, "model": {"preset": "model_5"}}
     other = TrainingCLI("fit", [*words, "--model.preset=model_5", "--data.train.max_templates=0"]).settings
     assert other.model.model_config() == ModelConfig.preset("model_5")
     assert other.data.train.max_templates == 0
