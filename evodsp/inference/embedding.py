@@ -107,28 +107,45 @@ def _embedded(
     half, device = computes_in_half(precision), next(model.parameters()).device
     casts = CastParameters(model)
     use_memory(model, working_memory("auto", device))
+
+    def of(group: Sequence[tuple[Target, Sample]]) -> Iterator[Embedded]:
+        """The records of a group; where there is too little memory for all of them, of each half."""
+        longest = group[-1][0].query
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=half)
+        try:
+            with torch.inference_mode(), autocast, casts, memory_errors(longest.name, len(longest), device):
+                batch = collate([sample for _, sample in group])
+                found = _last_trunk(model, batch)
+                on_host = [{name: found[name][number].cpu() for name in arrays} for number in range(len(group))]
+        except UserError as error:
+            if len(group) == 1:
+                tell(f"evodsp: {error}")
+                return
+            for part in (group[: len(group) // 2], group[len(group) // 2 :]):
+                yield from of(part)
+            return
+        for number, ((target, _), own) in enumerate(zip(group, on_host, strict=True)):
+            columns = torch.from_numpy(columns_of(entities_of([part.query for part in target.parts])))
+            rows = batch["msa_mask"][number, -1].any(-1).nonzero()[:, 0]
+            ordered = {name: in_order(name, x, rows, columns) for name, x in own.items()}
+            if bad := [name for name, x in ordered.items() if not x.isfinite().all()]:
+                tell(
+                    f"evodsp: {target.query.name}: its {bad[0]} has numbers that are nan or infinite; the model's training has "
+                    "diverged, use an earlier checkpoint"
+                )
+            else:
+                yield target.query.name, ordered
+
     with progress("embedded", len(targets)) as advance:
         for group in _groups(sorted(targets, key=lambda one: len(one.query)), pairs):
-            samples: dict[str, Sample] = {}
+            samples: list[tuple[Target, Sample]] = []
             for target in group:
                 try:
-                    samples[target.query.name] = made(target)
+                    samples.append((target, made(target)))
                 except UserError as error:
                     tell(f"evodsp: {target.query.name}: {error}")
-            own = [target for target in group if target.query.name in samples]
-            if own:
-                longest = own[-1].query
-                autocast = torch.autocast(device.type, torch.bfloat16, enabled=half)
-                with torch.inference_mode(), autocast, casts, memory_errors(longest.name, len(longest), device):
-                    batch = collate([*samples.values()])
-                    found = _last_trunk(model, batch)
-                for number, target in enumerate(own):
-                    columns = torch.from_numpy(columns_of(entities_of([part.query for part in target.parts])))
-                    rows = batch["msa_mask"][number, -1].any(-1).nonzero()[:, 0]
-                    yield (
-                        target.query.name,
-                        {name: in_order(name, found[name][number].cpu(), rows, columns) for name in arrays},
-                    )
+            if samples:
+                yield from of(samples)
             advance(len(group))
 
 

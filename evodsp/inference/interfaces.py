@@ -96,7 +96,12 @@ def _check_entry(path: Path, entry: Mapping[str, Any], models: Mapping[str, Any]
     if models is not None and not (isinstance(model, str) and model in models and _MODEL.fullmatch(model)):
         raise wrong(path, "model", model, "one of the models")
     saved = entry.get("saved", {"arrays": [], "file": ""})
-    if not isinstance(saved, dict) or not isinstance(saved.get("arrays"), list) or "/" in str(saved.get("file", "/")):
+    texts = (
+        [saved.get("file"), *saved["arrays"]]
+        if isinstance(saved, dict) and isinstance(saved.get("arrays"), list)
+        else [0]
+    )
+    if not all(isinstance(text, str) and "/" not in text for text in texts):
         raise wrong(path, "saved", saved, "the arrays of a file")
     for name, highest in (("mean_plddt", 100.0), ("ptm", 1.0), ("iptm", 1.0)):
         if (name == "mean_plddt" or name in entry) and not is_number(entry.get(name), 0.0, highest):

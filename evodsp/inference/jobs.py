@@ -485,20 +485,20 @@ def read_run(config: PredictConfig) -> PredictionRun:
         searched = with_searched(targets, config.output, config.msa_server, config.msa_server_limits, config.retry)
         targets, failures = searched[0], failures + searched[1]
     return PredictionRun(
-        targets,
-        failures,
-        models,
-        config.raw,
-        config.preset,
-        config.template_settings,
-        config.sizes,
-        config.passes,
-        config.kernels,
-        device_of(config.device),
-        config.seed_numbers,
-        config.files,
-        config.try_anyway,
-        AttemptNotes(config.output, config.memory_options),
+        targets=targets,
+        failures=failures,
+        models=models,
+        raw=config.raw,
+        preset=config.preset,
+        templates=config.template_settings,
+        sizes=config.sizes,
+        passes=config.passes,
+        kernels=config.kernels,
+        device=device_of(config.device),
+        seeds=config.seed_numbers,
+        files=config.files,
+        try_anyway=config.try_anyway,
+        notes=AttemptNotes(config.output, config.memory_options),
     )
 
 

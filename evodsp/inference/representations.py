@@ -16,6 +16,7 @@ are those of AlphaFold2's `representations`. The residues of a complex are in th
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Int64
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -120,7 +122,10 @@ def write_arrays(folder: Path, stem: str, arrays: Mapping[str, Tensor], settings
         numbers: dict[str, Any] = {name: x.numpy() for name, x in arrays.items()}
         np.savez(path, **numbers)
     else:
-        save_file({name: x.contiguous() for name, x in arrays.items()}, path)
+        try:
+            save_file({name: x.contiguous() for name, x in arrays.items()}, path)
+        except SafetensorError as error:  # a full disk is one to the library, too
+            raise OSError(errno.EIO, str(error), str(path)) from error
     return {"file": path.name, "arrays": [*settings.arrays], "dtype": settings.dtype, "passes": settings.passes}
 
 

@@ -358,7 +358,7 @@ def _open_quarantine(run: CheckedRun, built: Built) -> None:
 def _report(run: CheckedRun, built: Built) -> None:
     """Print the scores of the last validation or test, and the files that were written. `validate` and `test` write the scores
     of each chain into the output folder."""
-    if early := [one for one in built.trainer.callbacks if isinstance(one, EarlyStop) and one.stopped_epoch]:  # type: ignore[attr-defined]
+    if early := [one for one in built.trainer.callbacks if isinstance(one, EarlyStop) and one.has_stopped]:  # type: ignore[attr-defined]
         show(early[0].line)
     if built.module.scores:
         if run.command == "fit":

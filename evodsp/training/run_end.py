@@ -175,6 +175,11 @@ class EarlyStop(EarlyStopping):
         return "EarlyStop"  # a user may have another one with the same settings
 
     @property
+    def has_stopped(self) -> bool:
+        """Whether this has ended the run."""
+        return self.wait_count >= self.patience
+
+    @property
     def line(self) -> str:
         """For the log of a run that this has ended."""
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 import evodsp
 from evodsp.cli import main
 from evodsp.errors import UserError
-from evodsp.inference import seeds
+from evodsp.inference import representations, seeds
 from evodsp.inference.config import PredictConfig, save_settings
 from evodsp.inference.interfaces import FIX
 from evodsp.inference.predict import predict
@@ -180,10 +182,39 @@ def test_damaged_files_are_one_line(workplace: Workplace) -> None:
     with pytest.raises(UserError, match="is missing"):
         _ = Prediction.read(folder).representations
     ranking = (folder / "ranking.json").read_text()
-    for wrong in ("../x.npz", ""):
+    for wrong in ("../x.npz", ""):  # outside of the folder; none
         (folder / "ranking.json").write_text(ranking.replace(file.name, wrong))
         with pytest.raises(UserError, match="saved is .*not the arrays of a file" if wrong else "is missing"):
             _ = Prediction.read(folder).representations
+
+
+@pytest.mark.parametrize(
+    "saved", [5, {"file": 5, "arrays": []}, {"file": "x.npz", "arrays": [["pair"]]}, {"file": "x.npz"}]
+)
+def test_an_edited_entry_is_one_line(workplace: Workplace, saved: Any) -> None:
+    """Catches a traceback for an entry that somebody has edited."""
+    workplace.only("beta_A")
+    folder = predict(workplace.change(seeds=1), silent)[0].folder
+    ranking = read_json(folder / "ranking.json")
+    ranking["ranking"][0]["saved"] = saved
+    (folder / "ranking.json").write_text(json.dumps(ranking))
+    with pytest.raises(UserError, match=r"ranking\.json: .*saved is .*not the arrays of a file"):
+        predict(workplace.change(seeds=1, save="pair"), silent)
+
+
+@pytest.mark.parametrize("file_format", ["npz", "safetensors"])
+def test_a_full_disk_leaves_nothing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, file_format: Any) -> None:
+    """Catches a traceback of the library that writes the file, and a result without its arrays."""
+    full = {"npz": OSError(28, "No space left on device"), "safetensors": SafetensorError("No space left on device")}
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise full[file_format]
+
+    monkeypatch.setattr(np, "savez", refuse)
+    monkeypatch.setattr(representations, "save_file", refuse)
+    with pytest.raises(UserError, match=r"cannot be written .*No space left on device.*; make room"):
+        predict(workplace.change(save="single", save_format=file_format, seeds=1), silent)
+    assert not list(workplace.config.output.glob("*/*"))
 
 
 @pytest.mark.parametrize(
@@ -309,6 +340,30 @@ def test_rows_of_each_sequence(workplace: Workplace, checkpoint: Path) -> None:
         for name, found in evodsp.embed(both, alignments, checkpoint, ["msa"], recycles=0, msa_clusters=5, extra_msa=4)
     }
     assert rows == {"short": 1, "long": 4}
+
+
+def test_too_little_memory_and_bad_numbers_cost_one_record(
+    workplace: Workplace, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a batch that ends all records because it, or one of them, does not fit; and nan that is taken for a result."""
+    real, sizes = AlphaFold.trunk, list[tuple[int, int]]()
+
+    def trunk(self: AlphaFold, members: Any, *rest: Any) -> dict[str, Tensor]:
+        records, residues = members[0]["aatype"].shape
+        sizes.append((records, residues))
+        if records > 1 or residues == len(QUERY):
+            raise MemoryError
+        found = real(self, members, *rest)
+        return found | {"single": found["single"] * (float("nan") if residues == 3 else 1)}
+
+    monkeypatch.setattr(AlphaFold, "trunk", trunk)
+    given = {"long": QUERY, "short": OTHER, "nan": "MKT", "other": OTHER}
+    found = dict(evodsp.embed(given, checkpoint=checkpoint, recycles=0))
+    assert list(found) == ["short", "other"]
+    assert sizes == [(4, 22), (2, 10), (1, 3), (1, 10), (2, 22), (1, 10), (1, 22)]
+    error = capsys.readouterr().err
+    assert "long: 22 residues do not fit into the memory of this machine" in error
+    assert "nan: its single has numbers that are nan or infinite" in error
 
 
 def test_embedding_in_half_precision(checkpoint: Path) -> None:

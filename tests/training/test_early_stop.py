@@ -8,6 +8,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.weights.checkpoint import read_checkpoint
+from tests.builders.training import CommandPool
 
 
 def words(chains: Path, output: Path, *options: str, steps: int = 40) -> list[str]:
@@ -36,6 +37,20 @@ def test_a_run_ends_when_validations_do_not_get_better(
     assert "ended early" not in capsys.readouterr().out
     assert main(words(chains, whole, "--ckpt_path=last")) == 0
     assert read_checkpoint(whole / "checkpoints" / "last.ckpt")["global_step"] == 6
+
+
+def test_several_validations_of_an_epoch_and_two_ranks(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], commands: CommandPool
+) -> None:
+    """Catches a run that ends in its first epoch without a line, and ranks of which one goes on."""
+    often = words(chains, tmp_path / "often", "--trainer.val_check_interval=0.25", "--trainer.limit_val_batches=1")
+    often[often.index("--data.samples_per_epoch=2")] = "--data.samples_per_epoch=8"
+    assert main(often) == 0
+    assert "ended early: " in capsys.readouterr().out
+    assert read_checkpoint(tmp_path / "often" / "checkpoints" / "last.ckpt")["global_step"] == 6
+    two = words(chains, tmp_path / "two", "--parallel.sequence=2")
+    assert [outcome.code for outcome in commands.evodsp(2, *two)] == [0, 0]
+    assert read_checkpoint(tmp_path / "two" / "checkpoints" / "last.ckpt")["global_step"] == 6
 
 
 def test_a_run_without_validation_cannot_end_by_it(
