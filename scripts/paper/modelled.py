@@ -19,6 +19,7 @@ from evodsp.errors import UserError
 from evodsp.parallel.group import Kind
 from evodsp.planner.device import Device, Links, load_device, load_link
 from evodsp.planner.simulate import Times, simulate, spans
+from evodsp.planner.trace import OUTSIDE, Operation
 
 from .counting import BYTES, CLAIMS, of_one_collective
 from .experiments import Case, cases
@@ -141,7 +142,8 @@ def outside(case: Case, parameters: int, times: Times, device: Device, links: Li
         reducing = links.seconds("reduce-scatter", GRADIENT * parameters, case.ranks)
         reducing += links.seconds("all-gather", WEIGHT * parameters, case.ranks)
     idle = times.total - times.communication
-    return device.seconds("adam", 0, ADAM * updated, 1, half=False) + max(0.0, reducing - idle)
+    adam = Operation(OUTSIDE, "backward", "adam", 0, ADAM * updated, 1, False, 0)
+    return device.seconds(adam) + max(0.0, reducing - idle)
 
 
 def collectives_alone(method: str, model: str, ranks: int, links: Links) -> Row:
