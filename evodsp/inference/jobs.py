@@ -42,10 +42,10 @@ from evodsp.inference.config import (
     TemplateSettings,
 )
 from evodsp.inference.devices import AttemptNotes, check_pair_fits, device_of, memory_errors
-from evodsp.inference.interfaces import read_object
 from evodsp.inference.pages.target_page import BESIDE, INDEX
 from evodsp.inference.relaxation import check_openmm
 from evodsp.inference.representations import is_saved
+from evodsp.inference.result_checks import read_object
 from evodsp.inference.results import (
     BESIDE_TABLE,
     FAILURES,

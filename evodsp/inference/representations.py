@@ -31,7 +31,7 @@ from torch import Tensor
 from evodsp.config import ModelConfig
 from evodsp.errors import FileFormatError
 from evodsp.inference.config import SaveSettings
-from evodsp.inference.interfaces import FIX
+from evodsp.inference.result_checks import FIX
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput
 from evodsp.reading.array_files import read_archive

@@ -42,7 +42,9 @@ from evodsp.errors import FileFormatError, UserError
 from evodsp.files import csv_text, whole_file, write_text
 from evodsp.geometry.residues import RESTYPES_WITH_X
 from evodsp.inference.config import SaveSettings
-from evodsp.inference.interfaces import (
+from evodsp.inference.interfaces import score_entries
+from evodsp.inference.representations import write_arrays
+from evodsp.inference.result_checks import (
     FIX,
     check_ranking,
     check_relaxation,
@@ -50,10 +52,8 @@ from evodsp.inference.interfaces import (
     is_number,
     numbers,
     read_object,
-    score_entries,
     wrong,
 )
-from evodsp.inference.representations import write_arrays
 from evodsp.inference.structure_files import (
     MOST_CHAINS,
     MOST_IN_PDB,

@@ -1,7 +1,7 @@
 """Memory and time that a prediction needs of each rank: the model's passes without gradients, followed on shapes alone.
 
-`evodsp plan --predict` asks for several numbers of ranks, `evodsp estimate` for several lengths, and `evodsp predict` for each
-target before it runs.
+`evodsp estimate` asks for several lengths, with `--gpus` for several numbers of ranks, and `evodsp predict` for each target
+before it runs.
 
 Memory and time come from two runs. With a limit of working memory, layers compute many equal pieces: two of them show the
 memory. The time is that of layers computed whole, whose products are the same. A CPU takes other kernels than a GPU, in pieces

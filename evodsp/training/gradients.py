@@ -15,7 +15,7 @@ apart, and the caller discards the whole step. Nothing here makes the host wait 
 A recipe counts in samples: the global batch, the learning rate's schedule, the epochs, the length of a run. So it means the
 same on any number of ranks. Optimizer steps follow from it.
 
-`model.freeze` names parameters that a run does not train.
+`model.freeze` names parameters that a run does not train, `model.train_only` those that it trains alone.
 """
 
 from __future__ import annotations

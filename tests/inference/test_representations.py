@@ -18,9 +18,9 @@ from evodsp.cli import main
 from evodsp.errors import UserError
 from evodsp.inference import representations, seeds
 from evodsp.inference.config import PredictConfig, save_settings
-from evodsp.inference.interfaces import FIX
 from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction
+from evodsp.inference.result_checks import FIX
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput, compute_contacts, compute_plddt
 from evodsp.model.recordings import Rerun

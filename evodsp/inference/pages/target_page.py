@@ -25,7 +25,7 @@ from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.residues import ATOM_TYPES, CA, RESTYPE_1TO3
-from evodsp.inference.interfaces import FIX, PairScores, clash_line, clashes_of, read_pair_scores
+from evodsp.inference.interfaces import PairScores, clash_line, clashes_of, read_pair_scores
 from evodsp.inference.pages.residue_charts import (
     BANDS,
     FRAME,
@@ -41,6 +41,7 @@ from evodsp.inference.pages.residue_charts import (
     strip,
     view_of,
 )
+from evodsp.inference.result_checks import FIX
 from evodsp.inference.results import (
     REPORT,
     PredictionResult,
