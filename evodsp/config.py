@@ -420,14 +420,15 @@ PUBLISHED_MODELS = tuple(f"model_{number}{kind}" for kind in ("", "_ptm", "_mult
 
 def started_with(init_from: object) -> dict[str, Any]:
     """The settings, by their dotted names, that a run without `model.preset` takes from `init_from`, if that names published
-    parameters: the preset, and the number of templates (supplement 1.2.3)."""
-    if init_from not in PUBLISHED_MODELS:
+    parameters or DeepMind's file of them: the preset, and the number of templates (supplement 1.2.3)."""
+    name = str(init_from)
+    if (file := name.rpartition("/")[2]).startswith("params_") and file.endswith(".npz"):
+        name = file.removeprefix("params_").removesuffix(".npz")
+    if name not in PUBLISHED_MODELS:
         return {}
-    templates = 4 if PRESETS[str(init_from)].templates.enabled else 0
-    return {
-        "model.preset": init_from,
-        **dict.fromkeys(("data.train.max_templates", "data.validation.max_templates"), templates),
-    }
+    templates = 4 if PRESETS[name].templates.enabled else 0
+    of_samples = {f"data.{part}.max_templates": templates for part in ("train", "validation")}
+    return {"model.preset": name, **of_samples}
 
 
 @dataclass(frozen=True)

@@ -333,9 +333,9 @@ class RunConfig:
     init_from: str | None = field(default=None, metadata={"resume": "refused"})
     """fit: begin with the weights of this file: a checkpoint of evodsp, a folder of `weights export --format safetensors` (or
     hf:organisation/name), DeepMind's .npz or OpenFold's .pt. Or with AlphaFold2's published parameters by name, such as
-    model_1_ptm or model_1_multimer_v3, which also chooses model.preset and the number of templates; they are fetched if they
-    are not there (`evodsp weights fetch`). Optimizer, step and samples are new. A run that resumes (ckpt_path auto or last)
-    does not read it again."""
+    model_1_ptm or model_1_multimer_v3; they are fetched if they are not there (`evodsp weights fetch`). The name, also that
+    of a file `params_<name>.npz`, chooses model.preset and the number of templates. Optimizer, step and samples are new. A run
+    that resumes (ckpt_path auto or last) does not read it again."""
     early_stop: int | None = field(default=None, metadata={"resume": "free"})
     """End the run after this many validations in a row without a higher val/lddt_ca. null: it goes on to its last step."""
     raw: bool = field(default=False, metadata={"resume": "refused"})

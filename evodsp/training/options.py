@@ -173,7 +173,8 @@ def add_arguments(parser: Any) -> None:
         "--model.preset",
         type=str | None,
         help=f"Model whose sizes are the defaults of the sizes below: {LISTED_PRESETS}. Sizes that are given "
-        "override it. null: that of init_from, if it names published parameters; otherwise the defaults shown.",
+        "override it. null: that of init_from, if it names published parameters or is their params_<name>.npz; otherwise the "
+        "defaults shown.",
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from evodsp import config
 from evodsp.cli import main
-from evodsp.config import ModelConfig
+from evodsp.config import ModelConfig, started_with
 from evodsp.packaged import read_run_config
 from evodsp.report.runs import read_curve
 from evodsp.training.command import TrainingCLI
@@ -115,6 +115,10 @@ def test_a_name_chooses_the_sizes(name: str, templates: int, arrangement: str, t
     assert (content["model"]["preset"], content["data"]["train"]["max_templates"]) == (name, templates)
     read.write_text(f"init_from: {name}\nmodel: {{preset: model_5}}\n")
     assert read_run_config(read) == {"init_from": name, "model": {"preset": "model_5"}}
+    file = [words[0], f"--init_from=some/where/params_{name}.npz"]
+    assert TrainingCLI("fit", file).settings.model.model_config() == ModelConfig.preset(name)
+    for no_name in (f"some/where/{name}", f"{name}.npz", "params_own.npz", f"some/where/{name}.ckpt"):
+        assert started_with(no_name) == {}
     other = TrainingCLI("fit", [*words, "--model.preset=model_5", "--data.train.max_templates=0"]).settings
     assert other.model.model_config() == ModelConfig.preset("model_5")
     assert other.data.train.max_templates == 0
