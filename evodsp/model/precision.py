@@ -31,7 +31,7 @@ new one is read here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from evodsp.config import MatmulPrecision
+from evodsp.model.adapters import adapted_weights, is_adapter, with_adapters
 from evodsp.parallel.dtensor import is_dtensor
 
 # Added to a logit, this removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
@@ -97,12 +98,16 @@ def _autocast_is_on(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+Place = tuple[nn.Module, str]
+"""A module, and the name of one of its parameters."""
+
 # Alignment of the copies in elements: 16 bytes, which vectorised kernels need, are 8 elements.
 _ALIGNMENT = 32
 
 
 class CastParameters:
-    """Lets the modules of a model compute with copies of their parameters in half precision, all made by one cast.
+    """Lets the modules of a model compute with copies of their parameters in half precision, all made by one cast; and with the
+    sums of weights and their adapters (`evodsp.model.adapters`), which are formed there.
 
     Autocast alone casts a parameter wherever it is used, and again where activations are recomputed, and each cast has its
     transpose in the backward pass: 150 launches for an Evoformer block. Here all parameters are cast together, and so
@@ -118,34 +123,57 @@ class CastParameters:
     made anew if their device, precision or sizes have changed. Between two calls of `make` there must be one backward pass at
     most; autograd refuses a later one, because the copies have been overwritten.
 
-    Not cast: modules with `computes_in_float32`, and sharded parameters, which FSDP2 casts when it gathers them.
+    Not cast: modules with `computes_in_float32`, and sharded parameters, which FSDP2 casts when it gathers them. Copies of
+    frozen parameters have no gradient, so that a backward pass ends where no trained parameter is left.
     """
 
     def __init__(self, model: nn.Module) -> None:
         places = [(module, name) for module in _half_precision_modules(model) for name in module._parameters]
-        places = [(module, name) for module, name in places if module._parameters[name] is not None]
+        places = [place for place in places if place[0]._parameters[place[1]] is not None and not is_adapter(place[1])]
         # Parameters of odd sizes come last: gradients are joined without gaps, and those of the other parameters stay
         # aligned.
         self._places = sorted(places, key=lambda place: _parameter(*place).numel() % _ALIGNMENT != 0)
-        self._copies: list[Tensor] = []
-        """Tensors that receive the copies: views of one buffer."""
+        self._adapted = adapted_weights(model)
+        self._copies: dict[torch.dtype, list[Tensor]] = {}
+        """Tensors that receive the copies, by their precision: views of one buffer each."""
 
     def make(self) -> None:
-        """Make the copies from the parameters as they are now, in autocast's precision. Without autocast, make none."""
+        """Make the copies from the parameters as they are now, in autocast's precision. Without autocast, make those of weights
+        with adapters alone."""
         self.drop()
-        parameters = [_parameter(*place) for place in self._places]
-        dtype = activation_dtype(parameters[0])
-        if dtype == parameters[0].dtype or is_dtensor(parameters[0]):
+        first = _parameter(*self._places[0])
+        dtype = activation_dtype(first)
+        if dtype == first.dtype or is_dtensor(first):
+            dtype, places = first.dtype, []
+        else:
+            places = self._places
+        sums = dict(zip(self._adapted, with_adapters(self._adapted), strict=True)) if self._adapted else {}
+        self._copy(places, dtype, sums)
+        if sums:
+            self._copy([place for place in self._adapted if place[1] not in place[0].__dict__], first.dtype, sums)
+
+    def _copy(self, places: Sequence[Place], dtype: torch.dtype, sums: Mapping[Place, Tensor]) -> None:
+        """Hide the parameters at `places` behind copies, or behind copies of their `sums` with adapters."""
+        if not places:
             return
-        if not _fit(self._copies, parameters, dtype):
-            self._copies = _room(parameters, dtype)
-        copies = _Cast.apply(self._copies, *parameters)
-        for (module, name), copy in zip(self._places, copies, strict=True):
+        sources = [sums[place] if place in sums else _parameter(*place) for place in places]
+        if not _fit(self._copies.get(dtype, []), sources, dtype):
+            self._copies[dtype] = _room(sources, dtype)
+        copies = self._copies[dtype]
+        trained = [number for number, source in enumerate(sources) if source.requires_grad]
+        if len(trained) < len(places):
+            frozen = [number for number, source in enumerate(sources) if not source.requires_grad]
+            torch._foreach_copy_([copies[number] for number in frozen], [sources[number] for number in frozen])
+        for (module, name), copy in zip(places, copies, strict=True):
             module.__dict__[name] = copy
+        if trained:
+            cast = _Cast.apply([copies[number] for number in trained], *(sources[number] for number in trained))
+            for number, copy in zip(trained, cast, strict=True):
+                places[number][0].__dict__[places[number][1]] = copy
 
     def drop(self) -> None:
         """Let the modules use their parameters again."""
-        for module, name in self._places:
+        for module, name in (*self._places, *self._adapted):
             module.__dict__.pop(name, None)
 
     def __enter__(self) -> None:

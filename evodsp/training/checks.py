@@ -181,7 +181,8 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     check_clipping(parallel, model, settings.trainer)
     check_names(settings.kernels)
     if command == "fit":
-        check_patterns(model.model_config(), model.freeze, model.train_only)
+        check_patterns(model)
+        check_adapters(parallel, model)
     ranks = count_ranks(settings.trainer, parallel)
     accumulate = settings.trainer["accumulate_grad_batches"]
     global_batch = settings.run.global_batch if command == "fit" else None
@@ -350,6 +351,15 @@ def check_precision(trainer: Mapping[str, Any]) -> None:
     else:
         return
     raise UserError(f"trainer.precision is {precision}, {reason}; use bf16-mixed or 32-true")
+
+
+def check_adapters(parallel: ParallelConfig, model: TrainingConfig) -> None:
+    """Raise UserError for adapters of sharded parameters, whose sums would have to be formed where they are gathered."""
+    if model.adapters.rank and parallel.parameters == "fsdp2":
+        raise UserError(
+            f"model.adapters.rank is {model.adapters.rank}, but parallel.parameters is fsdp2, whose weights have no adapters; "
+            "set parallel.parameters to replicate or zero1, or model.adapters.rank to 0"
+        )
 
 
 def check_clipping(parallel: ParallelConfig, model: TrainingConfig, trainer: Mapping[str, Any]) -> None:

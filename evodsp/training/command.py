@@ -226,7 +226,7 @@ def _throughput(run: CheckedRun, module: TrainingModule, data: ChainDataModule) 
     utilisation = None
     if settings.data.train.crop_size is not None:
         precision, limits = str(settings.trainer["precision"]), settings.run
-        trained = settings.model.freeze, settings.model.train_only
+        trained = settings.model.freeze, settings.model.train_only, settings.model.adapters
         utilisation = Utilisation(module.model.config, precision, limits.matmul_precision, limits.peak_tflops, *trained)
     return Throughput(module, data, waits, utilisation)
 

@@ -83,6 +83,26 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA): a weight W that is kept is used as W + B A, and B and A are trained. The model's other weights
+    are kept too, except those that model.train_only names."""
+
+    RESUME: ClassVar[str] = "refused"
+
+    rank: int = 0
+    """Rank of B A, such as 8. 0: no adapters, and the model's own weights are trained."""
+    parts: list[str] = field(default_factory=lambda: ["extra_msa_stack", "evoformer"])
+    """Parts of the model whose matrices get adapters, in the form of model.freeze: [evoformer], or operators such as
+    ['evoformer*.qkv', 'evoformer*.transition']. Matrices that model.freeze or model.train_only names get none."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, {"rank": COUNT}, "model.adapters.")
+
+
+WITHOUT_ADAPTERS = AdapterConfig()
+
+
+@dataclass(frozen=True)
 class TrainingConfig(ModelConfig):
     """The model's sizes, its losses and its optimizer."""
 
@@ -97,7 +117,9 @@ class TrainingConfig(ModelConfig):
     evoformer.blocks.0, or patterns such as evoformer.blocks.[0-3]. docs/training.md lists the parts."""
     train_only: list[str] = field(default_factory=list, metadata={"resume": "refused"})
     """Parts of the model that are trained, in the form of freeze: [structure_module] or [heads]. All others keep the weights
-    that they begin with. An empty list trains all that freeze does not name."""
+    that they begin with. An empty list trains all that freeze does not name; with adapters it trains these alone."""
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    """Low-rank adapters, which are trained in place of the weights."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -15,7 +15,8 @@ apart, and the caller discards the whole step. Nothing here makes the host wait 
 A recipe counts in samples: the global batch, the learning rate's schedule, the epochs, the length of a run. So it means the
 same on any number of ranks. Optimizer steps follow from it.
 
-`model.freeze` names parameters that a run does not train, `model.train_only` those that it trains alone.
+`model.freeze` names parameters that a run does not train, `model.train_only` those that it trains alone, `model.adapters`
+weights that it keeps and trains adapters of.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from evodsp.config import ModelConfig
 from evodsp.errors import UserError, nearest
+from evodsp.model.adapters import adapted_weights, add_adapters
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.dtensor import local, sum_over_shards
 from evodsp.parallel.group import Group, Mesh, WaitTimes
 from evodsp.printing import counted
-from evodsp.training.config import OptimizerConfig
+from evodsp.training.config import WITHOUT_ADAPTERS, AdapterConfig, OptimizerConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -109,18 +110,29 @@ def learning_rate(sample: int, batch: int, config: OptimizerConfig, total_sample
     return config.final_lr + (config.lr - config.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def freeze(model: nn.Module, patterns: Sequence[str], only: Sequence[str] = ()) -> None:
+def freeze(
+    model: nn.Module,
+    patterns: Sequence[str],
+    only: Sequence[str] = (),
+    adapters: AdapterConfig = WITHOUT_ADAPTERS,
+    seed: int = 0,
+) -> None:
     """Let the parameters of the model that a pattern names require no gradient, and if there are patterns of those that are
-    trained alone, all that these do not name."""
+    trained alone, or adapters, all that these do not name. Add the adapters, drawn from `seed`."""
     for name, parameter in model.named_parameters():
-        if _is_frozen(name, patterns, only):
+        if _is_frozen(name, patterns, only, adapters):
             parameter.requires_grad_(False)
+    if adapters.rank:
+        draws = torch.Generator().manual_seed(seed)
+        add_adapters(model, adapters.rank, lambda name: _is_adapted(name, patterns, only, adapters), draws)
 
 
-def _is_frozen(name: str, patterns: Sequence[str], only: Sequence[str]) -> bool:
-    return any(_names(pattern, name) for pattern in patterns) or (
-        bool(only) and not any(_names(pattern, name) for pattern in only)
-    )
+def _is_frozen(name: str, patterns: Sequence[str], only: Sequence[str], adapters: AdapterConfig) -> bool:
+    return _is_named(name, patterns) or (bool(only or adapters.rank) and not _is_named(name, only))
+
+
+def _is_adapted(name: str, patterns: Sequence[str], only: Sequence[str], adapters: AdapterConfig) -> bool:
+    return _is_named(name, adapters.parts) and not _is_named(name, [*patterns, *only])
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -128,16 +140,20 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def check_patterns(config: ModelConfig, patterns: Sequence[str], only: Sequence[str] = ()) -> None:
-    """Raise UserError for a pattern that names no parameter of the model, and for patterns that leave none to train.
-
-    `only`: the patterns of those that are trained alone.
-    """
-    if not patterns and not only:
+def check_patterns(config: TrainingConfig) -> None:
+    """Raise UserError for a pattern of parameters that names none of the model, and for patterns that leave none to train."""
+    patterns, only, adapters = config.freeze, config.train_only, config.adapters
+    if not patterns and not only and not adapters.rank:
         return
     with torch.device("meta"):
-        parameters = [name for name, _ in AlphaFold(config).named_parameters()]
-    for setting, given in (("model.freeze", patterns), ("model.train_only", only)):
+        model = AlphaFold(config.model_config())
+    parameters = [name for name, _ in model.named_parameters()]
+    of_adapters = adapters.parts if adapters.rank else []
+    for setting, given in (
+        ("model.freeze", patterns),
+        ("model.train_only", only),
+        ("model.adapters.parts", of_adapters),
+    ):
         for pattern in given:
             if not any(_names(pattern, name) for name in parameters):
                 parts = {part for name in parameters for part in _parts(name)}
@@ -145,9 +161,19 @@ def check_patterns(config: ModelConfig, patterns: Sequence[str], only: Sequence[
                     f"{setting}: '{pattern}' names no parameter of this model.{nearest(pattern, parts)} Its parts are "
                     f"{', '.join(dict.fromkeys(name.partition('.')[0] for name in parameters))}"
                 )
-    if all(_is_frozen(name, patterns, only) for name in parameters):
+    freeze(model, patterns, only, adapters)
+    if adapters.rank and not adapted_weights(model):
+        raise UserError(
+            f"model.adapters: {_listed(adapters.parts)} names no matrix that may have an adapter of rank {adapters.rank}: both "
+            "sides must be longer, and model.freeze and model.train_only must not name it; name other parts, or a lower rank"
+        )
+    if not trained(model):
         what = "names all parameters" if not only else f"names all that model.train_only trains ({_listed(only)})"
         raise UserError(f"model.freeze: {_listed(patterns)} {what}, so that nothing is left to train")
+
+
+def _is_named(name: str, patterns: Iterable[str]) -> bool:
+    return any(_names(pattern, name) for pattern in patterns)
 
 
 def _names(pattern: str, name: str) -> bool:

@@ -51,6 +51,7 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import reference
 from evodsp.model.kernels.operators import Kernels
+from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.parallel.group import WaitTimes
 from evodsp.planner.device import load_device
@@ -58,6 +59,7 @@ from evodsp.printing import duration, one_line, printable
 from evodsp.reading.text_files import parse_yaml
 from evodsp.report.runs import RESUMED, read_curve
 from evodsp.training.chains import ChainDataModule
+from evodsp.training.config import WITHOUT_ADAPTERS, AdapterConfig
 from evodsp.training.gradients import freeze
 from evodsp.training.run_end import last_step
 from evodsp.training.trainer import tell_first
@@ -280,7 +282,11 @@ def pass_flops(config: ModelConfig, batch: Mapping[str, Tensor]) -> int:
 
 
 def backward_flops(
-    config: ModelConfig, batch: Mapping[str, Tensor], frozen: Sequence[str], only: Sequence[str] = ()
+    config: ModelConfig,
+    batch: Mapping[str, Tensor],
+    frozen: Sequence[str],
+    only: Sequence[str] = (),
+    adapters: AdapterConfig = WITHOUT_ADAPTERS,
 ) -> int:
     """FLOPs of the backward pass of one recycling iteration, in which the parts of the model that are `frozen` (`freeze`) have
     no gradient of their weights, and what comes before the first trained weight has none at all.
@@ -290,7 +296,8 @@ def backward_flops(
     names = ("evoformer", "extra_msa", "templates")
     stacks: dict[str, Any] = {name: dataclasses.replace(getattr(config, name), checkpoint=False) for name in names}
     model, first = _on_shapes(dataclasses.replace(config, **stacks), batch)
-    freeze(model, frozen, only)
+    freeze(model, frozen, only, adapters)
+    CastParameters(model).make()  # forms weights with adapters
     results = [x for x in tree_leaves(model(first)) if isinstance(x, Tensor) and x.requires_grad]
     with FlopCounterMode(display=False) as counter:
         torch.autograd.backward(results, [torch.ones_like(x) for x in results])
@@ -471,12 +478,13 @@ class Utilisation:
         peak_tflops: float | None,
         frozen: Sequence[str] = (),
         only: Sequence[str] = (),
+        adapters: AdapterConfig = WITHOUT_ADAPTERS,
     ) -> None:
-        """`peak_tflops`: the peak of one device; None takes the known peak of the device. `frozen`: parts of the model that
-        are not trained.
+        """`peak_tflops`: the peak of one device; None takes the known peak of the device. `frozen`, `only`, `adapters`: what
+        is trained, as in `freeze`.
         """
         self._model, self._precision, self._matmul, self._given = model, precision, matmul, peak_tflops
-        self._frozen = (frozen, only)
+        self._trained = (frozen, only, adapters)
         self._peak: float | None = None
         self._of_a_pass: int | None = None
         self._backward: int | None = None
@@ -493,7 +501,9 @@ class Utilisation:
         """Count a pass of the first batch, which takes seconds for a large model."""
         if self._peak is not None and self._of_a_pass is None:
             self._of_a_pass = pass_flops(self._model, batch)
-            self._backward = backward_flops(self._model, batch, *self._frozen) if any(self._frozen) else None
+            frozen, only, adapters = self._trained
+            if frozen or only or adapters.rank:
+                self._backward = backward_flops(self._model, batch, frozen, only, adapters)
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         """One more batch has been trained on."""

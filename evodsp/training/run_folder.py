@@ -203,8 +203,10 @@ _WHY = {
     "seed": "all of a run's samples and dropout masks are drawn from one seed",
     "init_from": "the run has begun with the weights of the former file",
     "raw": "the run has begun with the other weights of that file",
-    "model.freeze": "the checkpoint holds the optimizer's state of the parameters that were trained",
-    "model.train_only": "the checkpoint holds the optimizer's state of the parameters that were trained",
+    **dict.fromkeys(
+        ("model.freeze", "model.train_only", "model.adapters.rank", "model.adapters.parts"),
+        "the checkpoint holds the optimizer's state of the parameters that were trained",
+    ),
 }
 
 
@@ -253,7 +255,8 @@ def changes(path: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, An
     Raises UserError for one that may not differ.
     """
     # Earlier versions trained all parameters, and joined alignments in the order of their names.
-    saved = {"model.freeze": [], "model.train_only": [], "order of alignments": "by name", **checkpoint.get(KEY, {})}
+    trained_all = {"model.freeze": [], "model.train_only": [], "model.adapters.rank": 0}
+    saved = {**trained_all, "order of alignments": "by name", **checkpoint.get(KEY, {})}
     lines: list[str] = []
     same: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in settings.items():

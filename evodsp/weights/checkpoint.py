@@ -31,6 +31,7 @@ from torch import Tensor
 from evodsp.config import FeatureConfig, ModelConfig, from_dict, leaves
 from evodsp.errors import UserError
 from evodsp.files import whole_file
+from evodsp.model.adapters import is_adapter, merged
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import quoted, shown
 from evodsp.weights import deepmind, openfold
@@ -200,15 +201,22 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
 
 def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> dict[str, Tensor]:
     """The weights in a checkpoint's dictionary, by the model's names: their moving average, if it has one and `raw` is not set.
+    Those with adapters are W + B A.
 
-    Raises UserError if one is no array, or if they claim to be larger than the file.
+    Raises UserError if one is no array, if they claim to be larger than the file, or if an adapter does not fit its weight.
     """
     averaged = checkpoint.get("ema_state_dict")
     chosen = checkpoint["state_dict"] if raw or averaged is None else averaged
     if strange := [name for name, value in chosen.items() if not is_array(value)]:
         raise UserError(f"{path}: '{strange[0]}' is not an array of floats; give a checkpoint written by `evodsp fit`")
     check_bytes(chosen, parameter_file(path))
-    return unwrapped(chosen, str(path))
+    weights = unwrapped(chosen, str(path))
+    if not any(map(is_adapter, weights)):
+        return weights
+    try:
+        return merged(weights)
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"{path}: its adapters do not fit its weights: {quoted(error)}; is it damaged?") from error
 
 
 def load_config(path: str | Path, preset: str | None = None) -> ModelConfig:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
+from evodsp.model.adapters import is_adapter
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import counted
 from evodsp.weights import by_name, deepmind, openfold
@@ -312,6 +313,8 @@ def _grouped(names: Iterable[str]) -> str:
 
 def _part(name: str) -> str:
     """'heads.distogram' of 'heads.distogram.linear.weight'; DeepMind's names have slashes and a common beginning."""
+    if is_adapter(name):
+        return f"adapters of {name.partition('.')[0]}"
     if "/" in name:
         return "/".join(name.split("/")[2:4]) or name
     first, *rest = name.split(".")

@@ -1,4 +1,4 @@
-"""`--model.freeze`: runs that train a part of the model."""
+"""`--model.freeze`, `train_only` and `adapters`: runs that train a part of the model, or adapters of its weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from evodsp.cli import main
+from evodsp.model.adapters import is_adapter
 from evodsp.training.command import TrainingCLI
-from evodsp.weights.checkpoint import read_checkpoint, save_model
+from evodsp.weights.checkpoint import load_model, read_checkpoint, save_model
 from tests.builders.training import CommandPool
 from tests.builders.weights import random_model
 
@@ -170,5 +171,130 @@ def test_a_wrong_part_is_one_line(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
 ) -> None:
     assert main(["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path}/run", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+ADAPTERS = ("--model.adapters.rank=2", "--model.train_only=[heads]")
+
+
+@pytest.fixture(scope="module")
+def adapted(chains: Path, source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps."""
+    output = tmp_path_factory.mktemp("adapted") / "run"
+    assert main(words(chains, output, f"--init_from={source}", *ADAPTERS, frozen=(), steps=3)) == 0
+    return output
+
+
+def test_weights_stay_and_their_adapters_are_trained(source: Path, adapted: Path) -> None:
+    """Catches weights that are trained besides, adapters that are not, state of an optimizer for what is kept, and a model that
+    is read without its adapters."""
+    first, last = read_checkpoint(source)["state_dict"], saved(adapted)
+    adapters = {name for name in last["state_dict"] if is_adapter(name)}
+    assert last["state_dict"].keys() == first.keys() | adapters
+    assert {name.split(".")[1] for name in adapters} == {"extra_msa_stack", "evoformer"}
+    for kind in ("state_dict", "ema_state_dict"):
+        moved = {name for name in first if not torch.equal(first[name], last[kind][name])}
+        assert {name.split(".")[1] for name in moved} == {"heads"}
+        still = {name for name in adapters if not last[kind][name].any()}
+        # Of these chains' MSAs no row is left for the extra MSA.
+        assert all("extra_msa_stack.blocks.0.msa_stack" in name for name in still)
+    trained = len(adapters) + len([name for name in first if name.startswith("model.heads.")])
+    assert len(last["optimizer_states"][0]["param_groups"][0]["params"]) == trained
+    for raw, kind in ((True, "state_dict"), (False, "ema_state_dict")):
+        model, values = load_model(adapted / "checkpoints/last.ckpt", raw=raw), last[kind]
+        for name, parameter in model.named_parameters():
+            expected = values[f"model.{name}"]
+            if f"model.{name}_up" in values:
+                expected = expected + values[f"model.{name}_up"] @ values[f"model.{name}_down"]
+                assert name.startswith("extra") or not torch.equal(parameter, values[f"model.{name}"]), name
+            torch.testing.assert_close(parameter.detach(), expected)
+
+
+def test_a_resumed_run_has_its_adapters(
+    chains: Path, source: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches adapters that a resume draws anew, and other adapters in a resumed run without a word."""
+    run = words(chains, tmp_path / "run", *ADAPTERS, frozen=())
+    assert main([*run, f"--init_from={source}"]) == 0
+    assert main(words(chains, tmp_path / "run", "--ckpt_path=last", *ADAPTERS, frozen=(), steps=3)) == 0
+    found, expected = saved(tmp_path / "run"), saved(adapted)
+    for kind in ("state_dict", "ema_state_dict"):
+        assert all(torch.equal(value, expected[kind][name]) for name, value in found[kind].items())
+    for other, said in (("rank=3", "rank was 2 and is 3"), ("parts=[evoformer]", "parts was ")):
+        given = [f"--model.adapters.{other}", *ADAPTERS[other.startswith("rank") :]]
+        capsys.readouterr()
+        assert main(words(chains, tmp_path / "run", "--ckpt_path=last", *given, frozen=(), steps=4)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"model.adapters.{said}" in line
+
+
+def test_a_trained_model_is_exported_scored_and_begun_with_without_adapters(
+    chains: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches adapters in files of other programs or in a run that begins with the model, and a validation of weights alone."""
+    checkpoint = adapted / "checkpoints/last.ckpt"
+    expected = load_model(checkpoint).state_dict()
+    folder = tmp_path / "folder"
+    assert main(["weights", "export", f"--checkpoint={checkpoint}", f"--output={folder}", "--format=safetensors"]) == 0
+    assert all(torch.equal(value, expected[name]) for name, value in load_model(folder).state_dict().items())
+    assert main(words(chains, tmp_path / "next", f"--init_from={checkpoint}", frozen=(), steps=1)) == 0
+    assert not any(map(is_adapter, saved(tmp_path / "next")["state_dict"]))
+    scores = []
+    for source in (checkpoint, folder):
+        score = [
+            "validate",
+            f"--config={chains}/tiny.yaml",
+            f"--output={tmp_path}/scores",
+            f"--ckpt_path={source}",
+            *ADAPTERS,
+        ]
+        assert main(score) == 0
+        scores.append((tmp_path / "scores" / "validate.csv").read_text())
+    assert scores[0] == scores[1]
+    capsys.readouterr()
+
+
+def test_damaged_adapters_are_one_line(adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a traceback about a name or a shape."""
+    checkpoint = saved(adapted)
+    name = next(name for name in checkpoint["ema_state_dict"] if name.endswith("_up"))
+    for damage in (lambda weights: weights.pop(name), lambda weights: weights.update({name: weights[name][:, :1]})):
+        spoilt = dict(checkpoint, ema_state_dict=dict(checkpoint["ema_state_dict"]))
+        damage(spoilt["ema_state_dict"])
+        if name not in spoilt["ema_state_dict"]:
+            spoilt["ema_state_dict"][name.replace("_up", "_down") + ".weight_up"] = checkpoint["ema_state_dict"][name]
+        torch.save(spoilt, tmp_path / "spoilt.ckpt")
+        assert main(["weights", "export", f"--checkpoint={tmp_path}/spoilt.ckpt", f"--output={tmp_path}/x.npz"]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "its adapters do not fit its weights" in line
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--model.adapters.parts=[evofromer]"],
+            "model.adapters.parts: 'evofromer' names no parameter of this model. Did you",
+        ),
+        (["--model.adapters.parts=['*.bias']"], "names no matrix that may have an adapter of rank 2"),
+        (
+            ["--model.adapters.parts=[structure_module.attention.pair_bias]"],
+            "names no matrix that may have an adapter of rank 2",
+        ),
+        (["--model.freeze=[extra_msa_stack, evoformer]"], "model.freeze and model.train_only must not name it"),
+        (
+            ["--parallel.parameters=fsdp2", "--model.optimizer.clip=batch"],
+            "set parallel.parameters to replicate or zero1",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_one_line(
+    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    assert (
+        main(["fit", f"--config={chains}/tiny.yaml", f"--output={tmp_path}/run", "--model.adapters.rank=2", *given])
+        == 2
+    )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

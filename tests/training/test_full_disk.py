@@ -47,7 +47,9 @@ def fill(disk: Path) -> None:
 def write_protect(disk: Path, protected: bool = True) -> None:
     """The kernel refuses it with "busy" while the run has a file open for writing."""
     deadline = time.monotonic() + PATIENCE_S
-    while (mount := subprocess.run(["mount", "-o", f"remount,{'ro' if protected else 'rw'}", disk], check=False)).returncode:
+    while (
+        mount := subprocess.run(["mount", "-o", f"remount,{'ro' if protected else 'rw'}", disk], check=False)
+    ).returncode:
         assert time.monotonic() < deadline, mount
         time.sleep(0.01)
 

@@ -60,14 +60,15 @@ def test_a_gpu_is_accepted(parallel: ParallelConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "frozen",
+    "trained",
     [
-        "[]",
-        pytest.param("['*embedder', extra_msa_stack]", marks=pytest.mark.verify),
-        pytest.param("[evoformer.blocks.0.pair_stack]", marks=pytest.mark.verify),
+        "--model.adapters.rank=0",
+        "--model.adapters.rank=2",
+        pytest.param("--model.freeze=['*embedder', extra_msa_stack]", marks=pytest.mark.verify),
+        pytest.param("--model.freeze=[evoformer.blocks.0.pair_stack]", marks=pytest.mark.verify),
     ],
 )
-def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: str) -> None:
+def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: str) -> None:
     """Catches old weights or keys in a replay, accumulated batches that overwrite each other, a validation with the averaged
     weights that is recorded, and other names in checkpoints."""
     made: list[RecordedStacks] = []
@@ -89,8 +90,7 @@ def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: py
             str(tmp_path / graphs),
             "--cuda_graphs",
             graphs,
-            "--model.freeze",
-            frozen,
+            trained,
         ]
         words += [
             "--trainer.max_steps",

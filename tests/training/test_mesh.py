@@ -108,6 +108,16 @@ def test_a_sample_over_two_ranks_trains_as_on_one(fit: Fit, serial: Path) -> Non
     assert_same_run(fit((1, 2)), serial)
 
 
+def test_adapters_are_trained_alike_and_a_run_resumes_on_another_mesh(fit: Fit) -> None:
+    """Adapters that each rank draws for itself, gradients of adapters that are not summed over ranks, and adapters of which a
+    checkpoint of another mesh knows nothing."""
+    adapters = ("--model.adapters.rank=2", "--model.train_only=[heads]")
+    expected = fit((1, 1), *adapters)
+    output = fit((1, 2), *adapters, "--parallel.parameters=zero1", "--trainer.max_steps=1")
+    fit((2, 1), *adapters, "--ckpt_path=last", output=output)
+    assert_same_run(output, expected, ended_at=0)
+
+
 def test_a_run_resumes_on_another_mesh(fit: Fit, serial: Path) -> None:
     """Batches counted on the old mesh, samples repeated or skipped, half of Adam's state lost; within an epoch."""
     output = fit((1, 2), "--parallel.parameters", "zero1", "--trainer.max_steps", "1")
