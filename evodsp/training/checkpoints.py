@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import Tensor
 
 from evodsp.errors import UserError
 from evodsp.files import whole_file
@@ -265,7 +265,7 @@ def decay_at(update: int, decay: float) -> float:
 class ExponentialMovingAverage(Callback):
     """Keeps the average of every parameter, swaps it in for validation, and writes it to checkpoints as `ema_state_dict`.
 
-    The average of a parameter is on the same device and sharded in the same way; that of a frozen one is the parameter. AF2
+    The average of a parameter is on the same device and sharded in the same way; a frozen one has none of its own. AF2
     and OpenFold have one decay for all updates and parameters; here it rises first (`decay_at`), except for parameters that
     `begin_trained`.
     """
@@ -301,7 +301,7 @@ class ExponentialMovingAverage(Callback):
         # Not in `setup`: the weights are restored and on their device only now.
         source = self._loaded or {}
         with torch.no_grad():
-            weights = dict(pl_module.named_parameters())
+            weights = {name: weight for name, weight in pl_module.named_parameters() if weight.requires_grad}
             self._average = {
                 name: parameter.detach().clone().copy_(shard_like(source[name], parameter))
                 if name in source
@@ -309,7 +309,7 @@ class ExponentialMovingAverage(Callback):
                 for name, parameter in weights.items()
             }
             # Listed once: walking through the modules takes longer than the update of a small model.
-            pairs = {name: (self._average[name], weight) for name, weight in weights.items() if weight.requires_grad}
+            pairs = {name: (self._average[name], weight) for name, weight in weights.items()}
             self._steady = [pair for name, pair in pairs.items() if name in self._trained]
             self._rising = [pair for name, pair in pairs.items() if name not in self._trained]
         self._loaded = None
@@ -328,10 +328,10 @@ class ExponentialMovingAverage(Callback):
                 torch._foreach_lerp_(averages, weights, 1 - decay)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap(pl_module)
+        self._swap()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._swap(pl_module)
+        self._swap()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         weights = checkpoint["state_dict"]
@@ -340,12 +340,10 @@ class ExponentialMovingAverage(Callback):
         checkpoint["state_dict"], checkpoint["ema_state_dict"] = raw, averaged
 
     @torch.no_grad()
-    def _swap(self, module: nn.Module) -> None:
-        """Exchange the weights of `module` with their average, in place."""
-        if not self._average:
-            return
-        for name, parameter in module.named_parameters():
+    def _swap(self) -> None:
+        """Exchange the weights with their average, in place."""
+        for average, parameter in (*self._rising, *self._steady):
             held = parameter.detach().clone()
-            parameter.copy_(self._average[name])
-            self._average[name].copy_(held)
+            parameter.copy_(average)
+            average.copy_(held)
         self._in_model = not self._in_model

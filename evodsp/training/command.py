@@ -28,6 +28,7 @@ from evodsp.launch.launcher import launch
 from evodsp.launch.process_group import gpu_number, guarded, stop
 from evodsp.model.precision import float32_matmul
 from evodsp.printing import show, tell
+from evodsp.training.account import account
 from evodsp.training.bad_samples import BadSamples
 from evodsp.training.chains import ChainDataModule, unapplied_filters
 from evodsp.training.checkpoints import BestCheckpoint, ExponentialMovingAverage, LastCheckpoint, use_checkpoint_io
@@ -282,7 +283,7 @@ def run(command: Command, words: list[str]) -> int:
     if stopped:
         tell_first(f"evodsp: stopped by {built.stop.reason}; {_resume_hint(built.last)}")
         return STOPPED
-    if built.trainer.is_global_zero:
+    if built.trainer.is_global_zero and not checked.settings.run.dry_run:
         _report(checked, built)
     return 0
 
@@ -323,6 +324,11 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
     if trainer.is_global_zero:
         for line in run.changed:
             tell_first(f"evodsp: {line}")
+        if not resumes and (source is not None or run.settings.run.dry_run):
+            for line in account(run, module.model):
+                tell(f"evodsp: {line}")
+    if run.settings.run.dry_run:
+        return
     with ExitStack() as held:
         folder = run.folder.path
         on_first(lambda: held.enter_context(lock(folder / "run.lock", folder, "trains there")), group)

@@ -358,6 +358,9 @@ class RunConfig:
     model_1_ptm or model_1_multimer_v3; they are fetched if they are not there (`evodsp weights fetch`). The name, also that
     of a file `params_<name>.npz`, chooses model.preset and the number of templates. Optimizer, step and samples are new. A run
     that resumes (ckpt_path auto or last) does not read it again."""
+    dry_run: bool = field(default=False, metadata={"resume": "free"})
+    """fit: do all that comes before the first step, say which weights would be trained, how long and in how much memory, and
+    end. Nothing is written."""
     early_stop: int | None = field(default=None, metadata={"resume": "free"})
     """End the run after this many validations in a row without a higher val/lddt_ca. null: it goes on to its last step."""
     raw: bool = field(default=False, metadata={"resume": "refused"})

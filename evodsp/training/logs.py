@@ -455,12 +455,17 @@ def peak_flops(device: str, precision: str, matmul: MatmulPrecision) -> float | 
     if precision.startswith("64"):
         return None
     peaks = next((peaks for part, peaks in _PEAKS.items() if _is_named(device, part)), None)
-    file = next((file for part, file in _DEVICES.items() if _is_named(device, part)), None)
+    file = device_file(device)
     if peaks is None and file is not None:
         found = load_device(file)
         peaks = (found.tflops_single, found.tflops_tf32, found.tflops_half)
     kind = 2 if "16" in precision else 1 if matmul == "high" else 0
     return None if peaks is None else peaks[kind] * TERA
+
+
+def device_file(device: str) -> str | None:
+    """The planner's file of a GPU of this name; None if it has none."""
+    return next((file for part, file in _DEVICES.items() if _is_named(device, part)), None)
 
 
 def _is_named(device: str, part: str) -> bool:

@@ -211,6 +211,28 @@ def test_weights_stay_and_their_adapters_are_trained(source: Path, adapted: Path
             torch.testing.assert_close(parameter.detach(), expected)
 
 
+def test_a_dry_run_says_what_it_would_train(
+    chains: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a table of other numbers than those that are trained, a plan of another run, and a dry run that writes."""
+    run = words(chains, tmp_path / "run", f"--init_from={source}", *ADAPTERS, "--dry_run=true", frozen=(), steps=4)
+    assert main(run) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert not (tmp_path / "run").exists()
+    rows = {row[1]: row[2:] for line in told if len(row := line.split()) == 5 and row[-1][0].isdigit()}
+    whole = sum(value.numel() for value in read_checkpoint(source)["state_dict"].values())
+    heads, adapters = rows["heads"], int(rows["all"][2].replace(",", ""))
+    assert rows["all"][:2] == [f"{whole:,}", heads[0]]
+    assert heads[:2] == [heads[1]] * 2
+    assert rows["structure_module"][1:] == ["0", "0"]
+    assert adapters == sum(int(rows[part][2].replace(",", "")) for part in ("evoformer", "extra_msa_stack")) > 1000
+    assert "evodsp: length: 4 samples in 4 steps, 1 sample a step" in "\n".join(told)
+    assert "evodsp: memory of each device, planned: " in told[-2]
+    assert "evodsp: time, planned for this CPU: at most " in told[-1]
+    assert main([*run, "--data.train.crop_size=null"]) == 0
+    assert "memory and time are not planned: data.train.crop_size is null" in capsys.readouterr().err
+
+
 def test_a_resumed_run_has_its_adapters(
     chains: Path, source: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
