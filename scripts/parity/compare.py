@@ -12,6 +12,7 @@ if a side could not run. OpenFold is skipped if it is not installed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.deepmind import export_deepmind, set_parameters, write_npz
+from evodsp.weights.deepmind import export_deepmind, read_npz, set_parameters, with_blocks_of, write_npz
 from evodsp.weights.names import is_fused
 from evodsp.weights.openfold import export_openfold, write_openfold
 from evodsp.weights.openfold import set_parameters as set_openfold_parameters
@@ -63,6 +64,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--fused", action="store_true", help="use the newer layout of triangle multiplication's parameters"
     )
+    parser.add_argument(
+        "--parameters",
+        type=Path,
+        help="an .npz of DeepMind's or of `weights export`: its parameters and depths",
+    )
     parser.add_argument("--evoformer", type=int, default=2, help="Evoformer blocks (published: 48)")
     parser.add_argument("--extra-msa", type=int, default=1, help="extra-MSA blocks (published: 4)")
     parser.add_argument("--template", type=int, default=2, help="template pair blocks (published: 2)")
@@ -87,7 +93,14 @@ def run(options: argparse.Namespace) -> int:
         ModelConfig.preset(options.model), options.evoformer, options.extra_msa, options.template, options.structure
     )
     sizes = Sizes(residues=options.residues)
+    if options.parameters is not None:
+        arrays = read_npz(options.parameters)
+        config, options.fused = with_blocks_of(config, arrays), is_fused(arrays)
+        depths = (getattr(config, stack).blocks for stack in ("evoformer", "extra_msa", "templates"))
+        options.evoformer, options.extra_msa, options.template = depths
     subject = Subject.draw(config, sizes, options.seed, options.fused)
+    if options.parameters is not None:
+        subject = dataclasses.replace(subject, parameters=arrays)
     settings = {name: getattr(options, name) for name in SETTINGS}
     settings["weights_only"] = config.arrangement == "multimer"  # of OpenFold; it samples the MSA inside of this model
     print(heading(options, config, sizes, subject), flush=True)  # the rest takes a while
@@ -110,7 +123,8 @@ def heading(options: argparse.Namespace, config: ModelConfig, sizes: Sizes, subj
     return (
         f"{options.model}, seed {options.seed}: {options.evoformer} Evoformer, {options.extra_msa} extra-MSA, "
         f"{options.template if enabled else 0} template blocks, {options.structure} structure iterations, full widths\n"
-        f"{parameters:,} random parameters, triangle multiplication's {'fused' if options.fused else 'separate'}\n"
+        f"{parameters:,} {options.parameters or 'random'} parameters, "
+        f"triangle multiplication's {'fused' if options.fused else 'separate'}\n"
         f"{sizes.residues} + {sizes.padded_residues} padded residues, {sizes.clusters} MSA and {sizes.extra} extra rows, "
         f"{sizes.templates if enabled else 0} templates, {sizes.cycles} passes"
     )
