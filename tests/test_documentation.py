@@ -74,8 +74,8 @@ NOT_RUN = {
 }
 """Commands that are not executed here, by how they begin, and why."""
 
-PROGRAMS = ("scripts.examples.pairformer", "scripts.examples.own_loop")
-"""Programs that a page starts with torchrun, beside those of scripts/examples/frameworks."""
+PROGRAMS = ("scripts.examples.pairformer", "scripts.examples.own_loop", "scripts.examples.check_parallel")
+"""Programs that a page shows or starts with torchrun, beside those of scripts/examples/frameworks."""
 
 STEPS = 2
 SMALL_PREDICTION = ["--recycles=0", "--msa_clusters=4", "--extra_msa=4", "--device=cpu", "--overwrite=true"]

@@ -33,6 +33,8 @@ ALLOWED = {
     # Pipes to processes that the same process started, which nobody else can open.
     "evodsp/data/pool.py": {"recv()"},
     "scripts/fuzz/__main__.py": {"recv()"},
+    # Arguments and results of processes that the same process started, in a folder that the user alone can open.
+    "evodsp/parallel/testing.py": {"pickle"},
     # Between ranks whose process group is connected. docs/training.md says which networks these messages may cross.
     "evodsp/launch/consensus.py": {
         "broadcast_object_list", "all_gather_object", "send_object_list", "recv_object_list",

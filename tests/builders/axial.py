@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from evodsp.parallel import average_gradients
+from evodsp.parallel import Group, Ledger, average_gradients
+from evodsp.parallel.testing import dense
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
-from tests.ranks import RankPool
 
 WIDTH = 4
 
@@ -86,24 +85,12 @@ def total(outputs: Iterable[Tensor]) -> Tensor:
     return torch.stack([(y * torch.arange(y.numel()).view(y.shape).cos()).sum() for y in outputs]).sum()
 
 
-def on_ranks(handle: Any, build: Callable[[], Built], parallel: Callable[[nn.Module, Any], Any]) -> dict[str, Tensor]:
-    """What this rank finds with the parallel model."""
-    model, inputs = build()
-    parallel(model, handle)
-    return outcome(model, inputs, handle)
-
-
-def equals_one_device(
-    pool: RankPool,
-    build: Callable[[], Built],
-    parallel: Callable[[nn.Module, Any], Any],
-    ranks: tuple[int, ...] = (2, 3),
-) -> None:
-    """Assert that each rank of groups of these sizes finds what one device finds. Both functions must be a module's own."""
-    expected = outcome(*build())
-    for n in ranks:
-        for found in pool.run(n, on_ranks, build, parallel):
-            equal(found, expected, f"on {n} ranks")
+def kinds(handle: Any, build: Callable[[], Built], parallel: Callable[[nn.Module, Any], Any]) -> list[str]:
+    """The collectives of the forward pass on this rank, in order."""
+    (model, inputs), ledger = build(), Ledger()
+    parallel(model, Group(handle, ledger))
+    model(*inputs)
+    return [entry.kind for entry in ledger.of("forward")]
 
 
 def equal(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:

@@ -10,15 +10,6 @@ from torch import nn
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def dense(module: nn.Module) -> nn.Module:
-    """Make every parameter of `module` random, in double precision. Returns the module."""
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in module.double().parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator))
-    return module
-
-
 def noisy(model: Model) -> Model:
     """Add noise, of torch's own generator, to every parameter of `model`. Returns the model."""
     with torch.no_grad():

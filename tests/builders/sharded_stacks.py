@@ -23,9 +23,9 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.collectives import DIMENSION
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.builders.poisoned_group import PoisonedGroup
 from tests.ranks import RankPool
 

@@ -22,9 +22,9 @@ from evodsp.losses.permutation import with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.exchange import LocalExchange
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from tests.builders.complex_files import write_complex
-from tests.builders.parameters import dense
 
 CONFIG = FeatureConfig(crop_size=40, msa_clusters=4, extra_msa=4, recycles=1, uniform_recycling=False)
 TURN = np.array([[0.6, -0.8, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])

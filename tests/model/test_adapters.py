@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from evodsp.model.adapters import adapted_weights, add_adapters, is_adapter, merged
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.precision import CastParameters
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 
 RANK = 2

@@ -21,8 +21,8 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.kernels import chunked
 from evodsp.model.kernels.operators import OPERATORS
 from evodsp.model.structure_module import StructureModule
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 
 # The operations in PyTorch's list "CUDA ops that autocast to float32" that models and losses use; `square` is a `pow`.

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.precision import CastParameters
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 
 FLOAT32 = ("structure_module", "heads.plddt", "input_embedder.relative_position")

@@ -18,8 +18,8 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.parameters import dense
 from tests.ranks import UncheckedPool
 
 RESIDUES = 7

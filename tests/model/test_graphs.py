@@ -24,8 +24,8 @@ from evodsp.model.precision import CastParameters
 from evodsp.model.recomputation import Recomputed
 from evodsp.model.recordings import Rerun, Taken
 from evodsp.model.templates import TemplatePairStack
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.parameters import dense
 from tests.builders.small_model import chains, config, features, features_of_chains, tensors
 from tests.builders.small_stack import small_stack, streams
 

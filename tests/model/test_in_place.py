@@ -24,11 +24,11 @@ from evodsp.model.sharded import Budget, Sharded
 from evodsp.model.templates import TemplateEmbedder, TemplatePairStack, Templates
 from evodsp.parallel.collectives import DIMENSION, Axis, shard_sizes
 from evodsp.parallel.exchange import Exchange, LocalExchange, Ready, ShardedExchange
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.builders.poisoned_group import PoisonedGroup
 from tests.builders.small_model import SMALL, chains, config, features, features_of_chains, tensors
 from tests.ranks import RankPool

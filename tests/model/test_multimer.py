@@ -15,7 +15,7 @@ from evodsp.config import EmbedderConfig, TemplateConfig
 from evodsp.model.dropout import NO_DROPOUT
 from evodsp.model.multimer import ChainRelativePosition, ChainTemplateEmbedder, ChainTemplates, ChainTorsionEmbedder
 from evodsp.model.sharded import Sharded
-from tests.builders.parameters import dense
+from evodsp.parallel.testing import dense
 from tests.builders.small_model import features_of_chains
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,7 @@ from evodsp.model.dropout import NO_MASKS, Masks
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.multimer import OuterProductFirstStack
 from evodsp.model.sharded import Sharded
-from tests.builders.parameters import dense
+from evodsp.parallel.testing import dense
 
 SEQUENCES, RESIDUES = 5, 7
 

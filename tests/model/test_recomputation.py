@@ -22,11 +22,11 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group, Ledger
+from evodsp.parallel.testing import dense
 from evodsp.training.execution import AutomaticRecomputation, Measured, least_recomputed
 from evodsp.training.world import World
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.builders.sharded_stacks import Case, Stack, check, run
 from tests.ranks import RankPool
 

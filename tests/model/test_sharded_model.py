@@ -19,9 +19,9 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.primitives import use_exchange
 from evodsp.parallel.collectives import Axis
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.builders.poisoned_group import PoisonedGroup
 from tests.builders.small_model import SMALL, chains, config, features, features_of_chains, tensors
 from tests.ranks import RankPool

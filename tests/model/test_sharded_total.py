@@ -19,11 +19,11 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from evodsp.training.gradients import freeze
 from tests.builders.comparison import close
 from tests.builders.labelled_batch import WEIGHTS, whole_batch
-from tests.builders.parameters import dense
 from tests.builders.small_model import SMALL, config
 from tests.ranks import RankPool
 

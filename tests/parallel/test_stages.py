@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evodsp.parallel import Group, Ledger, Stage, average_gradients, dropout, parallelize
+from evodsp.parallel import Stage, dropout, parallelize
+from evodsp.parallel.testing import check, dense
 from evodsp.rng import Draws
-from tests.builders.comparison import close
-from tests.builders.parameters import dense
+from tests.builders.axial import Built, kinds
 from tests.ranks import RankPool
 
 WIDTH, SIZES = 4, {"time": 5, "height": 7, "width": 6}
@@ -85,22 +86,11 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-def built(axes: list[str], inside: bool, recompute: bool = False) -> tuple[nn.Module, Tensor]:
+def built(axes: list[str], inside: bool, recompute: bool = False) -> Built:
     """A model with random parameters, and its input."""
-    torch.manual_seed(0)
     model = dense(Transformer(axes, inside, recompute))
     shape = [SIZES[axis] for axis in axes]
-    return model, torch.randn(2, *shape, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """The output, and the gradients of the input and of the parameters."""
-    x = x.clone().requires_grad_()
-    y = model(x)
-    (y * torch.arange(y.numel(), dtype=y.dtype).view(y.shape).cos()).sum().backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert x.grad is not None
-    return {"output": y.detach(), "input": x.grad, **gradients}
+    return model, (torch.randn(2, *shape, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),)
 
 
 def stages_of(axes: list[str], inside: bool) -> dict[str, Stage]:
@@ -111,16 +101,8 @@ def stages_of(axes: list[str], inside: bool) -> dict[str, Stage]:
     return {f"layers.*.{a}": Stage(a, whole={"mask": layout}) for a in axes}
 
 
-def run(handle: Any, axes: list[str], inside: bool, recompute: bool) -> tuple[dict[str, Tensor], int]:
-    """Results of the parallel model on this rank, averaged over ranks, and the number of all-to-alls of the forward pass."""
-    ledger, (model, x) = Ledger(), built(axes, inside, recompute)
-    group = Group(handle, ledger)
-    parallelize(model, group, f"batch {' '.join(axes)} channel", stages_of(axes, inside), region="layers")
-    found = results(model, x)
-    average_gradients(model.parameters(), handle)
-    torch.distributed.all_reduce(found["input"], group=handle)
-    found["input"] /= group.size
-    return found, sum(entry.kind == "all-to-all" for entry in ledger.of("forward"))
+def in_parallel(model: nn.Module, mesh: Any, axes: list[str], inside: bool) -> None:
+    parallelize(model, mesh, f"batch {' '.join(axes)} channel", stages_of(axes, inside), region="layers")
 
 
 SWITCHES = {(2, True): 3, (2, False): 4, (3, True): 2, (3, False): 4}
@@ -134,10 +116,8 @@ two stages."""
 def test_a_parallel_model_computes_what_one_device_does(pool: RankPool, axes: list[str], inside: bool) -> None:
     """Catches a missing or superfluous switch, wrong gradients, shards of masks and positions of another axis, and states that
     are wrong when activations are recomputed."""
-    expected = results(*built(axes, inside))
+    parallel = partial(in_parallel, axes=axes, inside=inside)
     for ranks, recompute in ((2, False), (3, True), (4, False)):
-        for found, switches in pool.run(ranks, run, axes, inside, recompute):
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():
-                close(found[name], value, f"{name} on {ranks} ranks")
-            assert switches == SWITCHES[len(axes), inside]
+        check(*built(axes, inside, recompute), parallel, (ranks,), run=pool.run)
+        for found in pool.run(ranks, kinds, partial(built, axes, inside, recompute), parallel):
+            assert found.count("all-to-all") == SWITCHES[len(axes), inside]

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.parallel import Stage, parallelize
-from tests.builders.axial import WIDTH, Attention, Built, built, equals_one_device
+from evodsp.parallel.testing import check
+from tests.builders.axial import WIDTH, Attention, Built, built
 from tests.ranks import RankPool
 
 AXES = "batch time space channel"
@@ -67,7 +68,7 @@ def both_sharded(model: nn.Module, mesh: Any) -> None:
 def test_several_sharded_arguments_and_results(pool: RankPool) -> None:
     """Catches a second tensor that stays behind when the first is switched, one that is switched along the first one's
     dimensions, and a NamedTuple that comes back as a plain tuple."""
-    equals_one_device(pool, two_streams, both_sharded)
+    check(*two_streams(), both_sharded, (2, 3), run=pool.run)
 
 
 class Keywords(nn.Module):
@@ -116,7 +117,7 @@ def with_a_gate(model: nn.Module, mesh: Any) -> None:
 def test_calls_by_keyword(pool: RankPool) -> None:
     """Catches the first keyword of a call taken for the first parameter, an argument None that is divided, a list as result,
     and a region whose tensor is not its first parameter."""
-    equals_one_device(pool, called_by_keywords, with_a_gate)
+    check(*called_by_keywords(), with_a_gate, (2, 3), run=pool.run)
 
 
 class Positioned(nn.Module):
@@ -161,7 +162,7 @@ def with_positions(model: nn.Module, mesh: Any) -> None:
 def test_whole_arguments_with_gradients(pool: RankPool, build: Any) -> None:
     """Catches a learned tensor whose gradient is only one shard's, a tensor divided along an axis that it lacks, and one of a
     single position, meant to be broadcast, divided so that all ranks but one get none of it."""
-    equals_one_device(pool, build, with_positions)
+    check(*build(), with_positions, (2, 3), run=pool.run)
 
 
 class PointwiseModel(nn.Module):
@@ -195,4 +196,4 @@ def with_numbers(model: nn.Module, mesh: Any) -> None:
 
 def test_a_stage_that_computes_along_no_axis(pool: RankPool) -> None:
     """Catches a stage listed for its whole arguments only whose result must have the input's layout."""
-    equals_one_device(pool, numbered, with_numbers)
+    check(*numbered(), with_numbers, (2, 3), run=pool.run)

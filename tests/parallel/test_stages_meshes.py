@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from evodsp.parallel import average_gradients, gather, init_mesh, parallelize, split, switch, total
-from tests.builders.axial import WIDTH, Attention, Layer, built, equal, numbers, outcome
+from evodsp.parallel import Group, average_gradients, gather, init_mesh, parallelize, split, switch, total
+from evodsp.parallel.testing import check
+from tests.builders.axial import WIDTH, Attention, Layer, built, equal, numbers
 from tests.builders.comparison import close
 from tests.ranks import RankPool
 
@@ -85,20 +86,16 @@ def of_four_axes() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return built(nn.Sequential(*layers), (2, TIME, SPACE, DEPTH, 4, WIDTH))
 
 
-def on_both_dimensions(handle: Any) -> dict[str, Tensor]:
+def on_both_dimensions(model: nn.Module, group: Group) -> None:
     """One group switches between time and space, the other one between depth and row."""
-    model, inputs = of_four_axes()
-    outer, inner = outer_and_inner(handle)
+    outer, inner = outer_and_inner(group)
     parallelize(model, outer, AXES, {"*.time": "time", "*.space": "space"})
     parallelize(model, inner, AXES, {"*.depth": "depth", "*.row": "row"})
-    return outcome(model, inputs, handle)
 
 
 def test_a_model_parallel_on_both_dimensions_of_a_mesh(pool: RankPool) -> None:
     """Catches a second call that takes the first one's shard for the whole tensor, or that switches the first one's axes."""
-    expected = outcome(*of_four_axes())
-    for found in pool.run(4, on_both_dimensions):
-        equal(found, expected, "on a 2 x 2 mesh")
+    check(*of_four_axes(), on_both_dimensions, (4,), run=pool.run)
 
 
 def of_two_samples() -> tuple[nn.Module, list[Tensor]]:

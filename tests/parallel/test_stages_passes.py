@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from evodsp.errors import UserError
 from evodsp.parallel import Stage, average_gradients, dropout, parallelize
+from evodsp.parallel.testing import check, dense
 from evodsp.rng import Draws
-from tests.builders.axial import WIDTH, Attention, Built, built, equal, equals_one_device, numbers, outcome, total
+from tests.builders.axial import WIDTH, Attention, Built, built, equal, numbers, outcome, total
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 AXES = "batch time space channel"
@@ -77,7 +77,7 @@ def in_parallel(model: nn.Module, mesh: Any) -> None:
 def test_recomputed_activations(pool: RankPool, build: Any) -> None:
     """Catches hooks that misbehave when torch calls the stages again: a recomputed result in another state than the first
     one, a split of what was split, another dropout mask."""
-    equals_one_device(pool, build, in_parallel)
+    check(*build(), in_parallel, (2, 3), run=pool.run)
 
 
 def without_gradients(handle: Any, mode: Any) -> tuple[Tensor, bool]:
@@ -152,24 +152,20 @@ def test_reentrant_recomputation_after_another_size(pool: RankPool) -> None:
         assert "which is no shard of 'batch time space channel' with time 6, space 4" in message
 
 
-def around_a_copy(handle: Any) -> dict[str, Tensor]:
-    """The outcome of a model whose copy (an average of weights, for instance) sees another size before the backward pass."""
-    model, inputs = recomputed_reentrantly()
-    in_parallel(model, handle)
+def around_a_copy(model: nn.Module, mesh: Any) -> None:
+    """A model whose copy (an average of weights, for instance) sees another size before the backward pass."""
+    in_parallel(model, mesh)
     twin = copy.deepcopy(model)
 
     def other_size(*_: Any) -> None:
         twin(numbers(*LONG))
 
     model.register_forward_hook(other_size)
-    return outcome(model, inputs, handle)
 
 
 def test_a_copy_runs_before_the_backward_pass(pool: RankPool) -> None:
     """Catches a copy of a model that shares the original's record of sizes."""
-    expected = outcome(*kept())
-    for found in pool.run(2, around_a_copy):
-        equal(found, expected, "around a copy")
+    check(*recomputed_reentrantly(), around_a_copy, (2,), run=pool.run)
 
 
 class Recycling(nn.Module):
@@ -195,7 +191,7 @@ def of_the_inner_model(model: nn.Module, mesh: Any) -> None:
 
 def test_a_region_that_runs_on_its_own_results(pool: RankPool) -> None:
     """Catches one record of sizes for all calls of a region: the recomputation of the first call would take the last one's."""
-    equals_one_device(pool, recycling, of_the_inner_model)
+    check(*recycling(), of_the_inner_model, (2, 3), run=pool.run)
 
 
 class Energies(nn.Module):

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from evodsp.errors import UserError
-from evodsp.parallel import Group, Ledger, Stage, parallelize
+from evodsp.parallel import Stage, parallelize
 from evodsp.parallel.stages import check_unlisted
-from tests.builders.axial import WIDTH, Attention, Built, Layer, built, equal, equals_one_device, on_ranks, outcome
+from evodsp.parallel.testing import check
+from tests.builders.axial import WIDTH, Attention, Built, Layer, built, equal, kinds, numbers, outcome
 from tests.ranks import RankPool
 
 AXES = "batch time space channel"
@@ -66,7 +67,7 @@ def in_blocks(model: nn.Module, mesh: Any) -> None:
 def test_a_region_of_several_modules(pool: RankPool, build: Any) -> None:
     """Catches modules outside of the region that get shards (attention over time and space would see a part of them), and a
     container, which is never called itself, whose hooks never run."""
-    equals_one_device(pool, build, in_blocks)
+    check(*build(), in_blocks, (2, 3), run=pool.run)
 
 
 def test_a_convolution_in_a_stage_of_a_region() -> None:
@@ -87,7 +88,7 @@ def everywhere(model: nn.Module, mesh: Any) -> None:
 
 def test_the_region_may_be_the_model(pool: RankPool) -> None:
     """Catches an empty path that names no region."""
-    equals_one_device(pool, bare, everywhere)
+    check(*bare(), everywhere, (2, 3), run=pool.run)
 
 
 class Encoder(nn.Module):
@@ -114,7 +115,7 @@ def in_two_regions(model: nn.Module, mesh: Any) -> None:
 
 def test_two_regions_and_one_that_runs_twice(pool: RankPool) -> None:
     """Catches a region that can be entered once only, or that keeps the sizes of its first input."""
-    equals_one_device(pool, of_two_regions, in_two_regions)
+    check(*of_two_regions(), in_two_regions, (2, 3), run=pool.run)
 
 
 class TimeTwice(nn.Module):
@@ -146,20 +147,11 @@ def along_space(model: nn.Module, mesh: Any) -> None:
     parallelize(model, mesh, AXES, {"time": "time", "space": "space"}, shard="space")
 
 
-def split_and_switched(handle: Any, parallel: Any, build: Any = of_many_samples) -> tuple[dict[str, Tensor], list[str]]:
-    """This rank's outcome, and the collectives of the forward pass."""
-    ledger = Ledger()
-    found = on_ranks(Group(handle, ledger), build, parallel)
-    return found, [entry.kind for entry in ledger.of("forward")]
-
-
 @pytest.mark.parametrize(("parallel", "switches"), [(along_the_batch, 0), (along_time, 4), (along_space, 2)])
 def test_the_axis_to_start_with(pool: RankPool, parallel: Any, switches: int) -> None:
     """Catches `shard` that is ignored: along the batch no stage needs switches, along time two do, along space one."""
-    expected = outcome(*of_many_samples())
-    for found, kinds in pool.run(2, split_and_switched, parallel):
-        equal(found, expected, "on 2 ranks")
-        assert kinds == ["all-to-all"] * switches + ["all-gather"]
+    check(*of_many_samples(), parallel, (2,), run=pool.run)
+    assert pool.run(2, kinds, of_many_samples, parallel) == [["all-to-all"] * switches + ["all-gather"]] * 2
 
 
 class Alternating(nn.Module):
@@ -189,10 +181,8 @@ def alternately(model: nn.Module, mesh: Any) -> None:
 
 def test_a_region_of_two_lists(pool: RankPool) -> None:
     """Catches a region that ends with its first path, which would gather after each block, or misses the last module."""
-    expected = outcome(*of_two_lists())
-    for found, kinds in pool.run(3, split_and_switched, alternately, of_two_lists):
-        equal(found, expected, "on 3 ranks")
-        assert kinds == ["all-to-all"] * 5 + ["all-gather"]
+    check(*of_two_lists(), alternately, (3,), run=pool.run)
+    assert pool.run(3, kinds, of_two_lists, alternately) == [["all-to-all"] * 5 + ["all-gather"]] * 3
 
 
 class ThreeTimes(nn.Module):
@@ -228,10 +218,9 @@ def all_three_sharded(model: nn.Module, mesh: Any) -> None:
 
 def test_one_tensor_as_three_arguments(pool: RankPool) -> None:
     """Catches a tensor that is switched once for each argument that it is, and another argument taken for the same tensor."""
-    expected = outcome(*of_equal_arguments())
-    for found, kinds in pool.run(2, split_and_switched, all_three_sharded, of_equal_arguments):
-        equal(found, expected, "on 2 ranks")
-        assert kinds == ["all-to-all"] * 3 + ["all-gather"]  # x and the update to time, the update back
+    check(*of_equal_arguments(), all_three_sharded, (2,), run=pool.run)
+    # x and the update to time, the update back
+    assert pool.run(2, kinds, of_equal_arguments, all_three_sharded) == [["all-to-all"] * 3 + ["all-gather"]] * 2
 
 
 class Unruly(nn.Module):
@@ -253,7 +242,7 @@ def without_some() -> Built:
 
 def test_skipped_and_repeated_stages(pool: RankPool) -> None:
     """Catches states that are planned beforehand: a skipped or repeated stage would shift all that follow."""
-    equals_one_device(pool, without_some, in_blocks)
+    check(*without_some(), in_blocks, (2, 3), run=pool.run)
 
 
 class Mixed(nn.Module):
@@ -279,7 +268,7 @@ def partly_inside(model: nn.Module, mesh: Any) -> None:
 
 def test_a_stage_whose_input_comes_on_different_axes(pool: RankPool) -> None:
     """Catches a result that returns to the axis of an earlier call's input."""
-    equals_one_device(pool, of_mixed_stages, partly_inside)
+    check(*of_mixed_stages(), partly_inside, (2, 3), run=pool.run)
 
 
 def skipping(handle: Any, order: tuple[int, ...]) -> str:
@@ -322,22 +311,18 @@ def with_a_fragile_stage() -> Built:
     return built(Layer(time=Fragile(), space=Attention(2)), INPUT)
 
 
-def after_a_failure(handle: Any) -> dict[str, Tensor]:
-    """The outcome of a model whose stage failed in the pass before."""
-    model, inputs = with_a_fragile_stage()
-    parallelize(model, handle, AXES, {"time": "time", "space": "space"})
+def after_a_failure(model: Any, mesh: Any) -> None:
+    """A model whose stage failed in the pass before."""
+    parallelize(model, mesh, AXES, {"time": "time", "space": "space"})
     model.time.fails = True
     with pytest.raises(RuntimeError, match="on purpose"):
-        model(*inputs)
+        model(numbers(*INPUT))
     model.time.fails = False
-    return outcome(model, inputs, handle)
 
 
 def test_a_pass_after_one_that_failed(pool: RankPool) -> None:
     """Catches what a failed call leaves behind: the next call's result would return to the failed call's state."""
-    expected = outcome(*with_a_fragile_stage())
-    for found in pool.run(2, after_a_failure):
-        equal(found, expected, "after a failure")
+    check(*with_a_fragile_stage(), after_a_failure, (2,), run=pool.run)
 
 
 def of_copies(handle: Any) -> list[dict[str, Tensor]]:
@@ -431,4 +416,4 @@ def both_in_parallel(model: nn.Module, mesh: Any) -> None:
 
 def test_two_tensors_with_axes_of_their_own(pool: RankPool) -> None:
     """Catches a second call that replaces the first, or that splits and gathers the first call's tensor."""
-    equals_one_device(pool, of_two_tensors, both_in_parallel)
+    check(*of_two_tensors(), both_in_parallel, (2, 3), run=pool.run)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from evodsp.parallel import Group, Ledger, Stage, parallelize
-from tests.builders.axial import WIDTH, Attention, Built, Layer, built, equals_one_device, on_ranks
+from evodsp.parallel import Stage, parallelize
+from evodsp.parallel.testing import check
+from tests.builders.axial import WIDTH, Attention, Built, Layer, built, kinds
 from tests.ranks import RankPool
 
 AXES = "batch time space channel"
@@ -50,7 +51,7 @@ def two_by_two() -> Built:
 def test_small_axes(pool: RankPool, build: Any) -> None:
     """Catches an axis of one position that is divided (ranks without any would divide by zero in a mean, and states of equal
     shapes would be confused), and empty shards that break a collective or a gradient."""
-    equals_one_device(pool, build, along_two_axes, ranks=(3, 4))
+    check(*build(), along_two_axes, (3, 4), run=pool.run)
 
 
 def six_axes() -> Built:
@@ -65,7 +66,7 @@ def along_four_axes(model: nn.Module, mesh: Any) -> None:
 
 def test_a_tensor_of_six_dimensions(pool: RankPool) -> None:
     """Catches dimensions that are counted as if there were four, and a stage along two axes that is given one of them whole."""
-    equals_one_device(pool, six_axes, along_four_axes)
+    check(*six_axes(), along_four_axes, (2, 3), run=pool.run)
 
 
 class Convolutions(nn.Module):
@@ -91,7 +92,7 @@ def along_the_last_axes(model: nn.Module, mesh: Any) -> None:
 
 def test_channels_may_come_first_and_a_batch_is_not_needed(pool: RankPool) -> None:
     """Catches an order of axes that is taken for granted: a batch in front, channels at the end."""
-    equals_one_device(pool, channels_first, along_the_last_axes)
+    check(*channels_first(), along_the_last_axes, (2, 3), run=pool.run)
 
 
 def with_a_global_stage() -> Built:
@@ -129,15 +130,7 @@ def gathered_and_left_whole(model: nn.Module, mesh: Any) -> None:
 )
 def test_a_stage_along_all_axes(pool: RankPool, build: Any, parallel: Any) -> None:
     """Catches a missing line of the paper's table 2: from a shard to the whole tensor, and back to a shard."""
-    equals_one_device(pool, build, parallel)
-
-
-def kinds(handle: Any, build: Any, parallel: Any) -> list[str]:
-    """The collectives of the forward pass, in order."""
-    ledger = Ledger()
-    group = Group(handle, ledger)
-    on_ranks(group, build, parallel)
-    return [entry.kind for entry in ledger.of("forward")]
+    check(*build(), parallel, (2, 3), run=pool.run)
 
 
 def test_what_a_stage_along_all_axes_costs(pool: RankPool) -> None:

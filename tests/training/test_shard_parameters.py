@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import Linear
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from evodsp.training.world import shard_parameters
-from tests.builders.parameters import dense
 from tests.builders.small_model import config, features, tensors
 from tests.ranks import RankPool
 

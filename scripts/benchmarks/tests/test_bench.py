@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from evodsp.config import ModelConfig
 from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.templates import TemplatePairStack
+from evodsp.parallel.testing import dense
 from scripts.benchmarks import bench, formulas, peers
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 
 S, R = 5, 7
 

@@ -16,12 +16,12 @@ from evodsp.model.dropout import DropoutKeys
 from evodsp.parallel.collectives import DIMENSION
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group, Ledger
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from scripts.benchmarks import memory, pair_volume
 from scripts.benchmarks.pair_stacks import DSP, FASTFOLD, FOLD_CP, FOLD_CP_PROJECTIONS, Method
 from scripts.benchmarks.ring import ring
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 RESIDUES, CHANNELS, BATCH, BLOCKS = 12, 10, 2, 2

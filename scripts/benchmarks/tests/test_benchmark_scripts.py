@@ -18,11 +18,11 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.parallel.testing import dense
 from scripts.benchmarks import communication, memory, paired_rows
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.bundled import dimers
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 SEQUENCES, RESIDUES = 6, 7

@@ -23,11 +23,11 @@ from evodsp.model.sharded import Sharded
 from evodsp.parallel import average_gradients
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from scripts.examples import pairformer
 from tests.builders.comparison import close
 from tests.builders.pages import ROOT, blocks
-from tests.builders.parameters import dense
 from tests.builders.processes import free_port
 from tests.ranks import RankPool
 

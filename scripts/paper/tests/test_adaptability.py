@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from evodsp.parallel import Group, Ledger, Stage, average_gradients, parallelize
+from evodsp.parallel.testing import dense
 from scripts.paper.adaptability import attention
 from scripts.paper.adaptability.attention import Attention, CrossAttention
 from scripts.paper.adaptability.recurrence import DepthwiseConvolution, SelectiveScan, TimeMixing
 from scripts.paper.adaptability.video import VideoTransformer
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.verify

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from evodsp.parallel.testing import dense
 from scripts.paper.adaptability import attention
 from scripts.paper.adaptability.attention import Attention, CrossAttention
 from scripts.paper.adaptability.flash_stand_in import flash_attn_func
 from scripts.paper.adaptability.recurrence import DepthwiseConvolution, SelectiveScan, TimeMixing, scan
 from tests.builders.comparison import close
-from tests.builders.parameters import dense
 
 pytestmark = pytest.mark.verify
 
