@@ -261,6 +261,10 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor], n: int, tol
     return text
 
 
+_WAITED = re.compile("Timed out waiting|Connection closed by peer")
+"""What gloo says on a rank that waited for another."""
+
+
 def _failed(n: int, rank: int, trace: str) -> Exception:
     """The error for the traceback of a rank."""
     own = ("<", str(Path(__file__).parent), sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
@@ -268,7 +272,7 @@ def _failed(n: int, rank: int, trace: str) -> Exception:
     place = next(
         (f"{name} ({file}:{line})" for file, line, name in lines[::-1] if not file.startswith(own)), "backward"
     )
-    if re.search("Timed out waiting|Connection closed by peer", trace):
+    if _WAITED.search(trace):
         return TimeoutError(
             f"on {n} ranks, rank {rank} waits in {place} for another, which takes no part in this collective"
         )
@@ -288,8 +292,11 @@ def _start(timeout: float, n: int, function: Callable[..., bytes], *arguments: A
                     raise TimeoutError(
                         f"on {n} ranks, no answer within {10 * timeout:g} s, and no rank waits for another"
                     )
-        except ProcessRaisedException as error:
-            raise _failed(n, error.error_index, error.msg) from None
+        except ProcessRaisedException:
+            files = [Path(file) for file in started.error_files]
+            traces = {rank: pickle.loads(file.read_bytes()) for rank, file in enumerate(files) if file.is_file()}
+            first = min(traces, key=lambda rank: _WAITED.search(traces[rank]) is not None)  # others fail because it has
+            raise _failed(n, first, traces[first]) from None
         finally:
             for process in started.processes:
                 process.kill()
