@@ -172,12 +172,15 @@ COMMANDS: dict[str, Command] = {
         ),
         SettingsCommand(
             "score",
-            "compare predictions with known structures",
+            "compare predictions, or two models, with known structures",
             settings="evodsp.inference.score.config:ScoreConfig",
-            runner="evodsp.inference.score.scores:run",
-            required="--predictions DIR --structures DIR [--train CHAINS] [--held_out CHAINS] --output DIR",
+            runner="evodsp.inference.score.judgement:run",
+            required="(--predictions DIR [--train CHAINS] [--held_out CHAINS] | --before MODEL --after MODEL --chains FILE "
+            "[--general FILE] [--alignments DIR]) --structures DIR --output DIR",
             description="Compare predictions with known structures: a table of lDDT-CA, RMSD, GDT-TS and TM-score, of "
-            "complexes (--complexes true) of lDDT-CA and DockQ, how far pLDDT can be trusted, and a picture of each.",
+            "complexes (--complexes true) of lDDT-CA and DockQ, how far pLDDT can be trusted, and a picture of each. With "
+            "--before and --after, judge a fine-tuned model: both models predict the chains, and a page says what has got "
+            "better, whether copies of training structures are as good, and what is forgotten.",
         ),
         SettingsCommand(
             "search",

@@ -240,7 +240,12 @@ class Reader:
         """Of complexes, which no page predicts, the structures stand in for the predictions."""
         if "--complexes" in words:
             Path(option(words, "--predictions") or "").symlink_to(Path(option(words, "--structures") or "").absolute())
-        run(words)
+        if "--before" not in words:
+            run(words)
+            return
+        run([*words, *SMALL_PREDICTION, "--msa_clusters=5"])  # one more than templates
+        listed = re.findall(r"^\| `(judgement[^`]*)`", text_of(self.page), re.MULTILINE)
+        assert {path.name for path in Path(option(words, "--output") or "").iterdir()} == {*listed, "before", "after"}
 
     def convert(self, words: list[str]) -> None:
         run(words)
@@ -412,6 +417,7 @@ def like_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("alignments", "mmcif_files", "train.txt", "validation.txt"):
         (family / name).symlink_to(ROOT / "data" / name)
     (family / "test.txt").symlink_to(ROOT / "data" / "validation.txt")
+    (family / "general.txt").write_text("s001_A\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -85,7 +85,15 @@ OPTIONS_OF_OPENFOLD = {
 
 ELSEWHERE = {
     *("fit.sbatch", "build.sbatch"),
-    *("config.yaml", "train.txt", "chains.txt", "downloaded/missing.txt", "video.py", "train_monomer_demo_bp.sh"),
+    *(
+        "config.yaml",
+        "train.txt",
+        "chains.txt",
+        "judgement.md",
+        "downloaded/missing.txt",
+        "video.py",
+        "train_monomer_demo_bp.sh",
+    ),
     *("fastfold/distributed/comm.py", "megatron/core/pipeline_parallel/schedules.py"),
     *("deepspeed/runtime/zero/stage_1_and_2.py", "duplicate_pdb_chains.txt", "clusters-by-entity-40.txt"),
     *("model.safetensors", "config.json"),

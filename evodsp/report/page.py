@@ -271,6 +271,24 @@ def lines(
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
 
 
+def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], x_label: str, y_label: str) -> Markup:
+    """Dots (name, x, y) on two equal axes, and the line of equal values. Groups have the colours of their order.
+
+    Raises ValueError without a dot.
+    """
+    values = [value for dots in groups.values() for _, x, y in dots for value in (x, y)]
+    frame = Frame(_WIDTH, 360, left=52, right=14, top=12, bottom=40)
+    across, up = (_Axis(min(values), max(values), *ends) for ends in ((frame.left, frame.end), (frame.base, frame.top)))
+    marks = [part for one in up.ticks() for part in (frame.rule(up(one)), frame.y_tick(up(one) + 4, _short(one)))]
+    marks += [frame.x_tick(across(one), _short(one)) for one in across.ticks()]
+    marks.append(mark("line", kind="level", x1=frame.left, y1=frame.base, x2=frame.end, y2=frame.top))
+    for colour, dots in enumerate(groups.values()):
+        for name, x, y in dots:
+            tip = f"{name}: {_short(x)} {x_label}, {_short(y)} {y_label}"
+            marks.append(mark("circle", kind=f"dot s{colour % COLOURS}", cx=across(x), cy=up(y), r=4, tip=tip))
+    return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label), frame.y_label(y_label)])
+
+
 def _levels(levels: Sequence[Level], frame: Frame, up: _Axis) -> Iterator[Mark]:
     """The lines, and their names above them, or below where there is no room above. A long name takes several rows, and names
     of levels that are close go on below one another.

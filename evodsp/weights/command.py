@@ -98,7 +98,7 @@ def run_export(settings: ExportConfig, words: list[str]) -> int:
     path = located(settings.checkpoint)
     model = load_model(path, settings.raw, settings.preset)
     if kind == "safetensors":
-        count = write_folder(model, settings.output, path, settings.raw)
+        count = write_folder(model, settings.output, path, settings.raw, settings.judgement)
     elif kind == "deepmind":
         arrays = export_deepmind(model, settings.fused)
         write_npz(settings.output, arrays)

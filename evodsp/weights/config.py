@@ -96,11 +96,17 @@ class ExportConfig:
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     fused: bool = False
     """Keep both sides of triangle multiplication in one array, as newer models of DeepMind and OpenFold do."""
+    judgement: Path | None = None
+    """For the model card of a folder: the judgement.md of `evodsp score --before --after` about this model."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
     def __post_init__(self) -> None:
         check_preset(self.preset)
+        if self.judgement is not None and self.format != "safetensors":
+            raise UserError(
+                f"--judgement is {self.judgement}, but only a model folder has a card; give --format safetensors"
+            )
         if self.format == "safetensors" and self.fused:
             raise UserError("--fused is given with --format safetensors, which has evodsp's own arrays; leave it out")
 

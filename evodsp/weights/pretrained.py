@@ -15,6 +15,7 @@ from typing import Any
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import counted
+from evodsp.reading.text_files import lines_of
 from evodsp.report.runs import Run, read_runs
 from evodsp.version import __version__
 from evodsp.weights.checkpoint import checkpoint_entries, is_parameter_file, load_model, read_checkpoint
@@ -78,6 +79,10 @@ _NAMES = {
     "plddt_too_high": "pLDDT minus 100 times lDDT-CA",
 }
 """Scores in the columns val/… of the learning curve."""
+JUDGED = "## Before and after fine-tuning"
+"""The heading of the section that `evodsp score --before --after` writes for a card."""
+_FOLDERS = re.compile(r"(?<![^\s'\"\[])(?!hf:)[^\s,'\"\[\]]*/(?=[^\s,'\"\[\]/])")
+"""The folders of a path within a text."""
 _LONGEST_VALUE = 100
 _CHECKPOINTS = "checkpoints"
 _NOT_USED = "null", "[]", "0.0"
@@ -90,18 +95,19 @@ def model_card(
     path: Path | None = None,
     checkpoint: Mapping[str, Any] | None = None,
     raw: bool = False,
+    judgement: Path | None = None,
 ) -> str:
-    """The text of `README.md`. `name`: the model's, its heading.
+    """The text of `README.md`. `name`: the model's, its heading. `judgement`: a file with a section more.
 
     path: the file that the model was loaded from; the run whose folder it lies in tells data, recipe and scores. checkpoint:
     its dictionary, if it is evodsp's. raw: whether its raw weights are taken instead of their moving average.
 
-    Raises UserError for a damaged file of the run.
+    Raises UserError for a damaged file of the run, and for a file without such a section.
     """
     run, is_multimer = None if path is None else _run_of(path), model.config.arrangement == "multimer"
     return _HEAD + "\n".join(
         [
-            f"# {_plain(name)}",
+            f"# {plain(name)}",
             "",
             *_what(model, path, checkpoint, raw),
             "",
@@ -109,8 +115,19 @@ def model_card(
             "",
             *(_of_run(run, checkpoint or {}, raw) if run is not None else _without_run(path)),
             "",
+            *([] if judgement is None else _judged(judgement)),
         ]
     )
+
+
+def _judged(path: Path) -> list[str]:
+    """The lines of a section. Raises UserError if the file does not begin with it."""
+    found = lines_of(path)
+    if found[:1] != [JUDGED]:
+        raise UserError(
+            f"{path}: does not begin with '{JUDGED}'; give the judgement.md of `evodsp score --before --after`"
+        )
+    return [*found, ""]
 
 
 def _run_of(path: Path) -> Run | None:
@@ -138,7 +155,7 @@ def _what(model: AlphaFold, path: Path | None, checkpoint: Mapping[str, Any] | N
             else "moving average of the weights"
         )
         of = "" if checkpoint is None else f": the {kind}"
-        yield f"From the file {_plain(path.name)}{of}."
+        yield f"From the file {plain(path.name)}{of}."
 
 
 def _without_run(path: Path | None) -> Iterable[str]:
@@ -181,7 +198,7 @@ def _scores(run: Run, steps: int | None, raw: bool) -> Iterable[str]:
         yield "They are scores of the moving average, not of these raw weights."
     yield from ("", *_table("score", row))
     if run.overlap:
-        yield from ("", f"**Warning:** {_plain(run.overlap)}.")
+        yield from ("", f"**Warning:** {plain(run.overlap)}.")
     if (bar := run.baseline) is not None:
         yield from ("", f"For comparison, {bar.name} scores an lDDT-CA of {bar.lddt_ca:.3f} on these chains.")
 
@@ -198,18 +215,18 @@ def _chosen(settings: Mapping[str, str], names: Iterable[str]) -> dict[str, str]
 def _table(what: str, rows: Mapping[str, str]) -> Iterable[str]:
     yield from (f"| {what} | value |", "|---|---|")
     for name, value in rows.items():
-        yield f"| {_plain(name)} | {_plain(_shown(value))} |"
+        yield f"| {plain(name)} | {plain(_shown(value))} |"
 
 
 def _shown(value: str) -> str:
     """A value without the folders of paths, and shortened."""
-    value = re.sub(r"(?<![^\s'\"\[])(?!hf:)[^\s,'\"\[\]]*/(?=[^\s,'\"\[\]/])", "", value)
+    value = _FOLDERS.sub("", value)
     return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}…"
 
 
-def _plain(text: str) -> str:
-    """A text that no reader of Markdown takes for a command."""
-    return re.sub(r"([\\`*|<>\[\]#])", r"\\\1", " ".join(text.split()))
+def plain(text: str) -> str:
+    """A text without the folders of paths, that no reader of Markdown takes for a command."""
+    return re.sub(r"([\\`*|<>\[\]#])", r"\\\1", _FOLDERS.sub("", " ".join(text.split())))
 
 
 def from_pretrained(source: str | Path, revision: str | None = None) -> AlphaFold:
@@ -260,10 +277,14 @@ def save_pretrained(
     write_folder(model, folder, None if checkpoint is None else Path(checkpoint))
 
 
-def write_folder(model: AlphaFold, folder: Path, path: Path | None, raw: bool = False) -> int:
-    """Write a model's folder; returns the number of arrays. `path`: the file that it was loaded from. `raw`: as for that."""
+def write_folder(
+    model: AlphaFold, folder: Path, path: Path | None, raw: bool = False, judgement: Path | None = None
+) -> int:
+    """Write a model's folder; returns the number of arrays. `path`: the file that it was loaded from. `raw`, `judgement`: as
+    for `model_card`."""
     own = path is not None and not is_parameter_file(path)
-    card = model_card(folder.absolute().name, model, path, read_checkpoint(path) if own and path else None, raw)
+    entries = read_checkpoint(path) if own and path else None
+    card = model_card(folder.absolute().name, model, path, entries, raw, judgement)
     weights = model.state_dict()
     write_pretrained(folder, checkpoint_entries(model.config, model.trained_features), weights, card)
     return len(weights)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from evodsp import metrics
 from evodsp.data.config import DoctorConfig
 from evodsp.data.doctor.diagnosis import data_of_run
 from evodsp.data.pool import processes_for
@@ -43,8 +44,10 @@ class TrainingStructures:
 
 def _scored(key: str, copy: PlacedCopy, target: Assembly) -> dict[str, Any]:
     """What the copy lacks counts as wrong, also of a single chain, which is therefore taken for a complex."""
-    scores = score_structure(key, "", replace(target, key=None), Predicted(copy.assembly)).scores
-    found = {f"nearest_{name}": getattr(scores, name) for name in ("dockq", "interface_lddt_ca", "lddt_ca")}
+    scored = score_structure(key, "", replace(target, key=None), Predicted(copy.assembly))
+    found = {f"nearest_{name}": getattr(scored.scores, name) for name in ("dockq", "interface_lddt_ca", "lddt_ca")}
+    if target.key is not None:
+        found["nearest_gdt_ts"] = float(metrics.gdt_ts(*scored.comparison.alphas(scored.chosen)))
     return {"nearest": copy.nearest, "nearest_identity": copy.identity, "nearest_coverage": copy.coverage, **found}
 
 

@@ -29,7 +29,7 @@ from evodsp.inference.score.structure_scores import (
 from evodsp.inference.score.table import StructureScores, columns_of, table, write_scores
 from evodsp.printing import counted, show
 
-_BETTER: dict[Kind, tuple[str, str]] = {CHAINS: ("lddt_ca", "lDDT-CA"), COMPLEXES: ("interface_lddt_ca", "iLDDT-CA")}
+BETTER: dict[Kind, tuple[str, str]] = {CHAINS: ("lddt_ca", "lDDT-CA"), COMPLEXES: ("interface_lddt_ca", "iLDDT-CA")}
 """The score by which a prediction is better than a copy, and its heading."""
 Splits = Mapping[str, Sequence[str]]
 """The names of each set, such as {"train": [...], "held-out": [...]}: keys of chains, or names of complexes."""
@@ -37,6 +37,7 @@ Splits = Mapping[str, Sequence[str]]
 
 def run(settings: ScoreConfig, words: list[str]) -> int:
     """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
+    assert settings.predictions is not None, "checked by the settings"
     splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
     training = None if settings.baseline is None else training_set(settings, splits["train"])
     structures = structures_in(settings, settings.structures)
@@ -91,7 +92,7 @@ def write_report(
     pictures: list[Path] = []
     for found in _compared(predictions, folder, finished):
         row = found.scores
-        scores.append(row if training is None else _beside(row, copies[row.name], folder.kind))
+        scores.append(row if training is None else beside(row, copies[row.name], folder.kind))
         interfaces += found.interfaces()
         lines += (f"{row.name}: {line}" for line in found.remarks())
         if (of_residues := found.confidence()) is not None:
@@ -114,7 +115,7 @@ def write_report(
     for split, some in finished.items():
         lines += _means(split, [row for row in scores if row.split == split], folder.kind)
         if training is not None:
-            lines += _without(split, some, copies, training, unit)
+            lines += without(split, some, copies, training, unit)
     if calibrations:
         lines += ["\nConfidence (both 0 to 100)", *(one.line(split) for split, one in calibrations.items())]
     for line in lines:
@@ -186,11 +187,11 @@ def _finished(predictions: Path, structures: StructureFolder, splits: Splits) ->
     return found, lines
 
 
-def _beside(row: StructureScores, copy: Mapping[str, Any] | str, kind: Kind) -> StructureScores:
+def beside(row: StructureScores, copy: Mapping[str, Any] | str, kind: Kind) -> StructureScores:
     """The scores with those of a copy; without them if there is none, for the reason given."""
     if isinstance(copy, str):
         return row
-    score = _BETTER[kind][0]
+    score = BETTER[kind][0]
     ours, copied = getattr(row, score), copy[f"nearest_{score}"]
     return replace(row, **copy, better_by=None if ours is None or copied is None else ours - copied)
 
@@ -205,7 +206,7 @@ def _means(split: str, rows: Sequence[StructureScores], kind: Kind) -> Iterator[
         yield (
             f"{split}: mean {_mean_scores(beside, 'nearest_')} of copies of the nearest training {kind}, {len(beside)} of "
             f"{len(rows)}, with {identity:.0%} identity on average, where predictions have {_mean_scores(beside, '')}; the "
-            f"prediction is better ({_BETTER[kind][1]}) on {sum(better)} of {len(better)}"
+            f"prediction is better ({BETTER[kind][1]}) on {sum(better)} of {len(better)}"
         )
 
 
@@ -218,7 +219,7 @@ def _mean_scores(rows: Sequence[StructureScores], prefix: str) -> str:
     return ", ".join(means)
 
 
-def _without(
+def without(
     split: str, names: Sequence[str], copies: Mapping[str, object], training: TrainingStructures, unit: str
 ) -> Iterator[str]:
     """Lines on what has no copy, and on what is trained on although the set says otherwise."""

@@ -43,6 +43,7 @@ class StructureScores:
     nearest_dockq: float | None = None
     nearest_interface_lddt_ca: float | None = None
     nearest_lddt_ca: float | None = None
+    nearest_gdt_ts: float | None = None
     better_by: float | None = None
 
 
@@ -73,11 +74,12 @@ COLUMNS = (
     ("nearest_dockq", "copy DockQ", ".3f", "DockQ of a copy of that training structure"),
     ("nearest_interface_lddt_ca", "copy iLDDT", ".3f", "iLDDT-CA of that copy"),
     ("nearest_lddt_ca", "copy lDDT", ".3f", "lDDT-CA of that copy"),
+    ("nearest_gdt_ts", "copy GDT", ".3f", "GDT-TS of that copy"),
     ("better_by", "better by", "+.3f", "lDDT-CA (of complexes: iLDDT-CA) of the prediction less that of the copy"),
 )  # fmt: skip
 """The field of a row, its heading ('': only files have it), the format of its numbers ('': texts), and what it means."""
 _ONLY: dict[Kind, tuple[str, ...]] = {
-    CHAINS: ("rmsd", "gdt_ts", "tm_score"),
+    CHAINS: ("rmsd", "gdt_ts", "tm_score", "nearest_gdt_ts"),
     COMPLEXES: (
         *("chains", "interfaces", "dockq", "fnat", "interface_lddt_ca", "clashes", "iptm", "confidence"),
         *("missing", "mapping", "mapped_by", "nearest_dockq", "nearest_interface_lddt_ca"),
