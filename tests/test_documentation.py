@@ -74,7 +74,7 @@ NOT_RUN = {
 }
 """Commands that are not executed here, by how they begin, and why."""
 
-PROGRAMS = ("scripts.examples.pairformer", "scripts.examples.own_loop", "scripts.examples.check_parallel")
+PROGRAMS = tuple(f"scripts.examples.{name}" for name in ("pairformer", "own_loop", "check_parallel", "restraints"))
 """Programs that a page shows or starts with torchrun, beside those of scripts/examples/frameworks."""
 
 STEPS = 2

@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from evodsp.config import ArrangementName, FeatureConfig, parse_latest_date
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import COMPLEXES
-from evodsp.data.samples.dataset import MadeHere, SampleDataset, SampleMaker, SamplePool, first_look
+from evodsp.data.samples.dataset import AddedEntries, MadeHere, SampleDataset, SampleMaker, SamplePool, first_look
 from evodsp.data.samples.raw_features import HOST
 from evodsp.data.samples.selection import (
     DISTILLED,
@@ -423,6 +423,8 @@ class ChainDataModule(LightningDataModule):
         """Whether `quarantine` is that of this run already, so that a checkpoint's copy does not replace it."""
         self.config, self.chains, self.seed = config, chains, seed
         self.world = world or World()
+        self.added: AddedEntries | None = None
+        """Entries of one's own, which a callback may set in its `setup` (docs/own_input.md)."""
         self._samples_taken = 0
         self._training: TrainingLoader | None = None
         self._makers: list[SampleMaker] = []
@@ -512,6 +514,7 @@ class ChainDataModule(LightningDataModule):
             choice=choice,
             distillation=chains.distillation,
             assumed_resolution=self.config.assumed_resolution,
+            added=self.added,
         )
 
     def _whole_chains(self, keys: list[str]) -> Iterable[Any]:

@@ -21,7 +21,7 @@ as the arrays have; or the caller of `load_parameters` gives them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,12 @@ def _read_file(path: Path) -> Any:
         ) from error
 
 
-def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -> AlphaFold:
+def load_model(
+    path: str | Path,
+    raw: bool = False,
+    preset: str | None = None,
+    add: Callable[[AlphaFold], object] = lambda model: None,
+) -> AlphaFold:
     """Load a model from an evodsp checkpoint or from DeepMind's or OpenFold's parameters; on the CPU, in evaluation mode.
 
     path: evodsp's .ckpt, a folder of `evodsp.save_pretrained`, DeepMind's .npz, OpenFold's .pt or .ckpt, or a DeepSpeed folder
@@ -174,6 +179,8 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
     raw: take the raw weights. By default they are the exponential moving average, if training kept one.
     preset: the model that DeepMind's or OpenFold's parameters belong to; None: read from the file's name, such as
         params_model_1_ptm.npz. evodsp's checkpoints hold their sizes, so they take no preset.
+    add: gives a new model the modules of one's own, whose weights an evodsp checkpoint or folder then holds
+        (docs/own_input.md); called twice.
 
     Raises UserError if the file cannot be read, its weights do not fit the model, or a preset is given for evodsp's checkpoint.
     """
@@ -189,11 +196,13 @@ def load_model(path: str | Path, raw: bool = False, preset: str | None = None) -
         raise UserError(f"{path}: damaged ({problem}); copy it again, or use another checkpoint")
     checkpoint = _own_checkpoint(path, preset)
     config, weights = _config(path, checkpoint), own_weights(path, checkpoint, raw)
-    check_weights(on_meta(config, str(path)), weights, str(path))
+    add(shapes := on_meta(config, str(path)))
+    check_weights(shapes, weights, str(path))
     if is_pretrained(path):
         check_sum(path)
     check_finite(weights, path)
     model = AlphaFold(config)
+    add(model)
     model.trained_features = _features(path, checkpoint)
     load_weights(model, weights, str(path))
     return model.eval()

@@ -16,7 +16,18 @@ PAGES = [
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("index", "quickstart", "training", "weights", "prediction", "data", "planning", "cluster", "dsp")
+        for name in (
+            "index",
+            "quickstart",
+            "training",
+            "own_input",
+            "weights",
+            "prediction",
+            "data",
+            "planning",
+            "cluster",
+            "dsp",
+        )
     ),
     *("docs/security.md", "docs/parallelize.md", "docs/frameworks.md"),
     *(

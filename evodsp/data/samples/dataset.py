@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from functools import partial
@@ -38,6 +38,8 @@ from evodsp.rng import Draws
 
 Record = ChainRecord | ComplexRecord
 """Parsed data that is cached between samples."""
+AddedEntries = Callable[[str, Sample], Sample]
+"""Makes entries of one's own for the sample of a key; it is sent to the processes that make samples."""
 RECIPES: dict[Kind, type[Record]] = {CHAINS: ChainRecord, COMPLEXES: ComplexRecord}
 """How records are made: as in AlphaFold2 of single chains, as in AlphaFold-Multimer of complexes."""
 
@@ -92,6 +94,9 @@ class SampleDataset(Dataset[Sample]):
 
     If `max_templates` is above 0, samples have template features: a random number of random templates in training, otherwise
     the best. `templates` finds them; without it they are all masked. `assumed_resolution`: see `ChainRecord.of`.
+
+    `added(key, sample)` returns entries of one's own, with the axes of features, of which the first has the iterations. The
+    sample's `residue_index` and `seq_mask` say which residues it keeps.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class SampleDataset(Dataset[Sample]):
         choice: ChainChoice | None = None,
         distillation: DistillationSet | None = None,
         assumed_resolution: float | None = None,
+        added: AddedEntries | None = None,
     ) -> None:
         check_config(config)
         if not keys:
@@ -114,7 +120,7 @@ class SampleDataset(Dataset[Sample]):
         if batch_group < 1:
             raise ValueError(f"batch_group must be at least 1, not {batch_group}")
         self.source, self.templates = source, templates if config.max_templates else None
-        self.distillation, self.assumed_resolution = distillation, assumed_resolution
+        self.distillation, self.assumed_resolution, self.added = distillation, assumed_resolution, added
         self.keys, self.config = tuple(keys), config
         self.training, self.batch_group, self.cache_bytes = training, batch_group, cache_bytes
         self._draws = Draws.root(seed).at("data")
@@ -157,7 +163,8 @@ class SampleDataset(Dataset[Sample]):
     def make(self, index: int, key: str) -> Sample:
         """Sample `index`, made of the record `key`. Everything random about it depends on the index alone."""
         draws = self._draws.at("sample", index)
-        return self._record(key).sample(Drawing(self.config, draws, self.cycles_of(index), self.training))
+        sample = self._record(key).sample(Drawing(self.config, draws, self.cycles_of(index), self.training))
+        return sample if self.added is None else sample | self.added(key, sample)
 
     def _load(self, key: str) -> Record:
         """Read and parse the record."""
