@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,6 +21,17 @@ from tests.builders.prediction import read_json, silent
 from tests.ranks import RankPool
 
 from .conftest import OTHER, QUERY, Workplace
+
+
+def without_waits() -> AbstractContextManager[object]:
+    """A client that asks again at once: the stand-in has an answer by then."""
+    return mock.patch("evodsp.search.server._POLL_S", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits() -> Iterator[None]:
+    with without_waits():
+        yield
 
 
 def alignments_of(folder: Path) -> dict[str, list[str]]:
@@ -70,7 +84,8 @@ def test_nothing_is_sent_for_a_run_that_cannot_be(workplace: Workplace) -> None:
 
 def on_a_rank(handle: Any, config: Any) -> str:
     try:
-        predict_records(config, silent, None, Groups(Group(handle), None))
+        with without_waits():
+            predict_records(config, silent, None, Groups(Group(handle), None))
     except UserError as error:
         return str(error)
     return "predicted"
