@@ -148,7 +148,8 @@ def test_a_layer_without_a_key_is_an_error() -> None:
     torch.testing.assert_close(stack(*inputs, NO_DROPOUT.at("evoformer")), stack(*inputs), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("leaf", ["masks", pytest.param("keys", marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("leaf", ["masks", "keys"])
 def test_a_block_is_one_graph_for_all_blocks_and_steps(leaf: str) -> None:
     """Catches a graph break, and keys or names of blocks that are compiled into the graph: each step would compile anew.
 

@@ -33,6 +33,7 @@ def scaled(report: Path, *words: str, launcher: Sequence[str] = (sys.executable,
     return process.returncode, json.loads(report.read_text()), said
 
 
+@pytest.mark.verify
 def test_two_ranks_write_one_report(tmp_path: Path) -> None:
     """Catches workers that do not meet, rows that are lost, and a page that is missing."""
     code, report, said = scaled(tmp_path / "r.json", "--cpu", "2", "--parts", "environment,collectives")

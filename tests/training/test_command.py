@@ -416,6 +416,7 @@ def test_a_broken_alignment_is_one_line_even_from_a_worker(
     assert "Traceback" not in error
 
 
+@pytest.mark.verify
 def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) -> None:
     """Lightning ends an interrupted run with exit code 1 and no hint."""
     output = tmp_path / "run"

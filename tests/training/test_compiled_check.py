@@ -9,7 +9,8 @@ from tests.builders.compiled_check_cases import refusal
 from tests.ranks import in_a_fork
 
 
-@pytest.mark.parametrize("half", [pytest.param(False, marks=pytest.mark.verify), True])
+@pytest.mark.verify
+@pytest.mark.parametrize("half", [False, True])
 def test_a_right_backend_compiles(half: bool) -> None:
     """Catches a false alarm: rounding errors, and gradients that are nothing else."""
     assert in_a_fork(refusal, "right", half) == ""

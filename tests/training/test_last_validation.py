@@ -74,6 +74,7 @@ def test_one_validation_after_the_last_step(
     assert ("scores after step" in out) == bool(expected)
 
 
+@pytest.mark.verify
 def test_a_signal_in_the_last_validation(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a run that was stopped in its last validation and never repeats it, because no step is left, and one that
     promises a further step."""

@@ -128,6 +128,7 @@ def curve(output: Path) -> dict[int, dict[str, str]]:
     }
 
 
+@pytest.mark.verify
 def test_a_signal_to_one_rank_in_a_validation(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
     """Ranks of which one leaves the validation and the other waits for it."""
     options = ("--trainer.val_check_interval=2", "--parallel.sequence=2", sends("TerminateInValidation"))
