@@ -141,7 +141,7 @@ def test_an_interactive_step_says_that_its_tasks_wait() -> None:
         "STEP_NODELIST": "localhost",
     }
     process = begin(
-        [sys.executable, "-c", "from evodsp.launch.process_group import start; start('gloo', meeting_s=9.0)"],
+        [sys.executable, "-c", "from evodsp.launch import process_group as p; p._SAID_S = 0.5; p.start('gloo', meeting_s=2.0)"],
         MASTER_PORT=free_port(), **{f"SLURM_{name}": value for name, value in variables.items()},
     )  # fmt: skip
     _, error = process.communicate(timeout=60)
@@ -160,6 +160,7 @@ def test_sigterm_to_the_launcher_ends_its_ranks() -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.verify
 def test_further_sigterms_do_not_lose_a_checkpoint() -> None:
     """Catches a launcher that a second SIGTERM ends: its ranks then end as well, in the middle of saving, and the batch system
     takes the run for one that failed."""
