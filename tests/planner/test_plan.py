@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import shlex
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from evodsp.planner.mesh import (
     memory,
     possible,
 )
-from evodsp.planner.program import Program, Repeat, SampleSizes
+from evodsp.planner.program import PlannedStep, Program, Repeat, SampleSizes
 from evodsp.planner.report import page
 from evodsp.planner.simulate import Item, Span, Times
 from evodsp.training.command import TrainingCLI
@@ -250,6 +250,33 @@ def _mixed(training: Training, sequence: int, recomputed: Recomputed) -> Program
     return Program([], repeats, int(recomputed.blocks > 0), sum(recomputed), [])
 
 
+_followed: dict[str, Program] = {}
+"""Passes of this file's tests by their step: most of them plan the same one, which takes seconds to follow."""
+
+
+class _Here(Executor):
+    """Works at once, in this process."""
+
+    def submit(self, function: Any, /, *arguments: Any, **_: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that an earlier test followed is taken from it."""
+    follow = mesh.follow
+
+    def once(step: PlannedStep) -> Program:
+        if (key := repr(step)) not in _followed:
+            _followed[key] = follow(step)
+        return _followed[key]
+
+    monkeypatch.setattr(mesh, "follow", once)
+    monkeypatch.setattr(mesh, "ProcessPoolExecutor", lambda *_, **__: _Here())
+
+
 def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a table, a page or a file without the numbers of the other two."""
     output = tmp_path / "plan.html"
@@ -289,7 +316,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_the_command_of_a_plan_runs(
-    config: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: str | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], followed_once: None
 ) -> None:
     """Catches advice that evodsp refuses: graphs with sharded parameters, with compiled blocks or on a CPU, other meshes."""
     output, made = tmp_path / "plan.html", tmp_path / "my run.yaml"
@@ -312,7 +339,7 @@ def test_the_command_of_a_plan_runs(
     assert run.run.cuda_graphs is (numbers["meshes"][0]["cuda_graphs"]) is recorded
 
 
-def test_the_charts_of_a_plan_begin_at_zero(tmp_path: Path) -> None:
+def test_the_charts_of_a_plan_begin_at_zero(tmp_path: Path, followed_once: None) -> None:
     """Catches an axis that begins at the smallest value, so that 10 % more looks like ten times as much."""
     words = ["--preset", "small", "--residues", "32", "--msa", "16", "--extra_msa", "32", "--gpus", "2"]
     output = tmp_path / "plan.html"
@@ -322,7 +349,7 @@ def test_the_charts_of_a_plan_begin_at_zero(tmp_path: Path) -> None:
     assert all(re.search(r'<text[^>]*text-anchor="end"[^>]*>0</text>', chart) for chart in charts)
 
 
-def test_one_mesh_is_a_table_and_its_time_line_has_both_lanes(tmp_path: Path) -> None:
+def test_one_mesh_is_a_table_and_its_time_line_has_both_lanes(tmp_path: Path, followed_once: None) -> None:
     """Catches a chart of a single bar, and a time line that is left out where devices wait for the link."""
     output = tmp_path / "plan.html"
     words = "--gpus 2 --sequence 2 --preset small --residues 32 --msa 16 --extra_msa 32 --global_batch 4"
