@@ -94,10 +94,10 @@ def compared(handle: Any, case: Case) -> None:
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
-        (Case("evoformer"), 2),
         (Case("evoformer", recompute=True), 3),
         (Case("extra", batch=2), 3),
         (Case("templates"), 2),
+        pytest.param(Case("evoformer"), 2, marks=pytest.mark.verify),
         pytest.param(Case("outer_first", overlap=False), 2, marks=pytest.mark.verify),
         pytest.param(Case("extra", recompute=True), 4, marks=pytest.mark.verify),
         pytest.param(Case("templates", batch=3), 3, marks=pytest.mark.verify),
@@ -168,26 +168,26 @@ def _one_rank_fails(handle: Any, fails: bool, required: bool) -> tuple[str, int]
         (
             False,
             True,
-            "a replay of EvoformerStack is not what was launched: result 1 has other bits (rank 2 of the sample)",
+            "a replay of EvoformerStack is not what was launched: result 1 has other bits (rank 1 of the sample)",
         ),
         (
             True,
             False,
             "EvoformerStack cannot be recorded as a CUDA graph: RuntimeError: operation not permitted when stream is "
-            "capturing (rank 2 of the sample)",
+            "capturing (rank 1 of the sample)",
         ),
         (
             True,
             True,
             "EvoformerStack cannot be recorded as a CUDA graph: RuntimeError: operation not permitted when stream is "
-            "capturing (rank 2 of the sample); switch CUDA graphs off (cuda_graphs)",
+            "capturing (rank 1 of the sample); switch CUDA graphs off (cuda_graphs)",
         ),
     ],
 )
 def test_what_is_wrong_on_one_rank_is_known_to_all(pool: RankPool, fails: bool, required: bool, said: str) -> None:
     """Catches wrong numbers of a replay, ranks of which some replay and others launch, and a failure of one rank on which the
     others wait."""
-    assert pool.run(3, _one_rank_fails, fails, required) == [(said, 0)] * 3
+    assert pool.run(2, _one_rank_fails, fails, required) == [(said, 0)] * 2
 
 
 def _refused(handle: Any) -> str:
