@@ -150,6 +150,14 @@ class EmbedderConfig:
     """Lower edge of the last bin of the recycled distogram, in Å."""
 
 
+MSA_STACK = ("row_attention", "column_attention", "msa_transition")
+PAIR_STACK = ("triangle_outgoing", "triangle_incoming", "attention_starting", "attention_ending", "pair_transition")
+ALPHAFOLD2 = (*MSA_STACK, "outer_product_mean", *PAIR_STACK)
+"""The sub-layers of a block in AlphaFold2's order (algorithm 6)."""
+MULTIMER = ("outer_product_mean", *MSA_STACK, *PAIR_STACK)
+"""The same in AlphaFold-Multimer's order."""
+
+
 @dataclass(frozen=True)
 class EvoformerConfig:
     """A stack of Evoformer blocks (algorithm 6). The extra-MSA stack (algorithm 18) has the same fields."""

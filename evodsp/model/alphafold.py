@@ -18,7 +18,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from evodsp.config import ArrangementName, EmbedderConfig, FeatureConfig, ModelConfig, TemplateConfig
+from evodsp.config import (
+    ALPHAFOLD2,
+    MULTIMER,
+    ArrangementName,
+    EmbedderConfig,
+    FeatureConfig,
+    ModelConfig,
+    TemplateConfig,
+)
 from evodsp.errors import UserError
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.geometry.residues import CA, LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X
@@ -33,7 +41,6 @@ from evodsp.model.multimer import (
     ChainTemplateEmbedder,
     ChainTemplates,
     ChainTorsionEmbedder,
-    OuterProductFirstStack,
 )
 from evodsp.model.precision import activation_dtype
 from evodsp.model.primitives import Budgeted, Linear, widest
@@ -68,7 +75,8 @@ class Arrangement:
     """Makes the record of the templates, which the next two read, from the features."""
     template_embedder: Callable[[int, TemplateConfig], TemplateEmbedder | ChainTemplateEmbedder]
     template_torsion_embedder: Callable[[int], TemplateTorsionEmbedder]
-    stack: Callable[..., EvoformerStack | OuterProductFirstStack]
+    order: tuple[str, ...]
+    """The sub-layers of a block."""
     masked_letters: int
     """Letters of which the masked-MSA head predicts one."""
     passes_after_settling: int
@@ -84,7 +92,7 @@ ARRANGEMENTS: dict[ArrangementName, Arrangement] = {
         templates=Templates.from_features,
         template_embedder=TemplateEmbedder,
         template_torsion_embedder=TemplateTorsionEmbedder,
-        stack=EvoformerStack,
+        order=ALPHAFOLD2,
         masked_letters=LETTERS_WITH_MASK,
         passes_after_settling=0,
     ),
@@ -96,7 +104,7 @@ ARRANGEMENTS: dict[ArrangementName, Arrangement] = {
         templates=ChainTemplates.from_features,
         template_embedder=ChainTemplateEmbedder,
         template_torsion_embedder=ChainTorsionEmbedder,
-        stack=OuterProductFirstStack,
+        order=MULTIMER,
         masked_letters=LETTERS_WITH_GAP,
         passes_after_settling=1,
     ),
@@ -185,8 +193,8 @@ class AlphaFold(Recordable, Budgeted):
         self.template_embedder = parts.template_embedder(channels.pair, templates) if templates.enabled else None
         torsions = templates.enabled and templates.torsions
         self.template_torsion_embedder = parts.template_torsion_embedder(channels.msa) if torsions else None
-        self.extra_msa_stack = parts.stack(channels.extra_msa, channels.pair, config.extra_msa, extra=True)
-        self.evoformer = parts.stack(channels.msa, channels.pair, config.evoformer)
+        self.extra_msa_stack = EvoformerStack(channels.extra_msa, channels.pair, config.extra_msa, True, parts.order)
+        self.evoformer = EvoformerStack(channels.msa, channels.pair, config.evoformer, False, parts.order)
         self.single = Linear(channels.msa, channels.single)
         self.structure_module = StructureModule(channels.single, channels.pair, config.structure_module)
         self.heads = nn.ModuleDict(make_heads(channels, config.heads, parts.masked_letters))

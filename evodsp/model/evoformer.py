@@ -26,16 +26,16 @@ Some parts of a stack are recomputed in the backward pass, and its calls may be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from evodsp.config import EvoformerConfig, TemplateConfig
+from evodsp.config import ALPHAFOLD2, PAIR_STACK, EvoformerConfig, TemplateConfig
 from evodsp.model.dropout import (
     NO_DROPOUT,
     NO_MASKS,
@@ -50,10 +50,20 @@ from evodsp.model.dropout import (
 from evodsp.model.graphs import Recorded
 from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import Budgeted, PairBias, Transition
+from evodsp.model.primitives import Budgeted, SubLayer, Transition
 from evodsp.model.recomputation import Recomputation, Recomputed, Setting
+from evodsp.model.schedule import (
+    Representation,
+    Step,
+    axis_after,
+    interleaved,
+    last_axis,
+    next_axis,
+    representation,
+    without_msa,
+)
 from evodsp.model.sharded import Sharded
-from evodsp.parallel.collectives import Axis
+from evodsp.parallel.collectives import DIMENSION, Axis
 from evodsp.parallel.exchange import Pending, Ready
 from evodsp.rng import Draws
 
@@ -144,140 +154,232 @@ MSAMask = Float[Tensor, "B S R"]
 PairMask = Float[Tensor, "B R R"]
 
 
-class MSALayers(Budgeted):
-    """The MSA sub-layers of a block and its outer product mean.
+def msa_layers(c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> dict[str, SubLayer]:
+    """The sub-layers of a block that take the MSA (algorithm 6, lines 2 to 5), by name.
 
     With `extra`, they are those of a block of the extra-MSA stack: column attention is global (algorithm 19), and m stays on S,
     because global attention needs only sums over sequences from the other ranks.
     """
-
-    def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
-        super().__init__()
-        self.extra = extra
-        heads, width = config.msa_heads, config.msa_head_width
-        self.row_attention = MSARowAttention(c_m, c_z, heads, width)
-        self.row_dropout = Dropout(c_m, config.msa_dropout, "row_attention", shared_axis="seq")
-        self.column_attention = (MSAColumnGlobalAttention if extra else MSAColumnAttention)(c_m, heads, width)
-        self.transition = Transition(c_m, config.transition_factor)
-        self.outer_product_mean = OuterProductMean(c_m, c_z, config.outer_product_channels)
-
-    @property
-    def dropouts(self) -> tuple[Dropout, ...]:
-        return (self.row_dropout,)
-
-    @property
-    def column_axis(self) -> Axis:
-        """Axis along which m is sharded from column attention on."""
-        return self.plan.extra_msa_axis if self.extra else "res"
-
-    def rows(self, msa: Sharded, bias: PairBias, masks: Masks) -> Sharded:
-        """Row attention (line 2). Takes m on S and returns it on its way to `column_axis`."""
-        msa = msa.taken()
-        msa += self.row_dropout(self.row_attention(msa, bias), masks)
-        return msa.switch(self.column_axis)
-
-    def columns(self, msa: Sharded) -> Sharded:
-        """Column attention and the transition (lines 3 and 4). m is on `column_axis`."""
-        msa = msa.taken()
-        msa += self.column_attention(msa)
-        msa += self.transition(msa)
-        return msa
+    heads, width = config.msa_heads, config.msa_head_width
+    return {
+        "row_attention": MSARowAttention(c_m, c_z, heads, width),
+        "column_attention": (MSAColumnGlobalAttention if extra else MSAColumnAttention)(c_m, heads, width),
+        "msa_transition": Transition(c_m, config.transition_factor, takes=("seq", "res")),
+        "outer_product_mean": OuterProductMean(c_m, c_z, config.outer_product_channels),
+    }
 
 
-class MSAStack(MSALayers):
-    """MSA stack and outer product mean of a block (algorithm 6, lines 2 to 5)."""
+def pair_layers(
+    c_z: int,
+    config: EvoformerConfig | TemplateConfig,
+    transition: Callable[[int, int], SubLayer] = Transition,
+    order: Sequence[str] = PAIR_STACK,
+) -> dict[str, SubLayer]:
+    """The sub-layers of a pair stack (algorithm 6, lines 6 to 10) by name, in the given order. `transition`: makes the last
+    one from its channels and its widening factor.
+    """
+    channels, heads, width = config.triangle_channels, config.pair_heads, config.pair_head_width
+    make: dict[str, Callable[[], SubLayer]] = {
+        "triangle_outgoing": lambda: TriangleMultiplication(c_z, channels, "outgoing"),
+        "triangle_incoming": lambda: TriangleMultiplication(c_z, channels, "incoming"),
+        "attention_starting": lambda: TriangleAttention(c_z, heads, width, "starting"),
+        "attention_ending": lambda: TriangleAttention(c_z, heads, width, "ending"),
+        "pair_transition": lambda: transition(c_z, config.transition_factor),
+    }
+    return {name: make[name]() for name in order}
+
+
+class Course(Budgeted):
+    """A module that runs sub-layers, its own or those of its children."""
+
+    steps: Sequence[Step] = ()
+    """What is run, in order."""
+
+    def both(
+        self, m: Tensor, axis: Axis, z: Tensor, msa_mask: MSAMask, pair_mask: PairMask
+    ) -> dict[Representation, Sharded]:
+        """m, sharded along an axis, and z, along J, as `run` takes them."""
+        return {"msa": self.sharded(m, axis, msa_mask), "pair": self.sharded(z, "j", pair_mask)}
+
+    def run(self, held: dict[Representation, Sharded], leave: Mapping[Representation, Axis], masks: Masks) -> None:
+        """Runs the sub-layers on the representations in `held`, and leaves them there along the axes `leave`.
+
+        As soon as nothing needs a representation where it is, it is sent to where it is needed next.
+        """
+        biases: dict[str, Any] = {}
+        for which in tuple(held):
+            _send(held, which, self.steps, leave)
+        for number, step in enumerate(self.steps, start=1):
+            rest = self.steps[number:]
+            if step.of_bias:
+                (which,) = step.needs
+                biases[step.name] = step.layer.bias(held[which])
+            else:
+                _run(step, held, biases, {which: next_axis(rest, which, leave[which]) for which in step.needs}, masks)
+            for which in step.needs:
+                _send(held, which, rest, leave)
+
+
+def _send(
+    held: dict[Representation, Sharded],
+    which: Representation,
+    steps: Sequence[Step],
+    leave: Mapping[Representation, Axis],
+) -> None:
+    """Launches the switch of a representation to the axis on which the first of `steps` takes it, if it is not there."""
+    x = held.pop(which)
+    held[which] = x.switch(axis_after(x.axis, steps, which, leave[which]))
+
+
+def _run(
+    step: Step,
+    held: dict[Representation, Sharded],
+    biases: dict[str, Any],
+    towards: Mapping[Representation, Axis],
+    masks: Masks,
+) -> None:
+    """One sub-layer. It is a function so that what only this one needed is freed before the next one. `towards`: the axes on
+    which representations must be next.
+    """
+    layer, taken, changed = step.layer, representation(step.layer.takes), step.changes
+    x = held.pop(taken)
+    given: tuple[Any, ...] = (biases.pop(step.name),) if layer.reads else ()
+    result = x
+    if taken != changed:
+        held[taken], result = x, held.pop(changed)
+    elif layer.leaves:  # it travels while the update is computed
+        result = x.switch(towards[taken] if towards[taken] in layer.leaves else layer.leaves[0])
+        given = (*given, result)
+    update = layer(x, *given)
+    del x, given
+    result += update if step.dropout is None else step.dropout(update, masks)
+    held[changed] = result
+
+
+class SubLayers(Course):
+    """Some sub-layers of a block, under the names of their parameters, and their dropout."""
 
     gathers_parameters = True
 
+    def __init__(self, layers: Mapping[str, SubLayer], sizes: Mapping[Representation, tuple[int, float]]) -> None:
+        """`sizes`: channels and dropout rate of each representation."""
+        super().__init__()
+        self.dropout = nn.ModuleDict()
+        steps: list[Step] = []
+        for name, layer in layers.items():
+            setattr(self, name.removeprefix("msa_").removeprefix("pair_"), layer)
+            step = Step(name, layer)
+            if layer.shared_axis is not None:
+                self.dropout[name] = Dropout(*sizes[step.changes], name, layer.shared_axis)
+                step = step._replace(dropout=self.dropout[name])
+            steps += [step._replace(of_bias=True), step] if layer.reads else [step]
+        self.steps = steps
+
+    @property
+    def dropouts(self) -> tuple[Dropout, ...]:
+        return tuple(cast(Dropout, dropout) for dropout in self.dropout.values())
+
+
+class MSAStack(SubLayers):
+    """The sub-layers of a block that take the MSA (algorithm 6, lines 2 to 5)."""
+
+    @property
+    def leaves(self) -> Axis:
+        """Axis along which m is sharded after them."""
+        return last_axis(self.steps, "msa", "seq")
+
+    @property
+    def enters(self) -> Axis:
+        """Axis along which m is sharded before them."""
+        return next_axis(self.steps, "msa", self.leaves)
+
     def forward(
         self,
-        m: Float[Tensor, "B s R c_m"],
+        m: Float[Tensor, "B _ _ c_m"],
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
         masks: Masks = NO_MASKS,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """Takes m on S and z on J; returns m on `column_axis` and z on J. `masks`: dropout masks of this block."""
-        msa, pair = self.sharded(m, "seq", msa_mask), self.sharded(z, "j", pair_mask)
-        msa = self.columns(self.rows(msa, self.row_attention.bias(pair), masks))
-        pair += self.outer_product_mean(msa)
-        return msa.x, pair.x
+        """Takes m on `enters` and z on J; returns m on `leaves` and z on J. `masks`: dropout masks of this block."""
+        held = self.both(m, self.enters, z, msa_mask, pair_mask)
+        self.run(held, {"msa": self.leaves, "pair": "j"}, masks)
+        return held["msa"].x, held["pair"].x
 
 
-class PairStack(Budgeted):
-    """Pair stack of a block (algorithm 6, lines 6 to 10).
-
-    `transition`: makes the last sub-layer, a module that returns the `Update` of a `Sharded` representation, from its channels
-    and its widening factor.
-    """
-
-    gathers_parameters = True
+class PairStack(SubLayers):
+    """The pair stack of a block (algorithm 6, lines 6 to 10), or a block of pairs alone."""
 
     def __init__(
         self,
         c_z: int,
         config: EvoformerConfig | TemplateConfig,
-        transition: Callable[[int, int], nn.Module] = Transition,
+        layers: Mapping[str, SubLayer] | None = None,
+        ends: tuple[Axis, Axis] = ("j", "j"),
     ) -> None:
-        super().__init__()
-        channels, heads, width = config.triangle_channels, config.pair_heads, config.pair_head_width
-        rate = config.pair_dropout
-        self.triangle_outgoing = TriangleMultiplication(c_z, channels, "outgoing")
-        self.outgoing_dropout = Dropout(c_z, rate, "triangle_outgoing", shared_axis="i")
-        self.triangle_incoming = TriangleMultiplication(c_z, channels, "incoming")
-        self.incoming_dropout = Dropout(c_z, rate, "triangle_incoming", shared_axis="i")
-        self.attention_starting = TriangleAttention(c_z, heads, width, "starting")
-        self.starting_dropout = Dropout(c_z, rate, "attention_starting", shared_axis="i")
-        self.attention_ending = TriangleAttention(c_z, heads, width, "ending")
-        self.ending_dropout = Dropout(c_z, rate, "attention_ending", shared_axis="j")
-        self.transition = transition(c_z, config.transition_factor)
-
-    @property
-    def dropouts(self) -> tuple[Dropout, ...]:
-        return self.outgoing_dropout, self.incoming_dropout, self.starting_dropout, self.ending_dropout
+        """`layers`: in their order; None: `pair_layers`. `ends`: axes along which z is sharded before and after them."""
+        layers = pair_layers(c_z, config) if layers is None else layers
+        super().__init__(layers, {"pair": (c_z, config.pair_dropout)})
+        self.ends = ends
 
     @property
     def parts(self) -> tuple[Budgeted, ...]:
         return (self,)
 
     def forward(
-        self, z: Float[Tensor, "B I j c_z"], pair_mask: PairMask, masks: Masks = NO_MASKS
-    ) -> Float[Tensor, "B I j c_z"]:
-        """Takes and returns z on J. `masks`: dropout masks of this block."""
-        rows = self.multiplications(self.sharded(z, "j", pair_mask), masks)
-        return self.attentions(rows, masks).x
-
-    def multiplications(self, pair: Sharded, masks: Masks) -> Sharded:
-        """Both triangle multiplications. Takes z on J and returns it on its way to I."""
-        pair = pair.taken().switch(self.plan.outgoing_axis)
-        pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
-        return self._incoming(pair.switch("j"), masks).switch("i")
-
-    def attentions(self, pair: Sharded, masks: Masks) -> Sharded:
-        """Both triangle attentions and the transition. Takes z on I and returns it on J."""
-        pair = pair.taken()
-        pair += self.starting_dropout(self.attention_starting(pair), masks)
-        pair = pair.switch("j")
-        pair += self.ending_dropout(self.attention_ending(pair), masks)
-        pair += self.transition(pair)
-        return pair
-
-    def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
-        """The incoming triangle multiplication, while z is sent to I. It is a method so that z on J is freed before
-        attention.
-        """
-        rows = pair.switch(self.plan.incoming_result_axis)  # travels while the product is computed
-        rows += self.incoming_dropout(self.triangle_incoming(pair, rows), masks)
-        return rows
+        self, z: Float[Tensor, "B _ _ c_z"], pair_mask: PairMask, masks: Masks = NO_MASKS
+    ) -> Float[Tensor, "B _ _ c_z"]:
+        """Takes and returns z along `ends`. `masks`: dropout masks of this block."""
+        first, last = self.ends
+        held: dict[Representation, Sharded] = {"pair": self.sharded(z, first, pair_mask)}
+        self.run(held, {"pair": last}, masks)
+        return held["pair"].x
 
 
-class EvoformerBlock(nn.Module):
+class EvoformerBlock(Course):
     """One block of the Evoformer (algorithm 6) or, with `extra`, of the extra-MSA stack (algorithm 18)."""
 
-    def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
+    def __init__(
+        self,
+        c_m: int,
+        c_z: int,
+        config: EvoformerConfig,
+        extra: bool = False,
+        order: Sequence[str] = ALPHAFOLD2,
+        updates_msa: bool = True,
+    ) -> None:
+        """`order`: the names of the sub-layers. `updates_msa`: False if nobody reads the m that the block leaves. Sub-layers on
+        which only this m depends are then not run, but exist, because the published files hold them.
+        """
         super().__init__()
-        self.msa_stack = MSAStack(c_m, c_z, config, extra)
-        self.pair_stack = PairStack(c_z, config)
+        layers = {**msa_layers(c_m, c_z, config, extra), **pair_layers(c_z, config)}
+        of_msa = {name: layer for name, layer in layers.items() if representation(layer.takes) == "msa"}
+        self.msa_stack = MSAStack(
+            {name: layer for name, layer in of_msa.items() if name in order},
+            {"msa": (c_m, config.msa_dropout), "pair": (c_z, config.pair_dropout)},
+        )
+        self.pair_stack = PairStack(c_z, config, {name: layers[name] for name in order if name not in of_msa})
+        steps = [*self.msa_stack.steps, *self.pair_stack.steps]
+        steps = [step for name in order for step in steps if step.name == name]
+        self.msa_stack.steps = [step for step in steps if step.name in of_msa]
+        # A pair stack that comes last and needs no m is a part of its own, during which m is on its way to the next block.
+        of_msa_first = steps == [*self.msa_stack.steps, *self.pair_stack.steps]
+        self.in_parts = of_msa_first and any(step.changes == "pair" for step in self.msa_stack.steps[-1:])
+        self.gathers_parameters = not self.in_parts
+        self.msa_stack.gathers_parameters = self.pair_stack.gathers_parameters = self.in_parts
+        if not updates_msa:
+            steps = without_msa(steps)
+        self.steps = interleaved(steps, {"msa": self.leaves, "pair": "j"})
+
+    @property
+    def leaves(self) -> Axis:
+        """Axis along which m is sharded after the block."""
+        return self.msa_stack.leaves
+
+    @property
+    def enters(self) -> Axis:
+        """Axis along which m is sharded before the block."""
+        return self.msa_stack.enters if self.in_parts else self.leaves
 
     @property
     def dropouts(self) -> tuple[Dropout, ...]:
@@ -285,40 +387,56 @@ class EvoformerBlock(nn.Module):
 
     @property
     def parts(self) -> tuple[Budgeted, ...]:
-        return self.msa_stack, self.pair_stack
+        return (self.msa_stack, self.pair_stack) if self.in_parts else (self,)
 
     def forward(
         self,
-        m: Float[Tensor, "B s R c_m"],
+        m: Float[Tensor, "B _ _ c_m"],
         z: Float[Tensor, "B I j c_z"],
         msa_mask: MSAMask,
         pair_mask: PairMask,
         masks: Masks = NO_MASKS,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """Takes m on S and z on J; returns m on R (with `extra` on S) and z on J. `masks`: dropout masks of this block."""
-        m, z = self.msa_stack(m, z, msa_mask, pair_mask, masks)
-        return m, self.pair_stack(z, pair_mask, masks)
+        """Takes m on `enters` and z on J; returns m on `leaves` and z on J. `masks`: dropout masks of this block."""
+        if self.in_parts:
+            m, z = self.msa_stack(m, z, msa_mask, pair_mask, masks)
+            return m, self.pair_stack(z, pair_mask, masks)
+        held = self.both(m, self.enters, z, msa_mask, pair_mask)
+        self.run(held, {"msa": self.leaves, "pair": "j"}, masks)
+        return held["msa"].x, held["pair"].x
 
 
 class EvoformerStack(Stack):
     """A sequence of blocks. `config.checkpoint` and `config.checkpoint_projections` say what the backward pass recomputes.
 
-    A recomputed segment is the pair stack of one block and the MSA stack of the next. Between the MSA stack and the pair
-    stack of one block, outside of any segment, m is sent back to S. The all-to-all is awaited after the pair stack, which
-    therefore hides it.
+    A recomputed segment is the pair stack of one block and the MSA stack of the next; or a block, if its pair stack is no part
+    of its own. Between two segments, outside of any, m is sent to the axis on which the next block takes it. This all-to-all is
+    awaited after the pair stack, which therefore hides it.
     """
 
     sharded_inputs = (0, 1)
 
-    def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
-        blocks = [EvoformerBlock(c_m, c_z, config, extra) for _ in range(config.blocks)]
+    def __init__(
+        self,
+        c_m: int,
+        c_z: int,
+        config: EvoformerConfig,
+        extra: bool = False,
+        order: Sequence[str] = ALPHAFOLD2,
+    ) -> None:
+        """`order`: the names of the sub-layers of a block."""
+        # Nobody reads the m of the extra-MSA stack.
+        updating = [not extra or number < config.blocks - 1 for number in range(config.blocks)]
+        blocks = [EvoformerBlock(c_m, c_z, config, extra, order, updates_msa) for updates_msa in updating]
         super().__init__(blocks, config.checkpoint, config.checkpoint_projections)
         self.extra = extra
 
     @property
     def result_axis(self) -> Axis:
         """Axis along which m is sharded in the result."""
-        return self.plan.extra_msa_axis if self.extra else "res"
+        if not self.extra:
+            return "res"
+        return self.blocks[-1].leaves if self.blocks else "seq"
 
     def forward(
         self,
@@ -328,21 +446,21 @@ class EvoformerStack(Stack):
         pair_mask: PairMask,
         keys: DropoutKeys = NO_DROPOUT,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """Takes m on S and z on J; returns m on R (in the extra-MSA stack on S) and z on J. `keys`: keys of
-        `dropout_streams`.
-        """
+        """Takes m on S and z on J; returns m on `result_axis` and z on J. `keys`: keys of `dropout_streams`."""
         masks = draw_blocks(self.blocks, keys, residues=msa_mask.shape[2], kernels=self.kernels)
         contexts = self.exchange.keeping if self.plan.keep_gathered else noop_context_fn
-        arriving: Pending = Ready(m)
-        for number in range(len(self.blocks) + 1):
+        axis: Axis = "seq"
+        for number, block in enumerate([*self.blocks, None]):
+            to = self.result_axis if block is None else block.enters
+            arriving: Pending = Ready(m)
+            if axis != to:
+                arriving = self.exchange.start_switch(m, axis, to, whole=msa_mask.shape[DIMENSION[axis]])
+            if block is None and not (self.blocks and self.blocks[-1].in_parts):
+                return arriving.wait(), z
             recompute = self.recomputation.covers(number) and torch.is_grad_enabled()
             arguments = (number, arriving, z, msa_mask, pair_mask, masks, recompute)
             m, z = self.run(number, recompute, self._segment, *arguments, contexts=contexts)
-            arriving = Ready(m)
-            if number + 1 < len(self.blocks) and (axis := self.blocks[number].msa_stack.column_axis) != "seq":
-                arriving = self.exchange.start_switch(m, axis, "seq", whole=msa_mask.shape[2])
-        if not self.blocks and not self.extra:  # the last one would have left m on R
-            m = self.exchange.switch(m, "seq", "res", whole=msa_mask.shape[1])
+            axis = to if block is None else block.leaves
         return m, z
 
     def _segment(
@@ -355,10 +473,10 @@ class EvoformerStack(Stack):
         masks: Sequence[Masks],
         recompute: bool,
     ) -> tuple[Float[Tensor, "B _ _ c_m"], Float[Tensor, "B I j c_z"]]:
-        """The pair stack of the block before `number`, then the MSA stack of block `number`."""
-        if number > 0:
-            z = self.blocks[number - 1].pair_stack(z, pair_mask, masks[number - 1])
+        """The pair stack of the block before `number`, then the MSA stack of block `number`, or all of it."""
+        if number > 0 and (before := self.blocks[number - 1]).in_parts:
+            z = before.pair_stack(z, pair_mask, masks[number - 1])
         m = arriving.wait(keep=recompute)
         if number < len(self.blocks):
-            m, z = self.blocks[number].msa_stack(m, z, msa_mask, pair_mask, masks[number])
+            m, z = self.blocks[number].parts[0](m, z, msa_mask, pair_mask, masks[number])
         return m, z

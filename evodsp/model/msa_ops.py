@@ -19,18 +19,20 @@ from evodsp.model.primitives import (
     LayerNorm,
     Linear,
     PairBias,
-    ShardedModule,
+    SubLayer,
     project,
     project_rows,
     working_width,
 )
 from evodsp.model.sharded import Sharded, Update
-from evodsp.parallel.collectives import shard_sizes
+from evodsp.parallel.collectives import Axis, shard_sizes
 from evodsp.parallel.exchange import Exchange, LocalExchange, Pending
 
 
-class MSARowAttention(ShardedModule):
+class MSARowAttention(SubLayer):
     """MSA row-wise gated self-attention with pair bias (algorithm 7). m is on S, z on J."""
+
+    takes, reads, shared_axis = ("seq",), ("j",), "seq"
 
     def __init__(self, c_m: int, c_z: int, heads: int, head_width: int) -> None:
         super().__init__()
@@ -53,8 +55,10 @@ class MSARowAttention(ShardedModule):
         return project(self.kernels, z, self.pair_norm, self.pair_bias.layer, planes=1)[0]
 
 
-class MSAColumnAttention(ShardedModule):
+class MSAColumnAttention(SubLayer):
     """MSA column-wise gated self-attention (algorithm 8). m is on R, where each rank has whole columns."""
+
+    takes = ("res",)
 
     def __init__(self, c_m: int, heads: int, head_width: int) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class MSAColumnAttention(ShardedModule):
         return self.attention.update(msa, self.norm, layer, project_rows(self.kernels, msa, self.norm, layer))
 
 
-class MSAColumnGlobalAttention(ShardedModule):
+class MSAColumnGlobalAttention(SubLayer):
     """MSA column-wise gated attention with one global query per column (algorithm 19).
 
     With m on S, ranks exchange only sums over their sequences: first the sum for the mean query, then the numerator and
@@ -83,6 +87,10 @@ class MSAColumnGlobalAttention(ShardedModule):
         self.gate = Linear(c_m, width, init="gate")
         self.output = Linear(width, c_m, init="final")
         self.working_width = working_width(self)
+
+    @property
+    def takes(self) -> tuple[Axis, ...]:
+        return (self.plan.extra_msa_axis,)
 
     def forward(self, msa: Sharded) -> Update:
         """The update of m, which is on S or on R."""
@@ -114,13 +122,15 @@ class MSAColumnGlobalAttention(ShardedModule):
         return self.kernels.gated_linear(average, gate, self.output.weight, self.output.bias)
 
 
-class OuterProductMean(ShardedModule):
+class OuterProductMean(SubLayer):
     """Outer product mean (algorithm 10): the update of z on J.
 
     With m on R, the 32-channel operand of rows I is gathered. With m on S there are two ways (`CommunicationPlan`): gather that
     operand and switch the other one to R, or reduce partial sums over each rank's sequences, which moves fewer bytes where
     there are many sequences.
     """
+
+    takes, leaves = ("seq", "res"), ("j",)
 
     def __init__(self, c_m: int, c_z: int, channels: int) -> None:
         super().__init__()

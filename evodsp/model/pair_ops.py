@@ -20,7 +20,7 @@ from evodsp.model.primitives import (
     LayerNorm,
     Linear,
     PairBias,
-    ShardedModule,
+    SubLayer,
     project_rows_and_whole,
     working_width,
 )
@@ -29,7 +29,7 @@ from evodsp.parallel.collectives import Axis
 from evodsp.parallel.exchange import Pending, Ready
 
 
-class TriangleMultiplication(ShardedModule):
+class TriangleMultiplication(SubLayer):
     """Triangular multiplicative update with outgoing or incoming edges (algorithms 11 and 12).
 
     Two operands are computed from each row of z, their product sums over a third residue, separately in each channel, and the
@@ -39,6 +39,8 @@ class TriangleMultiplication(ShardedModule):
     representation. By gathering (z on I for outgoing edges, on J for incoming ones), one operand is gathered whole. Operands
     that other ranks sent are kept for the backward pass, because forming them again would need the communication again.
     """
+
+    shared_axis = "i"
 
     def __init__(self, c_z: int, channels: int, edges: Literal["outgoing", "incoming"]) -> None:
         super().__init__()
@@ -50,6 +52,15 @@ class TriangleMultiplication(ShardedModule):
         self.output = Linear(channels, c_z, init="final")
         self.output_gate = Linear(c_z, c_z, init="gate")
         self.working_width = working_width(self)
+
+    @property
+    def takes(self) -> tuple[Axis, ...]:
+        return (self.plan.outgoing_axis if self.edges == "outgoing" else "j",)
+
+    @property
+    def leaves(self) -> tuple[Axis, ...]:  # type: ignore[override]
+        """By channel, the product of incoming edges returns where it is needed."""
+        return ("i", "j") if self.edges == "incoming" and self.plan.triangle_incoming == "channel" else self.takes
 
     def forward(self, pair: Sharded, result: Sharded | None = None) -> Update:
         """The update of z. `result`: z on its way to the axis along which the update is needed, if that axis differs from
@@ -150,7 +161,7 @@ def _channels_last(x: Float[Tensor, "B c _ _"]) -> Float[Tensor, "B _ _ c"]:
     return x.permute(0, 2, 3, 1)
 
 
-class TriangleAttention(ShardedModule):
+class TriangleAttention(SubLayer):
     """Triangular gated self-attention around the starting or ending node (algorithms 13 and 14).
 
     Around the starting node, z is on I, and each row i attends within itself. Around the ending node, z is on J, and each
@@ -164,6 +175,11 @@ class TriangleAttention(ShardedModule):
         self.pair_bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_z, heads, head_width, along=2 if node == "starting" else 1)
         self.working_width = working_width(self)
+        self.shared_axis: Axis = "i" if node == "starting" else "j"
+
+    @property
+    def takes(self) -> tuple[Axis, ...]:
+        return (self.shared_axis,)
 
     def forward(self, pair: Sharded) -> Update:
         width, dim, layer = self.working_width, self.attention.rows, self.attention.projection

@@ -59,6 +59,27 @@ def use_exchange(model: nn.Module, exchange: Exchange, plan: CommunicationPlan |
             module.exchange, module.plan = exchange, plan or CommunicationPlan()
 
 
+class SubLayer(ShardedModule):
+    """A sub-layer of a block: `forward` takes a `Sharded` representation and returns the `Update` of one.
+
+    The axes tell the representations: `seq` and `res` are those of the MSA, `i` and `j` those of the pair. A block sends a
+    representation where the next sub-layer takes it. Where a sub-layer takes either axis, the representation stays.
+    """
+
+    leaves: tuple[Axis, ...] = ()
+    """Axes along which the update may be sharded, if they are not those that it takes. If they are of the same representation,
+    `forward` gets as second argument the representation on its way to one of them."""
+    reads: tuple[Axis, ...] = ()
+    """Axes of the other representation from which `bias` projects, before `forward`, its second argument."""
+    shared_axis: Axis | None = None
+    """Axis along which dropout of the update has one mask; None: there is no dropout."""
+
+    @property
+    def takes(self) -> tuple[Axis, ...]:
+        """Axes along which the input may be sharded: one, or both of a representation."""
+        raise NotImplementedError
+
+
 class Budgeted(ShardedModule):
     """A module that keeps to a memory budget in passes without gradients."""
 
@@ -309,11 +330,14 @@ class GatedAttention(Computed):
         return self.kernels.linear(o.flatten(-2), self.output.weight, self.output.bias)
 
 
-class Transition(Computed):
+class Transition(SubLayer):
     """Two-layer perceptron (algorithms 9 and 15)."""
 
-    def __init__(self, channels: int, factor: int) -> None:
+    takes: tuple[Axis, ...] = ("i", "j")
+
+    def __init__(self, channels: int, factor: int, takes: tuple[Axis, ...] = ("i", "j")) -> None:
         super().__init__()
+        self.takes = takes
         self.norm = LayerNorm(channels)
         self.widen = Linear(channels, factor * channels, init="relu")
         self.narrow = Linear(factor * channels, channels, init="final")

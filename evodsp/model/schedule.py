@@ -1,14 +1,97 @@
-"""The communication plan: choices between ways of communicating that compute the same.
+"""The communication plan: choices between ways of communicating that compute the same; and the order of a block's steps.
 
-The blocks themselves (`evodsp.model.evoformer`, `evodsp.model.templates`) say along which axis each sub-layer works.
+A sub-layer (`evodsp.model.primitives.SubLayer`) says along which axes it takes and leaves its representation. Where and when a
+block sends a representation from one axis to another follows from that.
 `evodsp.planner.traffic` runs a block on shapes alone and lists what it communicates.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from evodsp.parallel.collectives import Axis
+
+Representation = Literal["msa", "pair"]
+
+
+def representation(axes: Sequence[Axis]) -> Representation:
+    """The representation to which axes belong."""
+    return "msa" if axes[0] in ("seq", "res") else "pair"
+
+
+class Step(NamedTuple):
+    """A sub-layer of a block; or the bias that it projects from the other representation."""
+
+    name: str
+    layer: Any
+    """A `SubLayer`."""
+    dropout: Any = None
+    """Its `Dropout`; None: it has none."""
+    of_bias: bool = False
+
+    @property
+    def changes(self) -> Representation:
+        """The representation whose update the sub-layer computes."""
+        return representation(self.layer.leaves or self.layer.takes)
+
+    @property
+    def needs(self) -> dict[Representation, tuple[Axis, ...]]:
+        """The representations that the step reads or changes, and the axes along which each may be sharded."""
+        layer = self.layer
+        if self.of_bias:
+            return {representation(layer.reads): layer.reads}
+        return {self.changes: layer.leaves, representation(layer.takes): layer.takes}
+
+
+def next_axis(steps: Sequence[Step], which: Representation, otherwise: Axis) -> Axis:
+    """The axis along which a representation must be first: that of the first step that takes one axis only, or `otherwise`."""
+    needed = (step.needs.get(which, ()) for step in steps)
+    return next((axes[0] for axes in needed if len(axes) == 1), otherwise)
+
+
+def axis_after(now: Axis, steps: Sequence[Step], which: Representation, otherwise: Axis) -> Axis:
+    """The axis to which a representation that is on `now` is sent before `steps`: it stays if the first that needs it takes it
+    there. `otherwise`: if none needs it.
+    """
+    axes = next((step.needs[which] for step in steps if which in step.needs), (otherwise,))
+    return now if now in axes else axes[0]
+
+
+def last_axis(steps: Sequence[Step], which: Representation, otherwise: Axis) -> Axis:
+    """The axis along which a representation is after `steps`; `otherwise` if these take either."""
+    return next_axis(steps[::-1], which, otherwise)
+
+
+def without_msa(steps: Sequence[Step]) -> list[Step]:
+    """The steps on which the pair depends."""
+    reading = [step.changes == "pair" and "msa" in step.needs for step in steps]
+    read = len(steps) - reading[::-1].index(True) if any(reading) else 0
+    return [*steps[:read], *(step for step in steps[read:] if step.changes == "pair")]
+
+
+def interleaved(steps: Sequence[Step], enters: dict[Representation, Axis]) -> list[Step]:
+    """The steps in an order that computes the same: when a representation has been sent to another axis, steps come next that
+    do not need it. `enters`: axis of each representation before the first step.
+    """
+    waiting, ordered, now = list(steps), [], dict(enters)
+    sent: Representation = "msa"
+    while waiting:
+        ready = [
+            step
+            for number, step in enumerate(waiting)
+            if not any(step.needs.keys() & other.needs.keys() or step.name == other.name for other in waiting[:number])
+        ]
+        step = next((step for step in ready if sent not in step.needs), ready[0])
+        waiting.remove(step)
+        ordered.append(step)
+        for which in step.needs:
+            axis = axis_after(now[which], waiting, which, now[which])
+            sent, now[which] = which if axis != now[which] else sent, axis
+    return ordered
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,19 @@ from torch.nn import functional as F
 from evodsp.config import TemplateConfig
 from evodsp.geometry.frames import Rigid, atom37_to_torsion_angles
 from evodsp.geometry.residues import CA, LETTERS_WITH_GAP, UNKNOWN, C, N
-from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, Masks, Streams, draw_blocks
+from evodsp.model.dropout import NO_DROPOUT, DropoutKeys, Streams, draw_blocks
 from evodsp.model.embedders import distance_one_hot, squared_edges
-from evodsp.model.evoformer import Block, Stack
-from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
+from evodsp.model.evoformer import Block, PairStack, Stack, pair_layers
 from evodsp.model.precision import mask_bias, wide
-from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, Transition
+from evodsp.model.primitives import LayerNorm, Linear, ShardedModule
 from evodsp.model.sharded import Made, Sharded, Update
 from evodsp.parallel.collectives import Axis
 from evodsp.rng import Draws
 
 TORSION_FEATURES = LETTERS_WITH_GAP + 2 * 14 + 7
 PSI = 2
+ORDER = ("attention_starting", "attention_ending", "triangle_outgoing", "triangle_incoming", "pair_transition")
+"""The sub-layers of a block of the template pair stack."""
 
 TemplatePair = Float[Tensor, "N _ _ c_t"]
 
@@ -84,55 +85,6 @@ class Templates(AlignedStructures):
     FEATURES: ClassVar[Mapping[str, str]] = {**AlignedStructures.FEATURES, "mask": "template_mask"}
 
 
-class TemplatePairBlock(Budgeted):
-    """One block of the template pair stack (algorithm 16). It takes t on I and returns it on I; the last block returns it on
-    J.
-    """
-
-    def __init__(self, config: TemplateConfig, last: bool) -> None:
-        super().__init__()
-        self.exit_axis: Axis = "j" if last else "i"
-        c, heads, width = config.channels, config.pair_heads, config.pair_head_width
-        rate = config.pair_dropout
-        self.attention_starting = TriangleAttention(c, heads, width, "starting")
-        self.starting_dropout = Dropout(c, rate, "attention_starting", shared_axis="i")
-        self.attention_ending = TriangleAttention(c, heads, width, "ending")
-        self.ending_dropout = Dropout(c, rate, "attention_ending", shared_axis="j")
-        self.triangle_outgoing = TriangleMultiplication(c, config.triangle_channels, "outgoing")
-        self.outgoing_dropout = Dropout(c, rate, "triangle_outgoing", shared_axis="i")
-        self.triangle_incoming = TriangleMultiplication(c, config.triangle_channels, "incoming")
-        self.incoming_dropout = Dropout(c, rate, "triangle_incoming", shared_axis="i")
-        self.transition = Transition(c, config.transition_factor)
-
-    @property
-    def dropouts(self) -> tuple[Dropout, ...]:
-        return self.starting_dropout, self.ending_dropout, self.outgoing_dropout, self.incoming_dropout
-
-    @property
-    def parts(self) -> tuple[Budgeted, ...]:
-        return (self,)
-
-    def forward(self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], masks: Masks = NO_MASKS) -> TemplatePair:
-        """Takes and returns t. `masks`: dropout masks of this block."""
-        pair = self.sharded(t, "i", pair_mask)
-        pair += self.starting_dropout(self.attention_starting(pair), masks)
-        pair = pair.switch("j")
-        pair += self.ending_dropout(self.attention_ending(pair), masks)
-        pair = pair.switch(self.plan.outgoing_axis)
-        pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
-        pair = self._incoming(pair.switch("j"), masks).switch(self.exit_axis)
-        pair += self.transition(pair)
-        return pair.x
-
-    def _incoming(self, pair: Sharded, masks: Masks) -> Sharded:
-        """The incoming triangle multiplication, while t is sent to the axis that is needed next. With gathering, t stays on
-        J.
-        """
-        moved = pair.switch("j" if self.exit_axis == "j" else self.plan.incoming_result_axis)
-        moved += self.incoming_dropout(self.triangle_incoming(pair, moved), masks)
-        return moved
-
-
 class TemplatePairStack(Stack):
     """Template pair stack (algorithm 16), without its last layer norm. Templates are independent. It takes t on I and returns
     it on J. The entries of its batch are samples x templates.
@@ -144,11 +96,11 @@ class TemplatePairStack(Stack):
 
     def __init__(self, config: TemplateConfig, blocks: Sequence[Block] | None = None) -> None:
         """`blocks`: other blocks than those of algorithm 16."""
-        last = config.blocks - 1
-        own = (
-            [TemplatePairBlock(config, number == last) for number in range(config.blocks)] if blocks is None else blocks
-        )
-        super().__init__(own, config.checkpoint)
+        if blocks is None:
+            ends: list[tuple[Axis, Axis]] = [("i", "j" if left == 1 else "i") for left in range(config.blocks, 0, -1)]
+            layers = (pair_layers(config.channels, config, order=ORDER) for _ in ends)
+            blocks = [PairStack(config.channels, config, *own) for own in zip(layers, ends, strict=True)]
+        super().__init__(blocks, config.checkpoint)
 
     def forward(
         self, t: TemplatePair, pair_mask: Float[Tensor, "N R R"], keys: DropoutKeys = NO_DROPOUT

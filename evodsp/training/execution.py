@@ -172,7 +172,7 @@ def _cases(
         (True, channels.extra_msa, config.extra_msa),
     ):
         with torch.random.fork_rng(devices=[]):
-            block = EvoformerBlock(c_m, channels.pair, settings, extra).to(device, dtype)
+            block = EvoformerBlock(c_m, channels.pair, settings, extra, model.arrangement.order).to(device, dtype)
         with torch.no_grad():
             for parameter in block.parameters():  # with the zeros that a model begins with, most gradients would be 0
                 parameter.add_(0.1 * random(*parameter.shape))
@@ -183,11 +183,12 @@ def _cases(
         with precision():
             activations = activation_dtype(next(block.parameters()))
         msa, pair = random(1, sequences, residues, c_m), random(1, residues, residues, channels.pair)
-        m, z = exchange.shard(msa, "seq").to(activations), exchange.shard(pair, "j").to(activations)
+        m, z = exchange.shard(msa, block.enters).to(activations), exchange.shard(pair, "j").to(activations)
         msa_mask, pair_mask = ((random(1, n, residues) > -1).to(dtype) for n in (sequences, residues))
-        name = "a block's MSA stack" if not extra else "an extra block's MSA stack"
-        yield name, block.msa_stack, [m, z], (msa_mask, pair_mask, dropout)
-        if not extra:  # the other stack's differs in sizes only
+        part = "MSA stack" if block.in_parts else "sub-layers"
+        name = f"an extra block's {part}" if extra else f"a block's {part}"
+        yield name, block.parts[0], [m, z], (msa_mask, pair_mask, dropout)
+        if block.in_parts and not extra:  # the other stack's differs in sizes only
             yield "a block's pair stack", block.pair_stack, [z], (pair_mask, dropout)
 
 

@@ -49,7 +49,7 @@ from evodsp.model.dropout import NO_MASKS, Masks
 from evodsp.model.evoformer import PairMask, PairStack
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
-from evodsp.model.primitives import PairBias, ShardedModule, project
+from evodsp.model.primitives import PairBias, ShardedModule, Transition, project
 from evodsp.model.sharded import Made, Sharded, Update
 from evodsp.parallel.collectives import Axis, Gather, ScatterSum, Switch, shard_sizes
 from evodsp.parallel.exchange import Pending, Ready, ShardedExchange, start
@@ -64,6 +64,8 @@ code does; the norm may come before or after), or queries, keys and values after
 
 class FoldCPPairStack(PairStack):
     """Pair stack of a block (algorithm 6, lines 6 to 10), with Fold-CP's communication. It has `PairStack`'s parameters."""
+
+    transition: Transition
 
     def __init__(self, c_z: int, config: EvoformerConfig, ending: Ending = "z") -> None:
         super().__init__(c_z, config)
@@ -85,10 +87,10 @@ class FoldCPPairStack(PairStack):
                 f"crop or pad to a multiple of {ranks}, e.g. {residues + -residues % ranks}"
             )
         pair = Sharded(z, "i", pair_mask, self.exchange)
-        pair += self.outgoing_dropout(self.triangle_outgoing(pair), masks)
-        pair += self.incoming_dropout(self.triangle_incoming(pair), masks)
-        pair += self.starting_dropout(self.attention_starting(pair), masks)
-        pair += self.ending_dropout(self.attention_ending(pair), masks)
+        pair += self.dropout["triangle_outgoing"](self.triangle_outgoing(pair), masks)
+        pair += self.dropout["triangle_incoming"](self.triangle_incoming(pair), masks)
+        pair += self.dropout["attention_starting"](self.attention_starting(pair), masks)
+        pair += self.dropout["attention_ending"](self.attention_ending(pair), masks)
         pair += self.transition(pair)
         return pair.x
 

@@ -195,7 +195,9 @@ class Block(nn.Module):
         super().__init__()
         msa = source.msa_stack
         self.row, self.transition = RowAttention(msa.row_attention), Transition(msa.transition)
-        self.column = (GlobalColumnAttention if msa.extra else ColumnAttention)(msa.column_attention)
+        self.column = (ColumnAttention if hasattr(msa.column_attention, "attention") else GlobalColumnAttention)(
+            msa.column_attention
+        )
         self.outer_product_mean, self.pair = OuterProductMean(msa.outer_product_mean), PairStack(source.pair_stack)
 
     def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:

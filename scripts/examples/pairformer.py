@@ -30,10 +30,18 @@ from evodsp.launch.process_group import start, stop
 from evodsp.losses.heads import distogram_loss, experimentally_resolved_loss
 from evodsp.model.dropout import NO_MASKS, Dropout, DropoutKeys, Masks, below
 from evodsp.model.embedders import TARGET_CHANNELS, InputEmbedder
-from evodsp.model.evoformer import BlocksInTurn, PairStack
+from evodsp.model.evoformer import BlocksInTurn, PairStack, pair_layers
 from evodsp.model.heads import DistogramHead, ExperimentallyResolvedHead
 from evodsp.model.msa_ops import MSARowAttention, OuterProductMean
-from evodsp.model.primitives import Budgeted, LayerNorm, Linear, ShardedModule, use_exchange, working_width
+from evodsp.model.primitives import (
+    Budgeted,
+    LayerNorm,
+    Linear,
+    ShardedModule,
+    SubLayer,
+    use_exchange,
+    working_width,
+)  # fmt: skip
 from evodsp.model.sharded import Sharded, Update
 from evodsp.parallel import average_gradients, init_mesh
 from evodsp.parallel.exchange import ShardedExchange
@@ -45,8 +53,10 @@ MSA_BLOCKS, PAIRFORMER_BLOCKS, ROW_DROPOUT = 2, 3, 0.05  # AlphaFold3: 4, 48 and
 FEATURES = FeatureConfig(crop_size=None, msa_clusters=32, extra_msa=1, recycles=0)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(SubLayer):
     """Transition (algorithm 11)."""
+
+    takes = ("i", "j")
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
@@ -88,7 +98,7 @@ class MSABlock(Budgeted):
         self.outer_product_mean = OuterProductMean(c_m, c_z, channels=12)
         self.averaging, self.transition = PairWeightedAveraging(c_m, c_z, heads=4, width=8), SwiGLU(c_m, 4)
         self.row_dropout = Dropout(c_m, ROW_DROPOUT, "averaging", shared_axis="seq")
-        self.pair_stack = PairStack(c_z, PAIR, SwiGLU)
+        self.pair_stack = PairStack(c_z, PAIR, pair_layers(c_z, PAIR, SwiGLU))
         self.dropouts, self.parts = (self.row_dropout, *self.pair_stack.dropouts), (self,)
 
     def forward(
@@ -107,7 +117,7 @@ class PairformerBlock(Budgeted):
 
     def __init__(self, c_s: int, c_z: int) -> None:
         super().__init__()
-        self.pair_stack, self.transition = PairStack(c_z, PAIR, SwiGLU), SwiGLU(c_s, 4)
+        self.pair_stack, self.transition = PairStack(c_z, PAIR, pair_layers(c_z, PAIR, SwiGLU)), SwiGLU(c_s, 4)
         self.attention = MSARowAttention(c_s, c_z, heads=4, head_width=12)
         self.dropouts, self.parts = self.pair_stack.dropouts, (self,)
 

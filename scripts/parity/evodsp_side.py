@@ -12,8 +12,8 @@ from evodsp.config import LossConfig, ModelConfig
 from evodsp.geometry.frames import Rigid, structure_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.heads import ModelOutput
-from evodsp.model.multimer import OuterProductFirstBlock
 from evodsp.weights.deepmind import set_parameters, their_arrays
 from evodsp.weights.names import is_fused, parameter_names
 
@@ -130,9 +130,11 @@ def gradients(model: AlphaFold, fused: bool) -> dict[str, np.ndarray]:
     unused = {
         f"{path}.msa_stack.{name}"
         for path, block in model.named_modules()
-        if isinstance(block, OuterProductFirstBlock) and not block.updates_msa
-        for name, _ in block.msa_stack.named_parameters()
-        if not name.startswith("outer_product_mean")
+        if isinstance(block, EvoformerBlock)
+        for layer in {step.layer for step in block.msa_stack.steps} - {step.layer for step in block.steps}
+        for parameter in layer.parameters()
+        for name, other in block.msa_stack.named_parameters()
+        if other is parameter
     }
     blocks: dict[str, list[np.ndarray]] = {}
     stacked = set()

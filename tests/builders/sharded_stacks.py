@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.config import ALPHAFOLD2, MULTIMER, ModelConfig, TemplateConfig
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.multimer import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
@@ -79,8 +78,8 @@ def stack_of(case: Case) -> nn.Module:
     again = {"checkpoint": case.recompute, "checkpoint_projections": case.projections}
     sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, **again)
     channels = config.channels.extra_msa if extra else config.channels.msa
-    kind = OuterProductFirstStack if case.stack.startswith("outer_first") else EvoformerStack
-    return dense(kind(channels, config.channels.pair, sizes, extra))
+    order = MULTIMER if case.stack.startswith("outer_first") else ALPHAFOLD2
+    return dense(EvoformerStack(channels, config.channels.pair, sizes, extra, order))
 
 
 def is_extra(stack: Stack) -> bool:

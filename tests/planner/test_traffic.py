@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from evodsp.config import EvoformerConfig, ModelConfig
+from evodsp.config import ALPHAFOLD2, MULTIMER, EvoformerConfig, ModelConfig
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.multimer import OuterProductFirstStack
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
@@ -37,13 +36,13 @@ def sizes(
     batch: int,
     plan: CommunicationPlan,
     recompute: bool = False,
-    kind: type[EvoformerStack | OuterProductFirstStack] = EvoformerStack,
+    order: tuple[str, ...] = ALPHAFOLD2,
 ) -> StackSizes:
     """The sizes from which the schedule predicts the stack's communication."""
     config = ModelConfig.preset("test")
     stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2, checkpoint=recompute)
     c_m = config.channels.extra_msa if extra else config.channels.msa
-    return StackSizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan, kind)
+    return StackSizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan, order)
 
 
 def traffic(
@@ -53,13 +52,13 @@ def traffic(
     batch: int,
     plan: CommunicationPlan,
     recompute: bool = False,
-    kind: type[EvoformerStack | OuterProductFirstStack] = EvoformerStack,
+    order: tuple[str, ...] = ALPHAFOLD2,
 ) -> Ledger:
     """The ledger of a stack's forward and backward pass on one rank."""
     ledger = Ledger()
     exchange = ShardedExchange(Group(handle, ledger))
-    n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan, recompute, kind)
-    stack = kind(n.c_m, n.c_z, n.config, extra)
+    n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan, recompute, order)
+    stack = EvoformerStack(n.c_m, n.c_z, n.config, extra, order)
     use_exchange(stack, exchange, plan)
     m = exchange.shard(torch.randn(batch, sequences, RESIDUES, n.c_m), "seq").requires_grad_()
     z = exchange.shard(torch.randn(batch, RESIDUES, RESIDUES, n.c_z), "j").requires_grad_()
@@ -107,9 +106,9 @@ def test_ledger_of_blocks_that_begin_with_the_outer_product_is_what_the_schedule
     pool: RankPool, extra: bool, sequences: int, plan: CommunicationPlan, recompute: bool
 ) -> None:
     """Catches a collective of AlphaFold-Multimer's blocks that the schedule does not list, in any pass."""
-    kind = OuterProductFirstStack
-    for rank, ledger in enumerate(pool.run(3, traffic, extra, sequences, 2, plan, recompute, kind)):
-        n = sizes(extra, sequences, 3, rank, 2, plan, recompute, kind)
+    order = MULTIMER
+    for rank, ledger in enumerate(pool.run(3, traffic, extra, sequences, 2, plan, recompute, order)):
+        n = sizes(extra, sequences, 3, rank, 2, plan, recompute, order)
         calls = extra_msa_calls(n) if extra else evoformer_calls(n)
         assert [(entry.kind, entry.elements) for entry in ledger.of("forward")] == [(c.kind, c.elements) for c in calls]
         assert len(ledger.of("backward")) == sum(call.backward > 0 for call in calls)
@@ -121,7 +120,7 @@ def test_ledger_of_blocks_that_begin_with_the_outer_product_is_what_the_schedule
 def test_a_block_that_begins_with_the_outer_product_moves_as_much_in_an_order_that_hides_it() -> None:
     """Catches a switch of the MSA that is launched where nothing is left to compute before its result is read."""
     n = StackSizes(8, 0, 1, 128, 256, 256, 128, EvoformerConfig())
-    first = inner_block(dataclasses.replace(n, stack=OuterProductFirstStack))
+    first = inner_block(dataclasses.replace(n, order=MULTIMER))
     assert Counter(first) == Counter(
         dataclasses.replace(call, layer="switch m") if call.layer == "switch m outside" else call
         for call in inner_block(n)
