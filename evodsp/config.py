@@ -7,10 +7,12 @@ AlphaFold2's model_1 (supplement, sections 1.5 to 1.9 and 1.11).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import importlib
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 from evodsp.errors import (
     BELOW_ONE,
@@ -86,6 +88,8 @@ def check_model_numbers(settings: Any, where: str) -> None:
             raise SettingError(key, repr(value), "true, false, auto, or a number of blocks")
         if item.name == "checkpoint_projections" and not (isinstance(value, int) and value in COUNT):
             raise SettingError(key, repr(value), "true, false, or a number of blocks")
+        if item.name == "layers" and value is not None:
+            check_layers(key, value)
         allowed = RANGES.get(item.name, SIZE if hint is int else None)
         if allowed is not None and value not in allowed:
             raise SettingError(key, value, str(allowed))
@@ -156,6 +160,93 @@ ALPHAFOLD2 = (*MSA_STACK, "outer_product_mean", *PAIR_STACK)
 """The sub-layers of a block in AlphaFold2's order (algorithm 6)."""
 MULTIMER = ("outer_product_mean", *MSA_STACK, *PAIR_STACK)
 """The same in AlphaFold-Multimer's order."""
+ORDERS: dict[ArrangementName, tuple[str, ...]] = {"monomer": ALPHAFOLD2, "multimer": MULTIMER}
+_MOST_LAYERS = 64
+
+
+def child_name(layer: str) -> str:
+    """The name of a sub-layer within the stack that holds it: transition for msa_transition and for pair_transition."""
+    return re.sub("^(msa|pair)_(?=transition)", "", layer)
+
+
+class LayerName(NamedTuple):
+    """A sub-layer in `EvoformerConfig.layers`."""
+
+    name: str
+    """Its own name in the block, which its parameters and its dropout have: the second row_attention is row_attention_2."""
+    kind: str
+    """Its name in the list."""
+    path: str
+    """The import path of its class; '' if it is one of AlphaFold2's."""
+    made: type | None
+    """This class, if it has been imported."""
+
+
+def layer_names(layers: Sequence[str]) -> list[LayerName]:
+    """The sub-layers that a list names."""
+    found: list[LayerName] = []
+    for entry in layers:
+        kind, _, path = entry.partition("=")
+        number = 1 + sum(kind == other.kind for other in found)
+        name = kind if number == 1 else f"{kind}_{number}"
+        found.append(LayerName(name, kind, path, getattr(entry, "made", None)))
+    return found
+
+
+class ImportedLayer(str):
+    """An entry of `EvoformerConfig.layers` with an import path, and the class that was imported. Files hold the text alone."""
+
+    made: type
+
+
+def import_layers(config: ModelConfig, named: Collection[str] | None = None, source: str = "the config") -> ModelConfig:
+    """The same configuration, whose sub-layers' classes are imported. Nothing else of evodsp imports them.
+
+    `named`: the entries that the user named; None: all, because the configuration is the user's own. `source`: the file of a
+    configuration that is not, for messages. Raises UserError for an entry that is not among them, or cannot be imported.
+    """
+
+    def imported(entry: str) -> str:
+        path = entry.partition("=")[2]
+        if not path:
+            return entry
+        if named is not None and entry not in named:
+            raise UserError(
+                f"{source}: its model has the sub-layer '{entry}', a class that evodsp imports only if you name it, too: "
+                f"--layers '[{entry}]'"
+            )
+        module, _, name = path.partition(":")
+        try:
+            found = ImportedLayer(entry)
+            found.made = getattr(importlib.import_module(module), name)
+        except Exception as error:  # whatever the module raises
+            raise UserError(f"cannot import the sub-layer '{entry}': {type(error).__name__}: {error}") from error
+        return found
+
+    for stack in ("extra_msa", "evoformer"):
+        own = getattr(config, stack)
+        if own.layers is not None:
+            layers = tuple(imported(entry) for entry in own.layers)
+            config = dataclasses.replace(config, **{stack: dataclasses.replace(own, layers=layers)})
+    return config
+
+
+def check_layers(key: str, layers: Any) -> None:
+    """Raise SettingError unless `layers` is a list for `EvoformerConfig.layers`. `key`: its dotted name."""
+    forms = f"one of {', '.join(ALPHAFOLD2)}, or a class of yours as NAME=PACKAGE.MODULE:CLASS"
+    if not isinstance(layers, tuple) or not all(isinstance(entry, str) for entry in layers):
+        raise SettingError(key, repr(layers), "null or a list of sub-layers")
+    if not 1 <= len(layers) <= _MOST_LAYERS:
+        raise SettingError(key, f"a list of {len(layers)}", f"a list of 1 to {_MOST_LAYERS} sub-layers, each {forms}")
+    for entry in layers:
+        if entry not in ALPHAFOLD2 and not re.fullmatch(r"[a-z][a-z0-9_]*=[\w.]+:\w+", entry, re.ASCII):
+            near = nearest(entry.partition("=")[0], ALPHAFOLD2)
+            raise SettingError(key, f"a list with '{entry}'", f"a list of sub-layers, each {forms}.{near}")
+    names = [own.name for own in layer_names(layers)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise SettingError(
+            key, f"a list with two sub-layers called {twice}", "a list that calls each by a name of its own"
+        )
 
 
 @dataclass(frozen=True)
@@ -166,6 +257,11 @@ class EvoformerConfig:
 
     blocks: int = 48
     """Number of blocks."""
+    layers: tuple[str, ...] | None = None
+    """Sub-layers of a block, in their order; null: those of the model's arrangement. AlphaFold2's order is row_attention,
+    column_attention, msa_transition, outer_product_mean, triangle_outgoing, triangle_incoming, attention_starting,
+    attention_ending, pair_transition; AlphaFold-Multimer's begins with outer_product_mean. Each may be left out, stand twice
+    or more, or be a class of yours: NAME=PACKAGE.MODULE:CLASS (docs/layers.md)."""
     msa_heads: int = 8
     """Heads of MSA row and column attention."""
     msa_head_width: int = 32
@@ -316,6 +412,13 @@ class ModelConfig:
         if self.arrangement not in get_args(ArrangementName):
             raise SettingError("model.arrangement", f"'{self.arrangement}'", " or ".join(get_args(ArrangementName)))
         check_model_numbers(self, "model")
+        for name in ("extra_msa", "evoformer"):
+            if getattr(self, name).layers == ORDERS[self.arrangement]:  # a model has one way to say this
+                object.__setattr__(self, name, dataclasses.replace(getattr(self, name), layers=None))
+
+    def in_order(self, stack: EvoformerConfig) -> EvoformerConfig:
+        """One of the stacks with the names of its sub-layers."""
+        return dataclasses.replace(stack, layers=stack.layers or ORDERS[self.arrangement])
 
     def pair_share(self, residues: int, ranks: int, half: bool) -> int:
         """Bytes of a rank's shard of the pair representation. `half`: in half precision."""
@@ -330,7 +433,11 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A nested dictionary, as stored in checkpoints."""
-        return dataclasses.asdict(self)
+        values = dataclasses.asdict(self)
+        for stack in ("extra_msa", "evoformer"):
+            layers = values[stack]["layers"]
+            values[stack]["layers"] = layers and [str(entry) for entry in layers]
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -347,6 +454,8 @@ def from_dict(cls: type[Any], values: dict[str, Any], where: str = "") -> Any:
         path = f"{where}.{key}" if where else key
         if key not in names:
             raise UserError(f"unknown config key '{path}'.{nearest(key, names)} Valid keys: {', '.join(sorted(names))}")
+        if key == "layers" and isinstance(value, list):  # as YAML and JSON have it
+            value = tuple(value)
         nested = dataclasses.is_dataclass(hints[key]) and isinstance(value, dict)
         arguments[key] = from_dict(hints[key], value, path) if nested else value
     return cls(**arguments)

@@ -247,6 +247,9 @@ class PredictConfig:
     """Keep the arrays of the last pass, or of all passes (recycling iterations), which are then their first axis."""
     preset: str | None = None
     """Model that DeepMind's or OpenFold's parameters belong to, such as model_1_ptm; null: read from the file's name."""
+    layers: list[str] = field(default_factory=list)
+    """Sub-layers of your own that the model has, as its checkpoint names them: [NAME=PACKAGE.MODULE:CLASS]. Only what you
+    name is imported."""
     raw: bool = False
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     device: str = "auto"
@@ -417,6 +420,9 @@ class EstimateConfig:
     """Model: AlphaFold2's published parameters by name, such as model_1_ptm. Their file is not needed."""
     preset: str | None = None
     """Model of this name, such as model_1_ptm; beside --checkpoint the one that the parameters belong to. null: model_1_ptm."""
+    layers: list[str] = field(default_factory=list)
+    """Sub-layers of your own that the model has, as its checkpoint names them: [NAME=PACKAGE.MODULE:CLASS]. Only what you
+    name is imported."""
     device: str = "auto"
     """auto: the GPU of this machine, or its processor. cpu or cuda. Or a kind of GPU: a100, h100, h200, b200, or the path of
     your own file (see `evodsp plan`)."""

@@ -402,7 +402,7 @@ def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
     checkpoint = located(settings.checkpoint)
     if not checkpoint.exists():
         raise UserError(f"{checkpoint}: no such checkpoint; check --checkpoint")
-    model = load_model(checkpoint, preset=settings.preset)
+    model = load_model(checkpoint, preset=settings.preset, layers=settings.layers)
     return model.config, load_features(checkpoint, settings.preset)
 
 

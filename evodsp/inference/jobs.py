@@ -417,6 +417,8 @@ class PredictionRun:
     """Whether the models' raw weights are used, not their average."""
     preset: str | None
     """The model that another program's parameters belong to."""
+    layers: list[str]
+    """The models' sub-layers whose classes may be imported."""
     templates: TemplateSettings
     sizes: SizeSettings
     passes: PassSettings
@@ -490,6 +492,7 @@ def read_run(config: PredictConfig) -> PredictionRun:
         models=models,
         raw=config.raw,
         preset=config.preset,
+        layers=config.layers,
         templates=config.template_settings,
         sizes=config.sizes,
         passes=config.passes,
@@ -532,7 +535,7 @@ def prepare(named: NamedModel, run: PredictionRun, done: Collection[str], group:
     jobs, failures = _jobs(named, run, features, partial(_check, features, ranks, named), done, group)
     model = None
     if any(job.seeds for job in jobs):
-        model = from_first(lambda: load_model(named.path, run.raw, run.preset), group)
+        model = from_first(lambda: load_model(named.path, run.raw, run.preset, run.layers), group)
         if run.templates.folder is not None and not model.config.templates.enabled:
             raise takes_no_templates(run.templates.folder, named.path)
         features = with_template_row(features, model.config.templates.enabled)

@@ -19,8 +19,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from evodsp.config import (
-    ALPHAFOLD2,
-    MULTIMER,
     ArrangementName,
     EmbedderConfig,
     FeatureConfig,
@@ -75,8 +73,6 @@ class Arrangement:
     """Makes the record of the templates, which the next two read, from the features."""
     template_embedder: Callable[[int, TemplateConfig], TemplateEmbedder | ChainTemplateEmbedder]
     template_torsion_embedder: Callable[[int], TemplateTorsionEmbedder]
-    order: tuple[str, ...]
-    """The sub-layers of a block."""
     masked_letters: int
     """Letters of which the masked-MSA head predicts one."""
     passes_after_settling: int
@@ -92,7 +88,6 @@ ARRANGEMENTS: dict[ArrangementName, Arrangement] = {
         templates=Templates.from_features,
         template_embedder=TemplateEmbedder,
         template_torsion_embedder=TemplateTorsionEmbedder,
-        order=ALPHAFOLD2,
         masked_letters=LETTERS_WITH_MASK,
         passes_after_settling=0,
     ),
@@ -104,7 +99,6 @@ ARRANGEMENTS: dict[ArrangementName, Arrangement] = {
         templates=ChainTemplates.from_features,
         template_embedder=ChainTemplateEmbedder,
         template_torsion_embedder=ChainTorsionEmbedder,
-        order=MULTIMER,
         masked_letters=LETTERS_WITH_GAP,
         passes_after_settling=1,
     ),
@@ -193,8 +187,10 @@ class AlphaFold(Recordable, Budgeted):
         self.template_embedder = parts.template_embedder(channels.pair, templates) if templates.enabled else None
         torsions = templates.enabled and templates.torsions
         self.template_torsion_embedder = parts.template_torsion_embedder(channels.msa) if torsions else None
-        self.extra_msa_stack = EvoformerStack(channels.extra_msa, channels.pair, config.extra_msa, True, parts.order)
-        self.evoformer = EvoformerStack(channels.msa, channels.pair, config.evoformer, False, parts.order)
+        self.extra_msa_stack = EvoformerStack(
+            channels.extra_msa, channels.pair, config.in_order(config.extra_msa), extra=True
+        )
+        self.evoformer = EvoformerStack(channels.msa, channels.pair, config.in_order(config.evoformer))
         self.single = Linear(channels.msa, channels.single)
         self.structure_module = StructureModule(channels.single, channels.pair, config.structure_module)
         self.heads = nn.ModuleDict(make_heads(channels, config.heads, parts.masked_letters))

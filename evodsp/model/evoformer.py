@@ -26,8 +26,8 @@ Some parts of a stack are recomputed in the backward pass, and its calls may be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -35,7 +35,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from evodsp.config import ALPHAFOLD2, PAIR_STACK, EvoformerConfig, TemplateConfig
+from evodsp.config import ALPHAFOLD2, PAIR_STACK, EvoformerConfig, LayerName, TemplateConfig, child_name, layer_names
+from evodsp.errors import UserError
 from evodsp.model.dropout import (
     NO_DROPOUT,
     NO_MASKS,
@@ -189,6 +190,60 @@ def pair_layers(
     return {name: make[name]() for name in order}
 
 
+_AXES = ("seq",), ("res",), ("seq", "res"), ("i",), ("j",), ("i", "j")
+"""What a `SubLayer` may take or leave."""
+
+
+def made_layers(c_m: int, c_z: int, config: EvoformerConfig, extra: bool) -> dict[str, SubLayer]:
+    """The sub-layers that `config.layers` names, by their own names, AlphaFold2's in the order of `ALPHAFOLD2` first.
+
+    Initial weights of each depend on its name alone: AlphaFold2's are all drawn, and further ones draw from streams of their
+    own.
+    """
+    wanted = {own.name: own for own in layer_names(config.layers or ALPHAFOLD2)}
+
+    def every() -> dict[str, SubLayer]:
+        return {**msa_layers(c_m, c_z, config, extra), **pair_layers(c_z, config)}
+
+    standard = every()
+    layers = {name: layer for name, layer in standard.items() if name in wanted and not wanted[name].path}
+    for name, own in wanted.items():
+        if name not in layers:
+            with _own_draws(name):
+                layers[name] = _made(own, c_m, c_z, config) if own.path else every()[own.kind]
+    return layers
+
+
+def _made(own: LayerName, c_m: int, c_z: int, config: EvoformerConfig) -> SubLayer:
+    """A sub-layer of the user's class. Raises UserError if that is none."""
+    what = f"the sub-layer '{own.kind}={own.path}'"
+    if own.made is None:
+        raise UserError(
+            f"{what} is not imported; evodsp.config.import_layers(config) imports the classes of your own config"
+        )
+    if not (isinstance(own.made, type) and issubclass(own.made, SubLayer)):
+        raise UserError(f"{what} is no class below evodsp.model.primitives.SubLayer, whose contract it needs")
+    layer = own.made(c_m, c_z, config)
+    lacking = [name for name in ("takes", "forward") if getattr(own.made, name) is getattr(SubLayer, name)]
+    lacking += ["bias"] if layer.reads and not hasattr(layer, "bias") else []
+    if lacking:
+        raise UserError(f"{what} lacks `{lacking[0]}`, which evodsp.model.primitives.SubLayer asks for")
+    for name in ("takes", "leaves", "reads"):
+        axes = getattr(layer, name)
+        if (axes or name == "takes") and axes not in _AXES:
+            raise UserError(f"{what}: `{name}` is {axes!r}, but must be one of {', '.join(map(str, _AXES))}")
+    return layer
+
+
+@contextmanager
+def _own_draws(name: str) -> Iterator[None]:
+    """Initial weights are drawn from a stream that seed and name decide. Draws after it are as if there were none here."""
+    with torch.random.fork_rng(devices=[]):
+        now = int(torch.randint(2**62, (), device="cpu"))
+        torch.default_generator.manual_seed(Draws.root(now).at(name).signed_key())
+        yield
+
+
 class Course(Budgeted):
     """A module that runs sub-layers, its own or those of its children."""
 
@@ -267,7 +322,12 @@ class SubLayers(Course):
         self.dropout = nn.ModuleDict()
         steps: list[Step] = []
         for name, layer in layers.items():
-            setattr(self, name.removeprefix("msa_").removeprefix("pair_"), layer)
+            attribute = child_name(name)
+            if hasattr(self, attribute):
+                raise UserError(
+                    f"a sub-layer cannot be called '{name}', which names something else; choose another name"
+                )
+            setattr(self, attribute, layer)
             step = Step(name, layer)
             if layer.shared_axis is not None:
                 self.dropout[name] = Dropout(*sizes[step.changes], name, layer.shared_axis)
@@ -340,28 +400,23 @@ class EvoformerBlock(Course):
     """One block of the Evoformer (algorithm 6) or, with `extra`, of the extra-MSA stack (algorithm 18)."""
 
     def __init__(
-        self,
-        c_m: int,
-        c_z: int,
-        config: EvoformerConfig,
-        extra: bool = False,
-        order: Sequence[str] = ALPHAFOLD2,
-        updates_msa: bool = True,
+        self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False, updates_msa: bool = True
     ) -> None:
-        """`order`: the names of the sub-layers. `updates_msa`: False if nobody reads the m that the block leaves. Sub-layers on
-        which only this m depends are then not run, but exist, because the published files hold them.
+        """`updates_msa`: False if nobody reads the m that the block leaves. Sub-layers on which only this m depends are then
+        not run, but exist, because the published files hold them.
         """
         super().__init__()
-        layers = {**msa_layers(c_m, c_z, config, extra), **pair_layers(c_z, config)}
+        layers = made_layers(c_m, c_z, config, extra)
+        sizes: dict[Representation, tuple[int, float]]
+        sizes = {"msa": (c_m, config.msa_dropout), "pair": (c_z, config.pair_dropout)}
         of_msa = {name: layer for name, layer in layers.items() if representation(layer.takes) == "msa"}
-        self.msa_stack = MSAStack(
-            {name: layer for name, layer in of_msa.items() if name in order},
-            {"msa": (c_m, config.msa_dropout), "pair": (c_z, config.pair_dropout)},
-        )
-        self.pair_stack = PairStack(c_z, config, {name: layers[name] for name in order if name not in of_msa})
+        self.msa_stack = MSAStack(of_msa, sizes)
+        self.pair_stack = PairStack(c_z, config, {name: layers[name] for name in layers if name not in of_msa})
         steps = [*self.msa_stack.steps, *self.pair_stack.steps]
-        steps = [step for name in order for step in steps if step.name == name]
+        order = layer_names(config.layers or ALPHAFOLD2)
+        steps = [step for own in order for step in steps if step.name == own.name]
         self.msa_stack.steps = [step for step in steps if step.name in of_msa]
+        self.pair_stack.steps = [step for step in steps if step.name not in of_msa]
         # A pair stack that comes last and needs no m is a part of its own, during which m is on its way to the next block.
         of_msa_first = steps == [*self.msa_stack.steps, *self.pair_stack.steps]
         self.in_parts = of_msa_first and any(step.changes == "pair" for step in self.msa_stack.steps[-1:])
@@ -416,18 +471,10 @@ class EvoformerStack(Stack):
 
     sharded_inputs = (0, 1)
 
-    def __init__(
-        self,
-        c_m: int,
-        c_z: int,
-        config: EvoformerConfig,
-        extra: bool = False,
-        order: Sequence[str] = ALPHAFOLD2,
-    ) -> None:
-        """`order`: the names of the sub-layers of a block."""
+    def __init__(self, c_m: int, c_z: int, config: EvoformerConfig, extra: bool = False) -> None:
         # Nobody reads the m of the extra-MSA stack.
         updating = [not extra or number < config.blocks - 1 for number in range(config.blocks)]
-        blocks = [EvoformerBlock(c_m, c_z, config, extra, order, updates_msa) for updates_msa in updating]
+        blocks = [EvoformerBlock(c_m, c_z, config, extra, updates_msa) for updates_msa in updating]
         super().__init__(blocks, config.checkpoint, config.checkpoint_projections)
         self.extra = extra
 

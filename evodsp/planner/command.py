@@ -9,7 +9,16 @@ import json
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from evodsp.config import PRESETS, FeatureConfig, LossConfig, ModelConfig, computes_in_half, field_names, from_dict
+from evodsp.config import (
+    PRESETS,
+    FeatureConfig,
+    LossConfig,
+    ModelConfig,
+    computes_in_half,
+    field_names,
+    from_dict,
+    import_layers,
+)
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.model.schedule import CommunicationPlan
@@ -170,7 +179,7 @@ def _model(preset: str | None, block: dict[str, Any]) -> ModelConfig:
     if name not in PRESETS:
         return ModelConfig.preset(name)  # which says what is wrong
     own = {key: value for key, value in block.items() if key in field_names(ModelConfig)}
-    return ModelConfig.from_dict(_merged(ModelConfig.preset(name).to_dict(), own))
+    return import_layers(ModelConfig.from_dict(_merged(ModelConfig.preset(name).to_dict(), own)))
 
 
 def _losses(block: dict[str, Any], model: ModelConfig) -> LossConfig:

@@ -13,6 +13,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from evodsp.config import LossConfig, ModelConfig
 from evodsp.errors import UserError
@@ -153,7 +154,7 @@ class Estimate:
 
 def traced(training: Training, sequence: int, recomputed: Recomputed) -> Program:
     """The pass with gradients on rank 0 of `sequence`, which holds the largest shards. `recomputed`: of the Evoformer."""
-    again = {"checkpoint": recomputed.blocks, "checkpoint_projections": recomputed.projections}
+    again: dict[str, Any] = {"checkpoint": recomputed.blocks, "checkpoint_projections": recomputed.projections}
     model = dataclasses.replace(training.model, evoformer=dataclasses.replace(training.model.evoformer, **again))
     return follow(
         PlannedStep(

@@ -198,7 +198,7 @@ def _reduced_stack(name: str, config: EvoformerConfig) -> tuple[EvoformerConfig,
         return config, []
     # Segments 0 to 3 are of the first kind, 4 to 7 are not.
     whole = min(chosen.blocks, LEAST_FIRST)
-    again = {
+    again: dict[str, Any] = {
         "checkpoint": whole,
         "checkpoint_projections": min(chosen.projections, LEAST_LAST if whole else LEAST_FIRST),
     }

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from evodsp.config import ALPHAFOLD2, EvoformerConfig
+from evodsp.config import EvoformerConfig
 from evodsp.model.evoformer import EvoformerStack, Stack
 from evodsp.model.msa_ops import MSARowAttention
 from evodsp.model.primitives import use_exchange
@@ -54,8 +54,6 @@ class StackSizes:
     c_z: int
     config: EvoformerConfig
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
-    order: tuple[str, ...] = ALPHAFOLD2
-    """The sub-layers of a block."""
 
 
 OUTSIDE = "switch m outside"
@@ -146,7 +144,7 @@ def inner_block(n: StackSizes, extra: bool = False) -> list[CollectiveCall]:
 def _calls(n: StackSizes, extra: bool) -> list[CollectiveCall]:
     exchange = RecordingExchange(n.rank, n.ranks)
     with torch.device("meta"):
-        stack = EvoformerStack(n.c_m, n.c_z, n.config, extra, n.order)
+        stack = EvoformerStack(n.c_m, n.c_z, n.config, extra)
         use_exchange(stack, exchange, n.plan)
         exchange.name_layers(stack)
         m = exchange.shard(torch.empty(n.batch, n.sequences, n.residues, n.c_m), "seq")

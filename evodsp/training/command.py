@@ -134,7 +134,10 @@ def build(run: CheckedRun, world: World, begun: float) -> Built:
     options, passes = settings.trainer, settings.batches_per_pass
     data_config = dataclasses.replace(settings.data, batch_size=settings.data.batch_size // passes)
     data = ChainDataModule(data_config, run.chains, seed, world)
-    model = load_model(run.start, settings.run.raw) if run.start is not None and run.command != "fit" else None
+    model = None
+    if run.start is not None and run.command != "fit":
+        named = [*(settings.model.extra_msa.layers or ()), *(settings.model.evoformer.layers or ())]
+        model = load_model(run.start, settings.run.raw, layers=named)
     limits = settings.run
     bad = BadSamples(limits.max_bad_samples, limits.replay_files, data_config.skip_samples or ())
     stop = StopRequest(deadline(_seconds(options["max_time"]), begun, limits.stop_before_end))

@@ -17,6 +17,7 @@ from evodsp.config import (
     check_exclusion,
     check_matmul,
     check_selection,
+    import_layers,
     leaves,
 )
 from evodsp.errors import (
@@ -126,8 +127,8 @@ class TrainingConfig(ModelConfig):
         check_numbers(self, {"ema_decay": BELOW_ONE}, "model.")
 
     def model_config(self) -> ModelConfig:
-        """Only the sizes, as stored in checkpoints."""
-        return ModelConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ModelConfig)})
+        """Only the sizes, as stored in checkpoints. Raises UserError if a sub-layer's class cannot be imported."""
+        return import_layers(ModelConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(ModelConfig)}))
 
 
 @dataclass(frozen=True)

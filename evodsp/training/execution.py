@@ -172,7 +172,7 @@ def _cases(
         (True, channels.extra_msa, config.extra_msa),
     ):
         with torch.random.fork_rng(devices=[]):
-            block = EvoformerBlock(c_m, channels.pair, settings, extra, model.arrangement.order).to(device, dtype)
+            block = EvoformerBlock(c_m, channels.pair, config.in_order(settings), extra).to(device, dtype)
         with torch.no_grad():
             for parameter in block.parameters():  # with the zeros that a model begins with, most gradients would be 0
                 parameter.add_(0.1 * random(*parameter.shape))

@@ -21,14 +21,14 @@ as the arrays have; or the caller of `load_parameters` gives them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from evodsp.config import FeatureConfig, ModelConfig, from_dict, leaves
+from evodsp.config import FeatureConfig, ModelConfig, from_dict, import_layers, leaves
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.adapters import is_adapter, merged
@@ -169,6 +169,7 @@ def load_model(
     path: str | Path,
     raw: bool = False,
     preset: str | None = None,
+    layers: Collection[str] = (),
     add: Callable[[AlphaFold], object] = lambda model: None,
 ) -> AlphaFold:
     """Load a model from an evodsp checkpoint or from DeepMind's or OpenFold's parameters; on the CPU, in evaluation mode.
@@ -179,6 +180,8 @@ def load_model(
     raw: take the raw weights. By default they are the exponential moving average, if training kept one.
     preset: the model that DeepMind's or OpenFold's parameters belong to; None: read from the file's name, such as
         params_model_1_ptm.npz. evodsp's checkpoints hold their sizes, so they take no preset.
+    layers: the sub-layers of your own that the model has, as the checkpoint names them: 'NAME=PACKAGE.MODULE:CLASS'. Only what
+        you name is imported.
     add: gives a new model the modules of one's own, whose weights an evodsp checkpoint or folder then holds
         (docs/own_input.md); called twice.
 
@@ -195,7 +198,8 @@ def load_model(
     if container(Path(path)) == "torch" and (problem := archive_damage(Path(path))) is not None:
         raise UserError(f"{path}: damaged ({problem}); copy it again, or use another checkpoint")
     checkpoint = _own_checkpoint(path, preset)
-    config, weights = _config(path, checkpoint), own_weights(path, checkpoint, raw)
+    config = import_layers(_config(path, checkpoint), layers, str(path))
+    weights = own_weights(path, checkpoint, raw)
     add(shapes := on_meta(config, str(path)))
     check_weights(shapes, weights, str(path))
     if is_pretrained(path):

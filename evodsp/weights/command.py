@@ -96,7 +96,7 @@ def run_export(settings: ExportConfig, words: list[str]) -> int:
     kind = settings.output_format
     (check_new_folder if kind == "safetensors" else check_new_file)(settings.output, settings.overwrite)
     path = located(settings.checkpoint)
-    model = load_model(path, settings.raw, settings.preset)
+    model = load_model(path, settings.raw, settings.preset, settings.layers)
     if kind == "safetensors":
         count = write_folder(model, settings.output, path, settings.raw, settings.judgement)
     elif kind == "deepmind":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -92,6 +92,9 @@ class ExportConfig:
     output's suffix, .npz or .pt."""
     preset: str | None = None
     """Model that another program's parameters belong to; null: read from the file's name. evodsp's checkpoints need none."""
+    layers: list[str] = field(default_factory=list)
+    """Sub-layers of your own that the model has, as its checkpoint names them: [NAME=PACKAGE.MODULE:CLASS]. Only what you
+    name is imported."""
     raw: bool = False
     """Use the raw weights of the checkpoint instead of their exponential moving average."""
     fused: bool = False

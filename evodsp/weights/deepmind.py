@@ -20,7 +20,7 @@ from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import quoted
 from evodsp.reading.array_files import read_archive
-from evodsp.weights.names import Name, block_probes, is_fused, parameter_names, with_blocks
+from evodsp.weights.names import Name, block_probes, check_readable, is_fused, parameter_names, with_blocks
 from evodsp.weights.parameter_file import container
 from evodsp.weights.untrusted import check_arrangement, check_arrays, check_finite
 
@@ -77,7 +77,9 @@ def export_deepmind(model: AlphaFold, fused: bool = False) -> dict[str, np.ndarr
     """The parameters of `model` as DeepMind's arrays, float32, with full keys.
 
     `fused`: keep both sides of triangle multiplication in one array, as newer files do.
+    Raises UserError if DeepMind's model does not have the sub-layers.
     """
+    check_readable(model.config)
     parameters = dict(model.named_parameters())
     single: dict[str, np.ndarray] = {}
     stacked: dict[str, list[np.ndarray]] = defaultdict(list)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from evodsp.config import ModelConfig
+from evodsp.config import ModelConfig, child_name, layer_names
 from evodsp.errors import UserError
 from evodsp.model.adapters import is_adapter
 from evodsp.model.alphafold import AlphaFold
@@ -107,7 +107,10 @@ def check_initial(path: str | Path, config: ModelConfig) -> None:
         switch = next((switch for part, switch in _PARTS.items() if key.startswith(part)), None)
         absent = switch is not None and not (saved[switch] and wanted[switch])
         free = (
-            absent or key in _PARTS.values() or key == "templates.torsions" or key.endswith(("dropout", "checkpoint"))
+            absent
+            or key in _PARTS.values()
+            or key == "templates.torsions"
+            or key.endswith(("dropout", "checkpoint", "layers"))
         )
         if saved[key] != value and not free:
             raise UserError(
@@ -155,10 +158,11 @@ wider than the file's arrays the number of columns that the file lacks, which ar
 def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     saved = own_weights(path, read_checkpoint(path), raw)
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    arrays, usable = saved, saved
     zeros: dict[str, int] = {}
+    other = _of_another_class(model_config(path), model.config)
+    usable = arrays = {name: value for name, value in saved.items() if not name.startswith(other)}
     if model.config.arrangement == "multimer" and model_config(path).arrangement == "monomer":
-        usable, zeros = of_complexes(saved, shapes), columns_lacking(saved, shapes)
+        usable, zeros = of_complexes(usable, shapes), columns_lacking(usable, shapes)
         arrays = one_block_on(usable, shapes)
     _check_shapes(path, {key: value.shape for key, value in arrays.items()}, _our_shapes, model.config)
     if is_pretrained(path):
@@ -166,6 +170,24 @@ def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
     found = {name: value for name, value in arrays.items() if name in shapes}
     left_out = [*(name for name in saved if name not in usable), *(name for name in arrays if name not in found)]
     return found, left_out, zeros
+
+
+def _of_another_class(saved: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
+    """What the names of parameters begin with whose sub-layer has the same name in both models, but another class."""
+    found = []
+    for stack, module in (("evoformer", "evoformer"), ("extra_msa", "extra_msa_stack")):
+        there, here = (
+            {own.name: own.path for own in layer_names(of.in_order(getattr(of, stack)).layers or ())}
+            for of in (saved, config)
+        )
+        differing = [child_name(name) for name in there.keys() & here if there[name] != here[name]]
+        found += [
+            f"{module}.blocks.{number}.{part}.{path}."
+            for number in range(getattr(config, stack).blocks)
+            for part in ("msa_stack", "pair_stack")
+            for path in differing
+        ]
+    return tuple(found)
 
 
 def columns_lacking(arrays: Mapping[str, Tensor], shapes: Shapes) -> dict[str, int]:

@@ -23,7 +23,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from evodsp.config import ArrangementName, EvoformerConfig, ModelConfig, StructureModuleConfig, TemplateConfig
+from evodsp.config import (
+    ALPHAFOLD2,
+    PAIR_STACK,
+    ArrangementName,
+    EvoformerConfig,
+    ModelConfig,
+    StructureModuleConfig,
+    TemplateConfig,
+)
+from evodsp.errors import UserError
 
 Layout = Literal["input_first", "output_last", "vector", "no_input"]
 Keys = str | tuple[str, ...]
@@ -253,28 +262,41 @@ def triangle_attention(at: Prefix, heads: int = PAIR_HEADS) -> Iterator[Name]:
     yield from gated_attention(at.below("attention", "attention", "mha"), heads)
 
 
-def pair_stack(at: Prefix, heads: int, fused: bool) -> Iterator[Name]:
+def pair_stack(at: Prefix, heads: int, fused: bool, layers: Sequence[str] = PAIR_STACK) -> Iterator[Name]:
     for edges, short in (("outgoing", "out"), ("incoming", "in")):
         own = at.below(f"triangle_{edges}", f"triangle_multiplication_{edges}", f"tri_mul_{short}")
-        yield from triangle_multiplication(own, fused, incoming=edges == "incoming")
+        if f"triangle_{edges}" in layers:
+            yield from triangle_multiplication(own, fused, incoming=edges == "incoming")
     for node, short in (("starting", "start"), ("ending", "end")):
         own = at.below(f"attention_{node}", f"triangle_attention_{node}_node", f"tri_att_{short}")
-        yield from triangle_attention(own, heads)
-    yield from transition(at.below("transition", "pair_transition", "pair_transition"))
+        if f"attention_{node}" in layers:
+            yield from triangle_attention(own, heads)
+    if "pair_transition" in layers:
+        yield from transition(at.below("transition", "pair_transition", "pair_transition"))
 
 
 def evoformer_block(
     at: Prefix, extra: bool = False, config: EvoformerConfig | None = None, fused: bool = False
 ) -> Iterator[Name]:
+    """Sub-layers that the block lacks have no names, nor have those that another program's block does not have."""
     config, msa = config or EvoformerConfig(), at.below("msa_stack")
-    row = msa.below("row_attention", "msa_row_attention_with_pair_bias", "msa_att_row")
-    yield from row_attention(row, config.msa_heads)
+    layers = config.layers or ALPHAFOLD2
     column, theirs = (global_attention, "column_global") if extra else (column_attention, "column")
-    yield from column(msa.below("column_attention", f"msa_{theirs}_attention", "msa_att_col"), config.msa_heads)
-    yield from transition(msa.below("transition", "msa_transition", "msa_transition"))
-    product = msa.below("outer_product_mean", "outer_product_mean", "outer_product_mean")
-    yield from outer_product_mean(product, config.outer_product_channels)
-    yield from pair_stack(at.below("pair_stack", "", "pair_stack"), config.pair_heads, fused)
+    row = msa.below("row_attention", "msa_row_attention_with_pair_bias", "msa_att_row")
+    names = {
+        "row_attention": row_attention(row, config.msa_heads),
+        "column_attention": column(
+            msa.below("column_attention", f"msa_{theirs}_attention", "msa_att_col"), config.msa_heads
+        ),
+        "msa_transition": transition(msa.below("transition", "msa_transition", "msa_transition")),
+        "outer_product_mean": outer_product_mean(
+            msa.below("outer_product_mean", "outer_product_mean", "outer_product_mean"), config.outer_product_channels
+        ),
+    }
+    for layer, own in names.items():
+        if layer in layers:
+            yield from own
+    yield from pair_stack(at.below("pair_stack", "", "pair_stack"), config.pair_heads, fused, layers)
 
 
 def stack(ours: str, scope: str, config: EvoformerConfig, extra: bool = False, fused: bool = False) -> Iterator[Name]:
@@ -466,6 +488,15 @@ def parameter_names(config: ModelConfig, fused: bool = False) -> list[Name]:
         *templates(config, fused),
         *heads(config),
     ]
+
+
+def check_readable(config: ModelConfig) -> None:
+    """Raise UserError for a model whose sub-layers other programs' models do not have, or not in this order."""
+    for stack in ("evoformer", "extra_msa"):
+        if getattr(config, stack).layers is not None:
+            raise UserError(
+                f"the model has its own {stack}.layers, which no other program can run; export with --format safetensors"
+            )
 
 
 def block_probes(arrangement: ArrangementName) -> dict[str, str]:

@@ -25,7 +25,7 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.files import whole_file
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.names import Name, is_fused, older, parameter_names, with_blocks
+from evodsp.weights.names import Name, check_readable, is_fused, older, parameter_names, with_blocks
 from evodsp.weights.parameter_file import container, parameter_file
 from evodsp.weights.untrusted import (
     check_arrangement,
@@ -145,6 +145,7 @@ def export_openfold(model: AlphaFold, legacy: bool = False, fused: bool = False)
     `legacy`: use the names of OpenFold's releases before version 2. `fused`: keep both sides of triangle multiplication in one
     array, as OpenFold's models with fused projections do. Raises UserError if OpenFold's model has no place for a layer.
     """
+    check_readable(model.config)
     layers = model.config.structure_module.transition_layers
     if layers != TRANSITION_LAYERS:
         raise UserError(

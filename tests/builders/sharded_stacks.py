@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from evodsp.config import ALPHAFOLD2, MULTIMER, ModelConfig, TemplateConfig
+from evodsp.config import ALPHAFOLD2, MULTIMER, ModelConfig, TemplateConfig, import_layers
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.primitives import use_exchange
@@ -43,11 +43,19 @@ class Case:
     projections: bool | int = False
     overlap: bool = True
     plan: CommunicationPlan = dataclasses.field(default_factory=CommunicationPlan)
+    layers: tuple[str, ...] = ()
+    """Sub-layers of a block; (): as the stack's name says."""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        return self.layers or (MULTIMER if self.stack.startswith("outer_first") else ALPHAFOLD2)
 
     def __str__(self) -> str:
         """The test id: what differs from the defaults."""
         plan = {name: value for name, value in vars(self.plan).items() if value != getattr(CommunicationPlan(), name)}
         options = [name for name in ("recompute", "projections", "overlap") if getattr(self, name)]
+        options += [entry for entry in self.layers if entry not in ALPHAFOLD2 or self.layers.count(entry) > 1]
+        options += [f"no {name}" for name in ALPHAFOLD2 if self.layers and name not in self.layers]
         return ",".join(
             [self.stack, f"batch={self.batch}", *options, *(f"{name}={value}" for name, value in plan.items())]
         )
@@ -76,10 +84,11 @@ def stack_of(case: Case) -> nn.Module:
         return dense(templates)
     extra = is_extra(case.stack)
     again = {"checkpoint": case.recompute, "checkpoint_projections": case.projections}
-    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, **again)
+    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, layers=case.order, **again)
     channels = config.channels.extra_msa if extra else config.channels.msa
-    order = MULTIMER if case.stack.startswith("outer_first") else ALPHAFOLD2
-    return dense(EvoformerStack(channels, config.channels.pair, sizes, extra, order))
+    if case.layers:
+        sizes = import_layers(dataclasses.replace(config, evoformer=sizes)).evoformer
+    return dense(EvoformerStack(channels, config.channels.pair, sizes, extra))
 
 
 def is_extra(stack: Stack) -> bool:

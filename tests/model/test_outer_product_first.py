@@ -22,9 +22,9 @@ SEQUENCES, RESIDUES = 5, 7
 def drawn(extra: bool, blocks: int = 3) -> SimpleNamespace:
     """A stack with random parameters, and its inputs, in double precision."""
     config = ModelConfig.preset("test")
-    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=blocks)
+    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=blocks, layers=MULTIMER)
     c_m = config.channels.extra_msa if extra else config.channels.msa
-    stack = dense(EvoformerStack(c_m, config.channels.pair, sizes, extra, MULTIMER)).double()
+    stack = dense(EvoformerStack(c_m, config.channels.pair, sizes, extra)).double()
     generator = torch.Generator().manual_seed(4)
 
     def random(*shape: int) -> Tensor:
@@ -76,7 +76,9 @@ def test_the_msa_of_the_last_extra_block_is_not_computed() -> None:
 def test_what_lies_between_the_halves_of_a_pair_stack_is_freed(order: tuple[str, ...]) -> None:
     """Catches a name for the pair representation before the attentions, which keeps a shard of it during all of them."""
     config = ModelConfig.preset("test")
-    stack = EvoformerStack(config.channels.msa, config.channels.pair, config.evoformer, False, order)
+    stack = EvoformerStack(
+        config.channels.msa, config.channels.pair, dataclasses.replace(config.evoformer, layers=order)
+    )
     between: list[weakref.ref[Tensor]] = []
     alive: list[bool] = []
     for block in stack.blocks:

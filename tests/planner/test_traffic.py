@@ -40,9 +40,11 @@ def sizes(
 ) -> StackSizes:
     """The sizes from which the schedule predicts the stack's communication."""
     config = ModelConfig.preset("test")
-    stack = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=2, checkpoint=recompute)
+    stack = dataclasses.replace(
+        config.extra_msa if extra else config.evoformer, blocks=2, checkpoint=recompute, layers=order
+    )
     c_m = config.channels.extra_msa if extra else config.channels.msa
-    return StackSizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan, order)
+    return StackSizes(ranks, rank, batch, sequences, RESIDUES, c_m, config.channels.pair, stack, plan)
 
 
 def traffic(
@@ -58,7 +60,7 @@ def traffic(
     ledger = Ledger()
     exchange = ShardedExchange(Group(handle, ledger))
     n = sizes(extra, sequences, exchange.group.size, exchange.group.rank, batch, plan, recompute, order)
-    stack = EvoformerStack(n.c_m, n.c_z, n.config, extra, order)
+    stack = EvoformerStack(n.c_m, n.c_z, n.config, extra)
     use_exchange(stack, exchange, plan)
     m = exchange.shard(torch.randn(batch, sequences, RESIDUES, n.c_m), "seq").requires_grad_()
     z = exchange.shard(torch.randn(batch, RESIDUES, RESIDUES, n.c_z), "j").requires_grad_()
@@ -120,7 +122,7 @@ def test_ledger_of_blocks_that_begin_with_the_outer_product_is_what_the_schedule
 def test_a_block_that_begins_with_the_outer_product_moves_as_much_in_an_order_that_hides_it() -> None:
     """Catches a switch of the MSA that is launched where nothing is left to compute before its result is read."""
     n = StackSizes(8, 0, 1, 128, 256, 256, 128, EvoformerConfig())
-    first = inner_block(dataclasses.replace(n, order=MULTIMER))
+    first = inner_block(dataclasses.replace(n, config=EvoformerConfig(layers=MULTIMER)))
     assert Counter(first) == Counter(
         dataclasses.replace(call, layer="switch m") if call.layer == "switch m outside" else call
         for call in inner_block(n)

@@ -1,0 +1,260 @@
+"""Blocks with other sub-layers than AlphaFold2's, or in another order."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from evodsp.config import ALPHAFOLD2, MULTIMER, EvoformerConfig, ModelConfig, as_multimer, check_layers, import_layers
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.dropout import DropoutKeys, draw_blocks
+from evodsp.model.evoformer import EvoformerStack
+from evodsp.model.primitives import SubLayer
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.model.sharded import Sharded, Update
+from evodsp.planner.traffic import StackSizes, inner_block
+from evodsp.rng import Draws
+from tests.builders.parameters import dense
+from tests.builders.sharded_stacks import Case, check
+from tests.ranks import RankPool
+
+TEST = ModelConfig.preset("test")
+NO_ATTENTION = tuple(name for name in ALPHAFOLD2 if not name.startswith("attention"))
+NO_PRODUCT = tuple(name for name in ALPHAFOLD2 if name != "outer_product_mean")
+LINEAR = {f"attention_{node}": f"scripts.examples.linear_attention:{node.title()}" for node in ("starting", "ending")}
+OWN = tuple(f"{name}={LINEAR[name]}" if name in LINEAR else name for name in ALPHAFOLD2)
+MIXED = (
+    "triangle_incoming",
+    "msa_transition",
+    "row_attention",
+    "attention_ending",
+    "outer_product_mean",
+    "column_attention",
+)
+REPEATED = (*ALPHAFOLD2[:5], "triangle_outgoing", "row_attention", *ALPHAFOLD2[5:])
+HERE = f"own={__name__}"
+SIZES = StackSizes(8, 0, 1, 128, 256, 256, 128, EvoformerConfig())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("evoformer", layers=NO_ATTENTION, recompute=True),
+        Case("evoformer", layers=REPEATED),
+        Case("evoformer", layers=OWN, projections=True),
+        Case("evoformer", layers=MIXED, batch=2),
+        Case("evoformer", layers=NO_PRODUCT),
+        Case("evoformer", layers=tuple(name for name in MULTIMER if name != "column_attention")),
+        Case("evoformer", layers=ALPHAFOLD2[:3]),
+        Case("evoformer", layers=ALPHAFOLD2[4:]),
+        Case("evoformer", layers=NO_ATTENTION[1:], plan=CommunicationPlan(triangle_incoming="gather")),
+        Case("extra", layers=NO_ATTENTION),
+        Case("extra_deep", layers=MIXED, plan=CommunicationPlan(extra_msa_axis="res")),
+    ],
+    ids=str,
+)
+def test_ranks_compute_what_one_device_does(pool: RankPool, case: Case) -> None:
+    """Catches a sub-layer that gets its representation along another axis than it takes, and a lost switch."""
+    check(pool, case, (2, 3, 4))
+
+
+def one_after_another(
+    stack: EvoformerStack, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sub-layers as they are named."""
+    msa, pair = Sharded.whole(m, "seq", msa_mask), Sharded.whole(z, "j", pair_mask)
+    for block in stack.blocks:
+        for name in MIXED:
+            own = block.msa_stack if hasattr(block.msa_stack, name.removeprefix("msa_")) else block.pair_stack
+            layer = getattr(own, name.removeprefix("msa_"))
+            if name == "outer_product_mean":
+                pair += layer(msa)
+            elif name == "row_attention":
+                msa += layer(msa, layer.bias(pair))
+            elif own is block.msa_stack:
+                msa += layer(msa)
+            else:
+                pair += layer(pair)
+    return msa.x, pair.x
+
+
+def test_an_order_of_ones_own() -> None:
+    """Catches sub-layers that swap places although one depends on the other, as a bias of the pair and its update do."""
+    sizes = dataclasses.replace(TEST.evoformer, layers=MIXED)
+    stack = dense(EvoformerStack(TEST.channels.msa, TEST.channels.pair, sizes)).double()
+    m, z = (torch.randn(2, rows, 7, c).double() for rows, c in ((5, TEST.channels.msa), (7, TEST.channels.pair)))
+    inputs = m, z, (torch.randn(2, 5, 7) > -1).double(), (torch.randn(2, 7, 7) > -1).double()
+    for found, expected in zip(stack(*inputs), one_after_another(stack, *inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def drawn(layers: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[tuple[int, str], Tensor]]:
+    """Initial weights of a model by name, and masks of dropout by block and sub-layer."""
+    torch.manual_seed(3)
+    own = {name: dataclasses.replace(getattr(TEST, name), layers=layers) for name in ("evoformer", "extra_msa")}
+    model = AlphaFold(import_layers(dataclasses.replace(TEST, **own)))
+    stack = model.evoformer
+    keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0)]))
+    masks = draw_blocks(stack.blocks, keys, residues=7, kernels=stack.kernels)
+    return dict(model.named_parameters()), {
+        (n, name): mask for n, own in enumerate(masks) for name, mask in own.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "layers", [*(tuple(n for n in ALPHAFOLD2 if n != out) for out in ALPHAFOLD2), REPEATED, OWN, MULTIMER]
+)
+def test_other_sub_layers_change_no_draw_of_the_rest(layers: tuple[str, ...]) -> None:
+    """Catches initial weights and masks that depend on which sub-layers stand beside them."""
+    weights, masks = drawn(ALPHAFOLD2)
+    other_weights, other_masks = drawn(layers)
+    replaced = [entry.partition("=")[0] for entry in layers if "=" in entry]
+    shared = [name for name in weights.keys() & other_weights if not any(f".{own}." in name for own in replaced)]
+    assert all(torch.equal(weights[name], other_weights[name]) for name in shared)
+    assert all(torch.equal(masks[place], other_masks[place]) for place in masks.keys() & other_masks)
+
+
+def test_a_repeated_sub_layer_has_weights_and_masks_of_its_own() -> None:
+    """Catches a second sub-layer that shares the first one's weights, draws the same numbers, or has its mask."""
+    weights, masks = drawn(REPEATED)
+    for stack, name in (("msa_stack", "row_attention"), ("pair_stack", "triangle_outgoing")):
+        first, second = (f"evoformer.blocks.{n}.{stack}.{own}" for n, own in ((0, name), (0, f"{name}_2")))
+        own = [key for key in weights if key.startswith(f"{second}.") and weights[key].unique().numel() > 1]
+        assert own
+        for key in own:
+            assert not torch.equal(weights[key], weights[key.replace(second, first)])
+            assert not torch.equal(weights[key], weights[key.replace("blocks.0", "blocks.1")])
+        assert not torch.equal(masks[0, name], masks[0, f"{name}_2"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        (
+            [],
+            "model.evoformer.layers is a list of 0, but must be a list of 1 to 64 sub-layers, each one of row_attention, ",
+        ),
+        (
+            ["row_atention"],
+            "with 'row_atention', but must be .* NAME=PACKAGE.MODULE:CLASS. Did you mean 'row_attention'?",
+        ),
+        (["own=pkg"], "a list with 'own=pkg', but must be"),
+        (["own=pkg:A b"], "a list with 'own=pkg:A b', but must be"),
+        ("row_attention", "is 'row_attention', but must be null or a list"),
+        ([3], "must be null or a list"),
+        (["a=b:C", "a=b:C", "a_2=b:C"], "two sub-layers called a_2"),
+        (["row_attention"] * 65, "a list of 65"),
+    ],
+)
+def test_a_wrong_list_is_one_line(layers: Any, said: str) -> None:
+    """Catches a name that nothing has, and a list that a model cannot be made of."""
+    with pytest.raises(UserError, match=said):
+        check_layers("model.evoformer.layers", tuple(layers) if isinstance(layers, list) else layers)
+
+
+def test_an_arrangement_has_one_way_to_say_its_own_order() -> None:
+    """Catches two configs of the same model that differ, and a model of complexes in AlphaFold2's order."""
+    named = dataclasses.replace(TEST, evoformer=dataclasses.replace(TEST.evoformer, layers=ALPHAFOLD2))
+    assert named == TEST
+    assert as_multimer(named).in_order(named.evoformer).layers == MULTIMER
+    other = dataclasses.replace(TEST, evoformer=dataclasses.replace(TEST.evoformer, layers=MIXED))
+    assert ModelConfig.from_dict(other.to_dict()) == other
+
+
+class NoAxes(SubLayer):
+    """Lacks `takes`."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def forward(self, pair: Sharded) -> Update:
+        raise AssertionError
+
+
+class NoForward(SubLayer):
+    """Lacks `forward`."""
+
+    takes = ("i",)
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+
+class WrongAxes(NoAxes):
+    """Takes an axis that no representation has."""
+
+    takes = ("k",)
+
+
+class Own(NoAxes):
+    """Keeps the contract."""
+
+    takes = ("i",)
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (
+            "own=evodsp.nowhere:Class",
+            "cannot import the sub-layer 'own=evodsp.nowhere:Class': ModuleNotFoundError: No module",
+        ),
+        ("own=math:Nothing", "cannot import .* AttributeError: module 'math' has no attribute 'Nothing'"),
+        ("own=collections:Counter", "'own=collections:Counter' is no class below evodsp.model.primitives.SubLayer"),
+        (f"{HERE}:NoAxes", "lacks `takes`"),
+        (f"{HERE}:NoForward", "lacks `forward`"),
+        (f"{HERE}:WrongAxes", "`takes` is \\('k',\\), but must be one of \\('seq',\\), "),
+        (f"{HERE.replace('own', 'forward')}:Own", "cannot be called 'forward'"),
+    ],
+)
+def test_a_class_that_is_no_sub_layer_is_one_line(entry: str, said: str) -> None:
+    """Catches a class without the contract that fails in the first step, and a traceback of an import."""
+    config = dataclasses.replace(TEST, evoformer=dataclasses.replace(TEST.evoformer, layers=(entry,)))
+    with pytest.raises(UserError, match=said):
+        AlphaFold(import_layers(config))
+
+
+def test_a_config_of_a_file_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches code that runs because a file names it: it may only if the user names it, too."""
+    (tmp_path / "planted.py").write_text("raise SystemError('ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = "own=planted:Class"
+    config = dataclasses.replace(TEST, evoformer=dataclasses.replace(TEST.evoformer, layers=(*ALPHAFOLD2, entry)))
+    read = ModelConfig.from_dict(config.to_dict())
+    with pytest.raises(UserError, match="'own=planted:Class' is not imported"):
+        AlphaFold(read)
+    for named in ([], ["own=planted:Other", "planted:Class", "planted"]):
+        with pytest.raises(
+            UserError, match=r"a.ckpt: its model has .* only if you name it, too: --layers '\[own=planted:Class\]'"
+        ):
+            import_layers(read, named, "a.ckpt")
+    assert "planted" not in sys.modules
+    with pytest.raises(UserError, match="cannot import the sub-layer 'own=planted:Class': SystemError: ran"):
+        import_layers(read, [entry], "a.ckpt")
+
+
+def test_what_was_imported_is_not_written() -> None:
+    """Catches a class in a checkpoint, which would be unpickled, or would not be read."""
+    config = import_layers(dataclasses.replace(TEST, evoformer=dataclasses.replace(TEST.evoformer, layers=OWN)))
+    layers = config.to_dict()["evoformer"]["layers"]
+    assert layers == list(OWN)
+    assert {type(entry) for entry in layers} == {str}
+
+
+def test_blocks_without_triangle_attention_send_no_pair() -> None:
+    """Catches a switch to an axis that nothing needs."""
+    layers = tuple(
+        call.layer for call in inner_block(dataclasses.replace(SIZES, config=EvoformerConfig(layers=NO_ATTENTION)))
+    )
+    assert Counter(layers) == Counter(
+        ["row_attention", "switch m", "outer_product_mean", "switch m outside"]
+        + ["triangle_outgoing", "triangle_incoming"] * 2
+    )
