@@ -140,7 +140,7 @@ class ReplayCommand(Command):
 
         parser = OneLineErrors(
             prog="evodsp replay",
-            usage="evodsp replay FILE [--device cpu|cuda]",
+            usage="evodsp replay FILE [--device cpu|cuda] [--layers LIST]",
             description="Compute one training sample again, alone, with autograd's anomaly detection. A run writes a file for "
             "the first samples whose loss or gradient is not finite. The exit code is 1 if something is not finite, else 0.",
         )
@@ -148,8 +148,12 @@ class ReplayCommand(Command):
         parser.add_argument(
             "--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU if there is one"
         )
+        parser.add_argument(
+            "--layers", default="", help="classes of yours that the model has: '[NAME=PACKAGE.MODULE:CLASS]'"
+        )
         given = parser.parse_args(words)
-        return int(_imported("evodsp.training.bad_samples:run")(given.file, given.device))
+        layers = [entry.strip() for entry in given.layers.strip("[] ").split(",")]
+        return int(_imported("evodsp.training.bad_samples:run")(given.file, given.device, layers))
 
 
 COMMANDS: dict[str, Command] = {

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from evodsp.parallel.collectives import Axis
+from evodsp.parallel.config import Axis
 
 Representation = Literal["msa", "pair"]
 

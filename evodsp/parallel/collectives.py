@@ -17,14 +17,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from evodsp.parallel.config import Axis
 from evodsp.parallel.group import Group, Kind, WaitTimes
-
-Axis = Literal["seq", "res", "i", "j", "channel"]
 
 DIMENSION: dict[Axis, int] = {"seq": 1, "res": 2, "i": 1, "j": 2, "channel": 3}
 """Dimension of each axis."""

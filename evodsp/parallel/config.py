@@ -10,6 +10,8 @@ from evodsp.errors import UserError, nearest
 
 ParameterMode = Literal["replicate", "zero1", "fsdp2"]
 WirePrecision = Literal["same", "bf16"]
+Axis = Literal["seq", "res", "i", "j", "channel"]
+"""An axis along which a representation is sharded."""
 WHEN_TO_RAISE = (
     "raise parallel.sequence above 1 only if a sample does not fit on one GPU, or if there are more GPUs than samples in a "
     "global batch; evodsp plan compares"

@@ -22,7 +22,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from evodsp.config import KernelsConfig, LossConfig, ModelConfig, from_dict
+from evodsp.config import KernelsConfig, LossConfig, ModelConfig, from_dict, import_layers
 from evodsp.errors import UserError
 from evodsp.files import whole_file, write_json_lines
 from evodsp.losses.permutation import ENTITIES, with_fitting_labels
@@ -91,8 +91,9 @@ def _floats(value: Any) -> list[Tensor]:
     return []
 
 
-def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
+def replay(path: str | Path, device: torch.device, layers: Collection[str] = ()) -> tuple[list[str], bool]:
     """Compute the sample of a replay file again. Returns lines of findings, and whether all numbers are finite.
+    `layers`: as in `load_model`.
 
     Raises UserError if the file is none that a run wrote for `evodsp replay`.
     """
@@ -100,7 +101,8 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
     entry = checkpoint.get("replay")
     if not isinstance(entry, dict):
         raise UserError(f"{path}: a checkpoint, but not of a sample; give a file of <output>/replays")
-    weights, config = own_weights(path, checkpoint, raw=True), ModelConfig.from_dict(checkpoint["model_config"])
+    weights = own_weights(path, checkpoint, raw=True)
+    config = import_layers(ModelConfig.from_dict(checkpoint["model_config"]), layers, str(path))
     check_weights(on_meta(config, str(path)), weights, str(path))
     model = AlphaFold(config).to(next(iter(weights.values())).dtype)
     load_weights(model, weights, str(path))
@@ -144,11 +146,11 @@ def replay(path: str | Path, device: torch.device) -> tuple[list[str], bool]:
     return [*lines, "all numbers are finite: this device does not repeat it"] if finite else lines, finite
 
 
-def run(path: str, device: str) -> int:
+def run(path: str, device: str, layers: Collection[str]) -> int:
     """`evodsp replay`: print the findings, and return the exit code: 1 if something is not finite."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    lines, finite = replay(path, torch.device(device))
+    lines, finite = replay(path, torch.device(device), layers)
     show("\n".join(lines))
     return 0 if finite else 1
 

@@ -8,7 +8,7 @@ bar (`baseline.json`). Of paths only the last part is told: a card is read by st
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -229,12 +229,13 @@ def plain(text: str) -> str:
     return re.sub(r"([\\`*|<>\[\]#])", r"\\\1", _FOLDERS.sub("", " ".join(text.split())))
 
 
-def from_pretrained(source: str | Path, revision: str | None = None) -> AlphaFold:
+def from_pretrained(source: str | Path, revision: str | None = None, layers: Collection[str] = ()) -> AlphaFold:
     """The model of a folder that `save_pretrained` wrote, or of the Hugging Face hub; on the CPU, in evaluation mode.
 
     source: the folder, or the name of a repository on the hub, such as organisation/name. A folder of this name counts first.
     revision: a branch, a tag or a commit of the repository; None: the newest. The hub needs huggingface_hub
         (pip install 'evodsp[hub]').
+    layers: as in `load_model`: sub-layers of your own that the model has.
 
     Raises UserError if there is no such model, or its files are damaged or do not fit one another.
 
@@ -257,7 +258,7 @@ def from_pretrained(source: str | Path, revision: str | None = None) -> AlphaFol
             f"{source}: {what}; give a folder of {' and '.join(FILES[:2])}, or organisation/name of the hub; other files "
             "are read by evodsp.load_model"
         )
-    return load_model(folder)
+    return load_model(folder, layers=layers)
 
 
 def save_pretrained(

@@ -173,6 +173,8 @@ def on_meta(config: ModelConfig, source: str) -> AlphaFold:
     try:
         with torch.device("meta"):
             return AlphaFold(config)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     except Exception as error:  # torch's own, of sizes beyond its numbers
         raise UserError(f"{source}: unreadable model sizes: {quoted(error)}") from error
 

@@ -80,7 +80,8 @@ def trained(layers: tuple[str, ...], folder: Path, seed: int, steps: int, words:
     if max(found, default=0) < steps:
         listed = f"[{', '.join(layers)}]"
         command = [sys.executable, "-m", "evodsp", "fit", "--config", "quickstart", "--output", str(folder)]
-        command += ["--trainer.max_steps", str(steps), "--seed", str(seed)]
+        # A run validates at the end of its epochs, so the whole run is one.
+        command += ["--trainer.max_steps", str(steps), "--data.samples_per_epoch", str(steps), "--seed", str(seed)]
         command += ["--model.evoformer.layers", listed, "--model.extra_msa.layers", listed, *words]
         if (folder / "checkpoints" / "last.ckpt").exists():
             command += ["--ckpt_path", "last"]

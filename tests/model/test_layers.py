@@ -32,12 +32,8 @@ NO_PRODUCT = tuple(name for name in ALPHAFOLD2 if name != "outer_product_mean")
 LINEAR = {f"attention_{node}": f"scripts.examples.linear_attention:{node.title()}" for node in ("starting", "ending")}
 OWN = tuple(f"{name}={LINEAR[name]}" if name in LINEAR else name for name in ALPHAFOLD2)
 MIXED = (
-    "triangle_incoming",
-    "msa_transition",
-    "row_attention",
-    "attention_ending",
-    "outer_product_mean",
-    "column_attention",
+    *("triangle_incoming", "msa_transition", "row_attention", "attention_ending", "outer_product_mean"),
+    *("triangle_outgoing", "column_attention"),
 )
 REPEATED = (*ALPHAFOLD2[:5], "triangle_outgoing", "row_attention", *ALPHAFOLD2[5:])
 HERE = f"own={__name__}"
@@ -133,6 +129,9 @@ def test_a_repeated_sub_layer_has_weights_and_masks_of_its_own() -> None:
             assert not torch.equal(weights[key], weights[key.replace(second, first)])
             assert not torch.equal(weights[key], weights[key.replace("blocks.0", "blocks.1")])
         assert not torch.equal(masks[0, name], masks[0, f"{name}_2"])
+    weights, _ = drawn((*ALPHAFOLD2, "pair_transition", "pair_transition"))
+    second, third = (weights[f"evoformer.blocks.0.pair_stack.transition_{n}.widen.weight"] for n in (2, 3))
+    assert not torch.equal(second, third)
 
 
 @pytest.mark.parametrize(
