@@ -152,7 +152,7 @@ def test_every_part_of_the_model_keeps_half_precision() -> None:
     assert found.pop("heads.plddt") == ["float32"]
     rows, mask = found.pop("template_torsion_embedder")  # rows of the MSA, and their mask
     assert (rows, mask) == ("bfloat16", "float32")
-    assert len(found) == 13
+    assert len(found) == 15
     assert {dtype for part in found.values() for dtype in part} == {"bfloat16"}, found
 
 

@@ -222,17 +222,17 @@ def failing(model: nn.Module, group: Group) -> Any:
 )
 def test_ranks_that_hang_or_fail_end(sharded: Any, kind: type[Exception], said: str) -> None:
     """Catches a comparison that waits for ever, that does not say where, and processes that stay behind."""
-    before = multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
     with pytest.raises(kind, match=said):
         check(nn.Linear(4, 3), (numbers(5, 4),), sharded, (2,), timeout=6.0)
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_processes_of_its_own() -> None:
     """Catches ranks that need the pool of these tests, and that stay behind."""
-    before = multiprocessing.active_children()
+    before = set(multiprocessing.active_children())
     assert check(Model(), (INPUT,), right, (3,)).startswith("3 ranks compute what one device does")
-    assert multiprocessing.active_children() == before
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_what_cannot_be_sent_is_one_line() -> None:

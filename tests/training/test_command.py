@@ -207,7 +207,7 @@ def test_a_folder_in_which_another_run_trains(tmp_path: Path) -> None:
     """Catches two runs that write the same checkpoints: the lock is not taken, or only after the folder was prepared."""
     run, built = MagicMock(spec=CheckedRun), MagicMock(spec=Built)
     run.command, run.start, run.changed, run.folder, run.chains = "fit", None, (), MagicMock(path=tmp_path), MagicMock()
-    run.settings = MagicMock(run=MagicMock(init_from=None))
+    run.settings = MagicMock(run=MagicMock(init_from=None, dry_run=False))
     built.module, built.data, built.trainer, built.world = MagicMock(), MagicMock(), MagicMock(), MagicMock(group=None)
     with (
         lock(tmp_path / "run.lock", tmp_path, "trains there"),
