@@ -45,12 +45,16 @@ def fill(disk: Path) -> None:
 
 
 def write_protect(disk: Path, protected: bool = True) -> None:
-    """The kernel refuses it with "busy" while the run has a file open for writing."""
+    """Put a read-only view of the folder over it, or take it away. The folder itself cannot be remounted: run.lock is open."""
+    if not protected:
+        subprocess.run(["umount", disk], check=True)
+        return
+    subprocess.run(["mount", "--bind", disk, disk], check=True)
     deadline = time.monotonic() + PATIENCE_S
-    while (
-        mount := subprocess.run(["mount", "-o", f"remount,{'ro' if protected else 'rw'}", disk], check=False)
-    ).returncode:
-        assert time.monotonic() < deadline, mount
+    while subprocess.run(
+        ["mount", "-o", "remount,ro,bind", disk], check=False
+    ).returncode:  # a file is being written there
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
