@@ -111,13 +111,13 @@ parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(COMPARE) --model model_5_ptm --fused
 	$(COMPARE) --model model_1_multimer_v2 --extra-msa 2
 	$(COMPARE) --model model_1_multimer_v3 --extra-msa 2 --fused
-	$(BIN)/python -m scripts.parity.fine_tuned --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.pairing --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.complex_msas --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.confidence --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.chain_losses --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.dockq --dockq $(PARITY)/bin/python --seed $(SEED)
 	$(if $(OPENFOLD),$(COMPARE_DATA))
+	$(BIN)/python -m scripts.parity.fine_tuned --alphafold $(PARITY)/bin/python --seed $(SEED)
 
 parity-data: $(READY) $(OPENFOLD_READY)
 	$(if $(OPENFOLD),,$(error name a clone of OpenFold: make parity-data OPENFOLD=DIR))

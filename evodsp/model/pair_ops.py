@@ -58,7 +58,7 @@ class TriangleMultiplication(SubLayer):
         return (self.plan.outgoing_axis if self.edges == "outgoing" else "j",)
 
     @property
-    def leaves(self) -> tuple[Axis, ...]:  # type: ignore[override]
+    def leaves(self) -> tuple[Axis, ...]:
         """By channel, the product of incoming edges returns where it is needed."""
         return ("i", "j") if self.edges == "incoming" and self.plan.triangle_incoming == "channel" else self.takes
 

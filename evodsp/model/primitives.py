@@ -66,9 +66,6 @@ class SubLayer(ShardedModule):
     representation where the next sub-layer takes it. Where a sub-layer takes either axis, the representation stays.
     """
 
-    leaves: tuple[Axis, ...] = ()
-    """Axes along which the update may be sharded, if they are not those that it takes. If they are of the same representation,
-    `forward` gets as second argument the representation on its way to one of them."""
     reads: tuple[Axis, ...] = ()
     """Axes of the other representation from which `bias` projects, before `forward`, its second argument."""
     shared_axis: Axis | None = None
@@ -76,8 +73,14 @@ class SubLayer(ShardedModule):
 
     @property
     def takes(self) -> tuple[Axis, ...]:
-        """Axes along which the input may be sharded: one, or both of a representation."""
-        raise NotImplementedError
+        """Axes along which the input may be sharded: one, or both of a representation. Each class says its own."""
+        return ()
+
+    @property
+    def leaves(self) -> tuple[Axis, ...]:
+        """Axes along which the update may be sharded, if they are not those that it takes. If they are of the same
+        representation, `forward` gets as second argument the representation on its way to one of them."""
+        return ()
 
 
 class Budgeted(ShardedModule):

@@ -124,14 +124,6 @@ class CommunicationPlan:
         """Axis along which the pair is sharded during the outgoing triangle multiplication."""
         return "i" if self.triangle_outgoing == "gather" else "j"
 
-    @property
-    def incoming_result_axis(self) -> Literal["i", "j"]:
-        """Axis along which the result of the incoming triangle multiplication is sharded, inside an Evoformer block.
-
-        Attention around the starting node needs rows (I) next, and the product can return there directly.
-        """
-        return "j" if self.triangle_incoming == "gather" else "i"
-
     def triangle_way(
         self, edges: Literal["outgoing", "incoming"], ranks: int, in_pieces: bool
     ) -> Literal["local", "channel", "gather"]:

@@ -183,6 +183,8 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
     if command == "fit":
         check_patterns(model)
         check_adapters(parallel, model)
+    elif settings.run.dry_run:
+        raise UserError(f"dry_run is true, but evodsp {command} trains nothing; leave it out")
     ranks = count_ranks(settings.trainer, parallel)
     accumulate = settings.trainer["accumulate_grad_batches"]
     global_batch = settings.run.global_batch if command == "fit" else None

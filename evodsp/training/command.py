@@ -327,7 +327,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
     if trainer.is_global_zero:
         for line in run.changed:
             tell_first(f"evodsp: {line}")
-        if not resumes and (source is not None or run.settings.run.dry_run):
+        if run.settings.run.dry_run or (source is not None and not resumes):
             for line in account(run, module.model):
                 tell(f"evodsp: {line}")
     if run.settings.run.dry_run:

@@ -83,6 +83,9 @@ class OptimizerConfig:
             raise SettingError("model.optimizer.clip", f"'{self.clip}'", "sample or batch")
 
 
+_STACKS = ["extra_msa_stack", "evoformer"]
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """Low-rank adapters (LoRA): a weight W that is kept is used as W + B A, and B and A are trained. The model's other weights
@@ -92,12 +95,16 @@ class AdapterConfig:
 
     rank: int = 0
     """Rank of B A, such as 8. 0: no adapters, and the model's own weights are trained."""
-    parts: list[str] = field(default_factory=lambda: ["extra_msa_stack", "evoformer"])
+    parts: list[str] = field(default_factory=_STACKS.copy)
     """Parts of the model whose matrices get adapters, in the form of model.freeze: [evoformer], or operators such as
     ['evoformer*.qkv', 'evoformer*.transition']. Matrices that model.freeze or model.train_only names get none."""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"rank": COUNT}, "model.adapters.")
+        if not self.rank and self.parts != _STACKS:
+            raise UserError(
+                f"model.adapters.parts is {self.parts}, but model.adapters.rank is 0: no adapters; give a rank, such as 8"
+            )
 
 
 WITHOUT_ADAPTERS = AdapterConfig()

@@ -96,8 +96,7 @@ class TrainingModule(LightningModule):
         super().__init__()
         self.config, self.features, self.world = config, features, world or World()
         self.model = model or AlphaFold(config.model_config())
-        if model is None:  # a checkpoint's, which is scored, has its adapters merged
-            freeze(self.model, config.freeze, config.train_only, config.adapters, seed)
+        freeze(self.model, config.freeze, config.train_only, config.adapters, seed)
         self.settings: dict[str, Any] = {}
         """The settings that checkpoints keep, for a run that resumes."""
         self.chain_names: dict[str, list[str]] = {}

@@ -229,6 +229,9 @@ def test_a_dry_run_says_what_it_would_train(
     assert "evodsp: length: 4 samples in 4 steps, 1 sample a step" in "\n".join(told)
     assert "evodsp: memory of each device, planned: " in told[-2]
     assert "evodsp: time, planned for this CPU: at most " in told[-1]
+    score = ["validate", *run[1:], f"--ckpt_path={source}"]
+    assert main([word for word in score if not word.startswith("--init_from")]) == 2
+    assert "dry_run is true, but evodsp validate trains nothing; leave it out" in capsys.readouterr().err
     assert main([*run, "--data.train.crop_size=null"]) == 0
     assert "memory and time are not planned: data.train.crop_size is null" in capsys.readouterr().err
 
@@ -320,3 +323,10 @@ def test_adapters_that_cannot_be_are_one_line(
     )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_parts_without_a_rank_are_one_line(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a user who believes that adapters are trained."""
+    assert main(words(chains, tmp_path / "run", "--model.adapters.parts=[evoformer]", frozen=())) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model.adapters.parts is ['evoformer'], but model.adapters.rank is 0" in line
