@@ -312,7 +312,7 @@ def hidden_passes(size: str, positions: int, channels: int, dtype: torch.dtype =
     """The gradient of a transition's hidden layer, four times as wide as the representation."""
     shapes = (positions, channels), (channels, 4 * channels), (positions, 4 * channels)
     inputs = [_meta(*shape, dtype=dtype) for shape in shapes]
-    return [_pass(gate.OPERATORS[0], size, (*inputs, dtype), 2.0 * positions * 4 * channels**2)]
+    return [_pass(gate.OPERATORS[2], size, (*inputs, dtype), 2.0 * positions * 4 * channels**2)]
 
 
 def outer_passes(

@@ -13,7 +13,7 @@ from scripts.benchmarks import triton_resources as resources
 from scripts.benchmarks.triton_ahead import SHARED_LIMIT
 
 # Kernels that multiply matrices.
-PRODUCTS = ("attention.", "global_attention.", "hidden.", "outer_product.", "triangle.")
+PRODUCTS = ("attention.", "global_attention.", "gate.hidden_backward", "outer_product.", "triangle.")
 # Bytes that a thread may spill, in tiles that hold the sums of a whole weight: an A100 has no room for all that they need.
 # Attention with a bias at a width of 16 in bf16: 16 bytes, though the compiler takes 72 registers only (Triton 3.7.1).
 SPILLS = {
