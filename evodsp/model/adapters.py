@@ -18,11 +18,13 @@ from torch import Tensor, nn
 UP, DOWN = "_up", "_down"
 _ADAPTED = "weight"
 """The name that each module gives its matrix."""
+ADAPTERS = (_ADAPTED + UP, _ADAPTED + DOWN)
+"""The names of the parameters of an adapter in their module."""
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter, by its full name or that in its module, is part of an adapter."""
-    return name.endswith((f"{_ADAPTED}{UP}", f"{_ADAPTED}{DOWN}"))
+    return name.endswith(ADAPTERS)
 
 
 def add_adapters(model: nn.Module, rank: int, chosen: Callable[[str], bool], generator: torch.Generator) -> None:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from evodsp.config import MatmulPrecision
-from evodsp.model.adapters import adapted_weights, is_adapter, with_adapters
+from evodsp.model.adapters import ADAPTERS, adapted_weights, with_adapters
 from evodsp.parallel.dtensor import is_dtensor
 
 # Added to a logit, this removes its key from the softmax. If all keys are masked, the weights are uniform, as in AF2.
@@ -129,11 +129,11 @@ class CastParameters:
 
     def __init__(self, model: nn.Module) -> None:
         places = [(module, name) for module in _half_precision_modules(model) for name in module._parameters]
-        places = [place for place in places if place[0]._parameters[place[1]] is not None and not is_adapter(place[1])]
+        places = [place for place in places if place[0]._parameters[place[1]] is not None and place[1] not in ADAPTERS]
         # Parameters of odd sizes come last: gradients are joined without gaps, and those of the other parameters stay
         # aligned.
         self._places = sorted(places, key=lambda place: _parameter(*place).numel() % _ALIGNMENT != 0)
-        self._adapted = adapted_weights(model)
+        self._adapted = adapted_weights(model) if any(ADAPTERS[0] in x._parameters for x in model.modules()) else []
         self._copies: dict[torch.dtype, list[Tensor]] = {}
         """Tensors that receive the copies, by their precision: views of one buffer each."""
 

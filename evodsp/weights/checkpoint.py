@@ -31,7 +31,7 @@ from torch import Tensor
 from evodsp.config import FeatureConfig, ModelConfig, from_dict, import_layers, leaves
 from evodsp.errors import UserError
 from evodsp.files import whole_file
-from evodsp.model.adapters import is_adapter, merged
+from evodsp.model.adapters import ADAPTERS, merged
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import quoted, shown
 from evodsp.weights import deepmind, openfold
@@ -224,7 +224,7 @@ def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> d
         raise UserError(f"{path}: '{strange[0]}' is not an array of floats; give a checkpoint written by `evodsp fit`")
     check_bytes(chosen, parameter_file(path))
     weights = unwrapped(chosen, str(path))
-    if not any(map(is_adapter, weights)):
+    if not any(name.endswith(ADAPTERS) for name in weights):
         return weights
     try:
         return merged(weights)
