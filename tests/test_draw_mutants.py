@@ -104,7 +104,7 @@ def test_breaks_of_what_changed_are_found(tmp_path: Path, pytestconfig: pytest.C
         "--seed",
         str(int(head[:8], 16)),
         "--number",
-        "4",
+        "2",
         "--seconds",
         "20",
         "--output",
