@@ -208,6 +208,26 @@ def test_links_and_files_named_in_the_prose_exist(page: str) -> None:
             assert (ROOT / name).exists() or (ROOT / "evodsp" / name).exists(), f"{page}: `{name}`"
 
 
+def test_the_map_of_algorithms_leads_to_each() -> None:
+    """Catches an algorithm without a row, a class, function or test that has moved, and a row that leads to another algorithm:
+    the docstring there must name its number."""
+    rows = re.findall(
+        r"^\| (\d+) \| \w+ \| `([\w/]+)\.py` \| `([\w.]+)` \| `(\S+\.py)` `(\w+)(?:\[(\w+)\])?` \|$",
+        text_of("docs/algorithms.md"),
+        re.MULTILINE,
+    )
+    assert [int(row[0]) for row in rows] == list(range(1, 33))
+    for number, module, name, test_file, test, case in rows:
+        there = inspect.getdoc(pkgutil.resolve_name(f"{module.replace('/', '.')}:{name}")) or ""
+        named = re.findall(r"algorithms? (\d+(?:(?:, | and )\d+)*)", there)
+        assert number in re.findall(r"\d+", " ".join(named)), (
+            f"the docstring of {name} does not name algorithm {number}"
+        )
+        assert f"def {test}(" in text_of(test_file), f"{test_file} has no {test}"
+        cases = [re.sub(r"\{\w+\}", r"\\w*", one) for one in re.findall(r'"([\w{}]+)"', text_of(test_file))]
+        assert not case or any(re.fullmatch(one, case) for one in cases), f"{test} has no case {case}"
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as MkDocs and GitHub make them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

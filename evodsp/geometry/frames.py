@@ -254,7 +254,7 @@ _TURN_ABOUT_X = Constant(np.array([1, -1, -1], np.float32))
 
 
 def torsion_angles_to_frames(backbone: Rigid, angles: Float[Tensor, "*b 7 2"], aatype: Int[Tensor, "*b"]) -> Rigid:
-    """Frames [*b, 8] of all rigid groups (algorithm 24).
+    """Frames [*b, 8] of all rigid groups (algorithms 24 and 25).
 
     `backbone`: frames [*b]. `angles`: unit vectors (sin, cos). Groups that a residue type lacks have a zero rotation.
     """

@@ -327,11 +327,12 @@ def alternative_naming_is_better(
     residues: Int[Tensor, "B k"] | None = None,
     atoms: Int[Tensor, "B a"] | None = None,
 ) -> Float[Tensor, "B _"]:
-    """1 where the alternative naming fits the prediction's distances to unambiguous atoms better, else 0.
+    """Renaming of symmetric atoms (algorithm 26): 1 where the alternative naming fits the prediction's distances to
+    unambiguous atoms better, else 0.
 
     `residues`: residues to decide for; None: all. `truth`, `alternative`: true positions under both namings. `exists`: 1
     for observed atoms. `is_ambiguous`: 1 for atoms whose names swap. `atoms`: a list (of R x 14) with every observed atom;
-    None: all of them. Algorithm 26.
+    None: all of them.
     """
     dtype = torch.promote_types(atom14.dtype, torch.float32)
     rows = [take(x[:, :, _SLOTS].to(dtype), residues) for x in (atom14, truth, alternative)]

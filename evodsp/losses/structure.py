@@ -237,7 +237,8 @@ def frame_aligned_point_error(
     exchange: Exchange = LocalExchange(),
     floored: bool = False,
 ) -> Float[Tensor, "*b"]:
-    """Mean distance between points and true points, each seen from every frame and true frame (algorithm 28).
+    """Frame-aligned point error (algorithm 28): mean distance between points and true points, each seen from every frame and
+    true frame.
 
     `frames` and `true_frames` are [*b, F]; all batch axes broadcast. `clamp_distance` in Å bounds each distance (None: no
     bound). `clamped_fraction` mixes the bounded error (1) with the unbounded one (0) per sample; the default is 1. The
@@ -405,7 +406,8 @@ def torsion_loss(
     alternative: Float[Tensor, "B R n 2"],
     mask: Float[Tensor, "B R n"],
 ) -> Float[Tensor, " B"]:
-    """Squared distance on the unit circle to the true angle or its alternative, whichever is nearer; mean over T, R and n.
+    """Torsion angle loss (algorithm 27): squared distance on the unit circle to the true angle or its alternative, whichever is
+    nearer; mean over T, R and n.
 
     `alternative` differs from `truth` by pi where the side chain is symmetric. `angles` have unit length. The training loss
     passes the four chi angles only, as AlphaFold2's code does, although the algorithm also lists the backbone torsions.

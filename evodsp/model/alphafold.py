@@ -166,7 +166,8 @@ EXTRA_MSA_FEATURES = ("extra_msa", "extra_has_deletion", "extra_deletion_value")
 
 
 class AlphaFold(Recordable, Budgeted):
-    """The model of AlphaFold2 or of AlphaFold-Multimer. Its `graphs` replay whole passes; stacks then have none."""
+    """The model of AlphaFold2 (algorithm 2) or of AlphaFold-Multimer. Its `graphs` replay whole passes; stacks then
+    have none."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -203,7 +204,7 @@ class AlphaFold(Recordable, Budgeted):
         stop_tolerance: float = 0.0,
         ended: Callable[[ModelOutput], None] | None = None,
     ) -> ModelOutput:
-        """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithm 31).
+        """Run every pass (recycling iteration) of `batch`. Gradients flow through the last pass only (algorithms 30 and 31).
 
         `batch`: processed features, axes [batch, cycle, …]; other entries are ignored. Its axis of templates may be empty. It
         may be on the host: the features of a pass are copied to the model's device when the pass begins.

@@ -137,7 +137,7 @@ def squared_edges(first: float, last: float, bins: int) -> Float[Tensor, " bins"
 def distance_one_hot(
     rows: Float[Tensor, "*b I 3"], columns: Float[Tensor, "*b J 3"], lower: Float[Tensor, " bins"]
 ) -> Float[Tensor, "*b I J bins"]:
-    """Binned distances as one-hot vectors. `lower`: squared lower edges of the bins.
+    """Binned distances as one-hot vectors (algorithm 5). `lower`: squared lower edges of the bins.
 
     A distance below the first bin gives all zeros; the last bin has no upper edge.
     """

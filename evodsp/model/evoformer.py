@@ -462,7 +462,9 @@ class EvoformerBlock(Course):
 
 
 class EvoformerStack(Stack):
-    """A sequence of blocks. `config.checkpoint` and `config.checkpoint_projections` say what the backward pass recomputes.
+    """The Evoformer (algorithm 6) or, with `extra`, the extra-MSA stack (algorithm 18).
+
+    `config.checkpoint` and `config.checkpoint_projections` say what the backward pass recomputes.
 
     A recomputed segment is the pair stack of one block and the MSA stack of the next; or a block, if its pair stack is no part
     of its own. Between two segments, outside of any, m is sent to the axis on which the next block takes it. This all-to-all is

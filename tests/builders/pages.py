@@ -29,7 +29,7 @@ PAGES = [
             "dsp",
         )
     ),
-    *("docs/layers.md", "docs/security.md", "docs/parallelize.md", "docs/frameworks.md"),
+    *("docs/algorithms.md", "docs/layers.md", "docs/security.md", "docs/parallelize.md", "docs/frameworks.md"),
     *(
         "docs/measured.md",
         "docs/paper.md",

@@ -210,7 +210,8 @@ def complex_crop(
 
 
 def contiguous_crop(lengths: Sequence[int], crop_size: int, draws: Draws) -> Crop:
-    """A piece of each chain, `crop_size` residues in all, or all of the complex if it is smaller (algorithm 1).
+    """A piece of each chain, `crop_size` residues in all, or all of the complex if it is smaller (algorithm 1 of
+    AlphaFold-Multimer's supplement).
 
     Chains take their pieces in random order. Each has a uniformly random length, from what the chains after it cannot make up
     for to what is left, and a uniformly random start. A piece may have no residues.
@@ -238,7 +239,8 @@ def spatial_crop(
     crop_size: int,
     draws: Draws,
 ) -> Crop | None:
-    """The `crop_size` residues that are nearest to a random residue of an interface (algorithm 2); None without interfaces.
+    """The `crop_size` residues that are nearest to a random residue of an interface (algorithm 2 of
+    AlphaFold-Multimer's supplement); None without interfaces.
 
     Distances are between CA atoms. Residues without one come after all others, in order.
     """
@@ -447,8 +449,8 @@ def deleted_block_starts(draws: Draws, rows: int, config: FeatureConfig) -> Int6
 
 
 def kept_rows(rows: int, starts: Int64[np.ndarray, " blocks"], fraction: float) -> Bool[np.ndarray, " {rows}"]:
-    """Whether each row remains after deleting, from each start, a block of `fraction` of all rows (algorithm 1). The query
-    remains."""
+    """MSA block deletion (algorithm 1): whether each row remains if, from each start, a block of `fraction` of all rows is
+    deleted. The query remains."""
     keep = np.ones(rows, bool)
     index = np.arange(rows)
     length = int(rows * fraction)
