@@ -29,7 +29,7 @@ from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA, RESTYPE_1TO3
-from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
+from evodsp.inference.results import Format, Key, PredictionResult, read_structure, relaxed_name, stem
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.structure import unique_residue_numbers
 from evodsp.losses.violation import violating_residues
@@ -79,11 +79,6 @@ def check_openmm() -> None:
     """Raise UserError if OpenMM is not installed."""
     if find_spec("openmm") is None:
         raise UserError("--relax needs OpenMM, which is not installed; run: pip install 'evodsp[relax]'")
-
-
-def relaxed_name(key: Key, file_format: Format) -> str:
-    """The file of a relaxed structure."""
-    return f"{stem(key)}_relaxed.{file_format}"
 
 
 def missing_relaxations(result: PredictionResult, which: Which) -> list[Key]:
