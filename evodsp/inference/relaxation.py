@@ -36,6 +36,7 @@ from evodsp.losses.violation import violating_residues
 from evodsp.printing import one_line
 
 Which = Literal["best", "all"]
+NOT_RELAXED = "not relaxed"
 _FORCE_FIELD = "amber99sb.xml"
 _STIFFNESS = 10.0
 """kcal/mol/Å²."""
@@ -102,7 +103,7 @@ def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -
         relaxed = relax(read_structure(result, key), device)
         text = structure_text(relaxed.structure, result.format, Origin())
     except UserError as error:
-        return f"not relaxed: {error}"
+        return f"{NOT_RELAXED}: {error}"
     facts = {name: value for name, value in vars(relaxed).items() if name != "structure"}
     write_text(result.folder / f"{stem(key)}_relaxed.json", json.dumps(facts, indent=2) + "\n")
     write_text(target, text)

@@ -24,6 +24,7 @@ from evodsp.inference.pages.target_page import batch_page, write_batch_page, wri
 from evodsp.inference.results import TIMINGS, RecordFailure, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
 from tests.builders.browser import NEEDS_CHROMIUM, answer_of, cut
+from tests.builders.prediction import read_json
 
 NAME = "x</script><b>&"
 RESIDUES = 60
@@ -166,6 +167,43 @@ def test_index_has_a_column_of_ptm_only_where_there_is_one(output: Path, tmp_pat
     assert both.count("<td") == 2 * both.count("<th")
     shutil.rmtree(tmp_path / "x")
     assert ">pTM<" not in batch_page(tmp_path, []).html()
+
+
+def test_index_says_how_deep_alignments_are(output: Path, tmp_path: Path) -> None:
+    """Catches proteins without alignments that look like bad predictions; and results of earlier versions, which do not say how
+    many sequences there were, that are left out or counted as none."""
+    for name, rows in (("old", None), ("alone", 0), ("deep", 12345)):
+        shutil.copytree(output / "x", tmp_path / name)
+        if rows is not None:
+            timings = read_json(tmp_path / name / TIMINGS)
+            write_json(tmp_path / name / TIMINGS, {**timings, "alignment_rows": rows})
+    page = batch_page(tmp_path, []).html()
+    cells = [re.findall(r'<td class="number">([^<]*)</td>', row) for row in page.split("<tr>")[2:]]
+    assert [row[1] for row in cells] == ["0", "12,345", ""]
+
+
+@NEEDS_CHROMIUM
+def test_index_is_sorted_in_a_browser(output: Path, tmp_path: Path) -> None:
+    """Catches numbers that are sorted as texts, rows that lose their cells, and headings that the keyboard does not reach."""
+    for name, rows in (("x2", 900), ("x10", 12345), ("x1", 7)):
+        shutil.copytree(output / "x", tmp_path / name)
+        write_json(tmp_path / name / "ranking.json", {**read_json(tmp_path / name / "ranking.json"), "name": name})
+        write_json(tmp_path / name / TIMINGS, {**read_json(tmp_path / name / TIMINGS), "alignment_rows": rows})
+    answer = answer_of(batch_page(tmp_path, []).html(), """setTimeout(() => {
+      const names = () => [...document.querySelectorAll(".targets tr td:first-child")].map((cell) => cell.textContent);
+      const heading = (text) => [...document.querySelectorAll("th")].find((one) => one.textContent === text);
+      const answer = [names()];
+      heading("aligned sequences").click();
+      answer.push(names());
+      heading("aligned sequences").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
+      answer.push(names(), heading("aligned sequences").ariaSort);
+      heading("target").click();
+      answer.push(names(), heading("aligned sequences").ariaSort, document.querySelectorAll("[tabindex]").length);
+      document.body.textContent = "ANSWER" + JSON.stringify(answer) + "END";
+    }, 300);""", tmp_path)  # fmt: skip
+    assert answer == [
+        ["x1", "x2", "x10"], ["x10", "x2", "x1"], ["x1", "x2", "x10"], "ascending", ["x1", "x2", "x10"], None, 6,
+    ]  # fmt: skip
 
 
 def test_index_explains_its_colours_and_draws_no_single_bar(output: Path, tmp_path: Path) -> None:

@@ -41,9 +41,10 @@ from evodsp.inference.pages.residue_charts import (
     strip,
     view_of,
 )
-from evodsp.inference.result_checks import FIX
+from evodsp.inference.result_checks import FIX, read_object
 from evodsp.inference.results import (
     REPORT,
+    TIMINGS,
     PredictionResult,
     RecordFailure,
     key_of,
@@ -65,7 +66,10 @@ from evodsp.report.page import OURS, Page, histogram, render
 INDEX, BESIDE = "index.html", "index_evodsp.html"
 _STYLE = """
 .strip { width: 190px; height: 14px; border-radius: 3px; display: block; }
-.targets td { vertical-align: middle; } .targets th { position: sticky; top: 0; background: var(--back); }
+.targets td { vertical-align: middle; } .targets .sorts { cursor: pointer; white-space: nowrap; }
+.sorts::after { content: " ↕"; opacity: 0.4; } [aria-sort]::after { opacity: 1; }
+[aria-sort="ascending"]::after { content: " ↑"; } [aria-sort="descending"]::after { content: " ↓"; }
+.targets th { position: sticky; top: 0; background: var(--back); }
 a { color: var(--bar); } .bands { margin-bottom: 20px; }
 """
 _STRIP = 60
@@ -97,12 +101,12 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     for folder in result_folders(output):
         try:
             result, ranking = read_with_ranking(folder)
-            plddt = read_plddt(folder, result.best)
+            plddt, depth = read_plddt(folder, result.best), read_object(folder / TIMINGS).get("alignment_rows")
         except UserError:
             continue  # not a result of ours, or one that predict would refuse to keep
         means.append(result.mean_plddt[result.best])
         scores = {name: ranking["ranking"][0].get(key) for name, key in _SCORES.items()}
-        rows.append(_row(folder, result.name, plddt, means[-1], scores, len(result.mean_plddt)))
+        rows.append(_row(folder, result.name, plddt, means[-1], depth, scores, len(result.mean_plddt)))
     page = Page("Predictions", f"{counted(len(rows), 'target')}, best prediction of each")
     page.style(_STYLE)
     page.figures(
@@ -113,7 +117,8 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
         }
     )
     # Of models without a PAE head no target has a pTM, and no single chain has an ipTM.
-    columns = {name: kind for name, kind in _HEADINGS.items() if name not in _SCORES or any(row[name] for row in rows)}
+    # Folders of early versions do not say how many sequences their alignments had.
+    columns = {name: kind for name, kind in _HEADINGS.items() if any(row[name] for row in rows)}
     page.template("inference/pages/targets.html.j2", columns=columns, rows=rows, bands=named_bands())
     counts, _ = np.histogram(means, bins=20, range=(0, 100))
     if len(means) > 4 and np.count_nonzero(counts) > 1:  # a chart of one bar says what the mean says
@@ -121,15 +126,17 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     if failures:
         page.heading("Records that failed")
         page.table(["record", "reason"], [[failure.name, failure.reason] for failure in failures])
+    page.script(_asset("targets.js"))
     return page
 
 
-_ALONG = "pLDDT along the sequence"
+_ALONG, _DEPTH = "pLDDT along the sequence", "aligned sequences"
 _SCORES = {"pTM": "ptm", "ipTM": "iptm"}
 """Columns that may be empty, and their entries in ranking.json."""
 _HEADINGS = {
     "target": False,
     "residues": True,
+    _DEPTH: True,
     "mean pLDDT": True,
     **dict.fromkeys(_SCORES, True),
     "predictions": True,
@@ -139,7 +146,13 @@ _HEADINGS = {
 
 
 def _row(
-    folder: Path, name: str, plddt: np.ndarray, mean: float, scores: Mapping[str, float | None], seeds: int
+    folder: Path,
+    name: str,
+    plddt: np.ndarray,
+    mean: float,
+    depth: object,
+    scores: Mapping[str, float | None],
+    seeds: int,
 ) -> dict[str, str]:
     """The cells, by column, and the address of the target's page."""
     pieces = np.array([piece.mean() for piece in np.array_split(plddt, min(_STRIP, len(plddt)))])
@@ -147,6 +160,7 @@ def _row(
         "target": name,
         "page": f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else "",
         "residues": f"{len(plddt):,}",
+        _DEPTH: f"{depth:,}" if isinstance(depth, int) else "",
         "mean pLDDT": f"{mean:.1f}",
         **{column: "" if score is None else f"{score:.2f}" for column, score in scores.items()},
         "predictions": f"{seeds}",
