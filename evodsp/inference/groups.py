@@ -88,10 +88,13 @@ class Groups:
         return results
 
 
-def share(costs: Sequence[int], work: Callable[[int, Report], Result], report: Report, groups: Groups) -> list[Result]:
+def share(
+    costs: Sequence[int], work: Callable[[int, Report, Sequence[int]], Result], report: Report, groups: Groups
+) -> list[Result]:
     """The results of all items, in their order. The dearest item is taken first, so that no group is left with one at the end.
 
-    `costs`: the cost of each item. `work`: a function that does the item of a number, and reports lines. Rank 0 of all
+    `costs`: the cost of each item. `work`: a function that does the item of a number, and reports lines; it is also given the
+    numbers of the items that have been taken so far, its own included. Rank 0 of all
     reports the lines of other groups when an item is done. All ranks call this, and get the same.
     """
     dearest_first = sorted(range(len(costs)), key=lambda item: -costs[item])
@@ -105,7 +108,8 @@ def share(costs: Sequence[int], work: Callable[[int, Report], Result], report: R
 
     for place in groups.places(len(costs)):
         lines: list[str] = []
-        found[dearest_first[place]] = work(dearest_first[place], report if is_first else lines.append)
+        say = report if is_first else lines.append
+        found[dearest_first[place]] = work(dearest_first[place], say, dearest_first[: place + 1])
         groups.finish(lines)
         if is_first:
             listen()

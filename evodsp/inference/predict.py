@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from evodsp.inference.jobs import (
 )
 from evodsp.inference.pages.target_page import INDEX, write_batch_page, write_target_page
 from evodsp.inference.prediction import write_plots
-from evodsp.inference.relaxation import missing_relaxations, relax_prediction
+from evodsp.inference.relaxation import NOT_RELAXED, missing_relaxations, relax_prediction
 from evodsp.inference.results import (
     FAILURES,
     REPORT,
@@ -57,7 +57,10 @@ from evodsp.model.kernels.registry import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group
-from evodsp.printing import counted, show
+from evodsp.printing import counted, duration, show
+
+_DETAILED = 4
+"""Most records of which the log has each step. Of more, it has a line each."""
 
 
 def predict(config: PredictConfig, report: Report = show, group: Group | None = None) -> list[PredictionResult]:
@@ -146,6 +149,9 @@ def _predict_targets(run: PredictionRun, report: Report, group: Group | None, gr
     if problem := from_first(partial(page_problem, str(output / INDEX), make), everyone):
         report(problem)
     outcome = Outcome(complete, failures)
+    if len(run.targets) > _DETAILED:  # their own lines are far above
+        for failure in failures:
+            report(f"failed: {failure.reason}")
     report(outcome.line + (f"; reasons in {output / FAILURES}" if failures else ""))
     return outcome
 
@@ -184,18 +190,36 @@ def _predict_with(
     for failure in work.failures:
         report(f"failed: {failure.reason}")
 
-    def predict_one(number: int, say: Report) -> PredictionResult | RecordFailure:
-        place = f"[{number + 1}/{len(work.jobs)}]"
-        return _predict_job(work.jobs[number], run, features, runner, place, say, group)
+    total, begun = len(work.jobs), time.perf_counter()
+    costs = [0 if job.kept else len(job.target.query) ** 2 for job in work.jobs]
+
+    def predict_one(number: int, say: Report, taken: Sequence[int]) -> PredictionResult | RecordFailure:
+        place, job, start = f"[{number + 1}/{total}]", work.jobs[number], time.perf_counter()
+        if total <= _DETAILED:
+            return _predict_job(job, run, features, runner, place, say, say, group)
+        named = f"{place} {job.target.query.name}: "
+        found = _predict_job(job, run, features, runner, place, lambda line: say(named + line.strip()), _unsaid, group)
+        done, now = sum(costs[one] for one in taken), time.perf_counter()
+        left = (now - begun) * (sum(costs) - done) / max(done, 1)
+        if isinstance(found, PredictionResult):
+            what = "kept" if found.kept else f"pLDDT {found.mean_plddt[found.best]:.1f}, {now - start:.1f} s"
+            said = [f"{counted(len(job.target.query), 'residue')}, {what}", f"{duration(left)} left", *job.target.notes]
+            say(named + "; ".join(said))
+        return found
 
     try:
         if groups is None:
-            return [*work.failures, *(predict_one(number, report) for number in range(len(work.jobs)))]
+            numbers = range(total)
+            return [*work.failures, *(predict_one(number, report, numbers[: number + 1]) for number in numbers)]
         report(f"{groups.count} groups of ranks take {counted(len(work.jobs), 'record')}, the longest first")
         return [*work.failures, *share([len(job.target.query) for job in work.jobs], predict_one, report, groups)]
     finally:
         if runner is not None:
             runner.free()  # before the next model is loaded
+
+
+def _unsaid(line: str) -> None:
+    """Where lines go that a log of many records leaves out."""
 
 
 def _predict_job(
@@ -205,23 +229,24 @@ def _predict_job(
     runner: PassRunner | None,
     place: str,
     report: Report,
+    detail: Report,
     group: Group | None,
 ) -> PredictionResult | RecordFailure:
     """Predict one record, unless its results are kept, and report the outcome. `place`: its number among all records, for the
-    log."""
+    log. `detail`: takes the lines that say nothing but that all goes well."""
     name = job.target.query.name
     chains = f"{counted(len(job.target.chains), 'chain')}, " if job.target.chains else ""
-    report(f"{place} {name}: {chains}{counted(len(job.target.query), 'residue')}")
+    detail(f"{place} {name}: {chains}{counted(len(job.target.query), 'residue')}")
     for note in job.target.notes:
-        report(f"  {note}")
+        detail(f"  {note}")
     if job.stored is not None and job.kept:
         result = replace(job.stored.result, format=run.files.format)
-        _add_beside(job, result, run, report, group, page=False)
+        _add_beside(job, result, run, report, detail, group, page=False)
         folder = run.files.output / name
-        report(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
+        detail(f"  kept: {folder} is complete and has the same inputs (--overwrite predicts again)")
         return result
     with run.notes.noted(name, group) as left_out:
-        found = left_out or _predict_target(job, run, features, runner, report, group)
+        found = left_out or _predict_target(job, run, features, runner, report, detail, group)
     if isinstance(found, RecordFailure):
         report(f"  failed: {found.reason}")
     return found
@@ -233,6 +258,7 @@ def _predict_target(
     features: FeatureConfig,
     runner: PassRunner | None,
     report: Report,
+    detail: Report,
     group: Group | None,
 ) -> PredictionResult | RecordFailure:
     """Predict the seeds of one target that are missing, and write its files. All ranks return the same.
@@ -245,11 +271,11 @@ def _predict_target(
             f"{counted(earlier, 'seed')} of an earlier run",
             f"{counted(earlier, 'prediction')} already there",
         )
-        report(f"  {alone if job.model.name is None else several} kept")
+        detail(f"  {alone if job.model.name is None else several} kept")
     pieces: Iterable[Finished | RecordFailure] = [Finished({}, {})]  # without a seed to predict, a format is missing
     if job.seeds:
         assert runner is not None
-        pieces = predict_seeds(job, runner, features, run.try_anyway, report, group, run.files.save)
+        pieces = predict_seeds(job, runner, features, run.try_anyway, report, detail, group, run.files.save)
     result: PredictionResult | None = None
     failure: RecordFailure | None = None
     for piece in pieces:
@@ -265,11 +291,11 @@ def _predict_target(
         result = written
         best = result.mean_plddt[result.best]
         seconds = time.perf_counter() - start
-        report(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
+        detail(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
     if result is None:
         assert failure is not None, "something is written, or a seed has failed"
         return failure
-    _add_beside(job, result, run, report, group, page=True)
+    _add_beside(job, result, run, report, detail, group, page=True)
     if failure is None:
         return result
     before = f"finished before: {counted(len(result.mean_plddt), 'prediction')}, in {result.folder}"
@@ -318,14 +344,21 @@ def _write(job: Job, finished: Finished, run: PredictionRun) -> PredictionResult
 
 
 def _add_beside(
-    job: Job, result: PredictionResult, run: PredictionRun, report: Report, group: Group | None, page: bool
+    job: Job,
+    result: PredictionResult,
+    run: PredictionRun,
+    report: Report,
+    detail: Report,
+    group: Group | None,
+    page: bool,
 ) -> None:
     """Relax the predictions that the run relaxes, and write the page and the pictures, where they are missing. What cannot be
     written is reported. `page`: whether the page is new anyway."""
     relax = run.files.relax
     keys = [] if relax == "none" else from_first(lambda: missing_relaxations(result, relax), group)
     for key in keys:
-        report(f"  {long_from_first(partial(relax_prediction, result, key, run.device), group)}")
+        line = long_from_first(partial(relax_prediction, result, key, run.device), group)
+        (report if line.startswith(NOT_RELAXED) else detail)(f"  {line}")
     writers: dict[str, Callable[[], None]] = {}
     if page or keys:
         writers[str(result.folder / REPORT)] = lambda: write_target_page(result.folder, job.read().alignments)

@@ -29,13 +29,14 @@ from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.frames import atom37_to_atom14
 from evodsp.geometry.residues import ATOM_ORDER, ATOM_TYPES, CA, RESTYPE_1TO3
-from evodsp.inference.results import Format, Key, PredictionResult, read_structure, stem
+from evodsp.inference.results import Format, Key, PredictionResult, read_structure, relaxed_name, stem
 from evodsp.inference.structure_files import Origin, PredictedStructure, structure_text
 from evodsp.losses.structure import unique_residue_numbers
 from evodsp.losses.violation import violating_residues
 from evodsp.printing import one_line
 
 Which = Literal["best", "all"]
+NOT_RELAXED = "not relaxed"
 _FORCE_FIELD = "amber99sb.xml"
 _STIFFNESS = 10.0
 """kcal/mol/Å²."""
@@ -81,11 +82,6 @@ def check_openmm() -> None:
         raise UserError("--relax needs OpenMM, which is not installed; run: pip install 'evodsp[relax]'")
 
 
-def relaxed_name(key: Key, file_format: Format) -> str:
-    """The file of a relaxed structure."""
-    return f"{stem(key)}_relaxed.{file_format}"
-
-
 def missing_relaxations(result: PredictionResult, which: Which) -> list[Key]:
     """The predictions of a target that are still to be relaxed. A prediction that failed is tried again."""
     keys = [result.best] if which == "best" else list(result.mean_plddt)
@@ -107,7 +103,7 @@ def relax_prediction(result: PredictionResult, key: Key, device: torch.device) -
         relaxed = relax(read_structure(result, key), device)
         text = structure_text(relaxed.structure, result.format, Origin())
     except UserError as error:
-        return f"not relaxed: {error}"
+        return f"{NOT_RELAXED}: {error}"
     facts = {name: value for name, value in vars(relaxed).items() if name != "structure"}
     write_text(result.folder / f"{stem(key)}_relaxed.json", json.dumps(facts, indent=2) + "\n")
     write_text(target, text)

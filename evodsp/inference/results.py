@@ -172,6 +172,11 @@ def read_relaxation(folder: Path, key: Key) -> dict[str, Any] | None:
     return content
 
 
+def relaxed_name(key: Key, file_format: Format) -> str:
+    """The file of a relaxed structure."""
+    return f"{stem(key)}_relaxed.{file_format}"
+
+
 def scores_name(key: Key) -> str:
     return f"{stem(key)}_scores.json"
 

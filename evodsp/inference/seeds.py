@@ -348,6 +348,7 @@ def predict_seeds(
     features: FeatureConfig,
     try_anyway: bool,
     report: Report,
+    detail: Report,
     group: Group | None,
     save: SaveSettings | None = None,
 ) -> Iterator[Finished | RecordFailure]:
@@ -355,6 +356,7 @@ def predict_seeds(
     other seed is tried after it.
 
     `try_anyway`: whether a target runs also where the estimate says that it does not fit. `save`: the arrays that are kept.
+    `detail`: takes the lines that say nothing but that all goes well.
 
     Raises RankOutOfMemoryError on a rank of several that has no memory left.
     """
@@ -372,10 +374,10 @@ def predict_seeds(
         return
     seconds_before = job.templates_seconds + time.perf_counter() - start
     rows = 0 if msa is None else sum(map(len, msa.alignments))  # the first rank alone reads, and writes the files
-    report(f"  {'' if msa is None else msa.line}, {time.perf_counter() - start:.1f} s")
+    detail(f"  {'' if msa is None else msa.line}, {time.perf_counter() - start:.1f} s")
     if model.config.templates.enabled:
         for said in job.templates_lines:
-            report(f"  {said}")
+            detail(f"  {said}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -405,7 +407,7 @@ def predict_seeds(
     since = time.perf_counter()
     for seed in job.seeds:
         try:
-            batch, seconds = _batch(job, msa, features, seed, settings.ensembles, device, report, group)
+            batch, seconds = _batch(job, msa, features, seed, settings.ensembles, device, detail, group)
             batch, failed_before = runner.sized(batch), runner.given_up
             if seed == job.seeds[0]:
                 ask = partial(check_needs, target.query.name, len(target.query), batch, model, settings, try_anyway)
@@ -423,7 +425,7 @@ def predict_seeds(
         if runner.given_up != failed_before:
             report(f"  {runner.given_up}; passes are launched instead, which is slower")
         structures[seed], runs[seed] = structure, SeedRun(seconds, passes, change)
-        report(f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structure.confidence_line}")
+        detail(f"  seed {seed}: model, {runs[seed].model_line(features.recycles + 1)}; {structure.confidence_line}")
         if seed == job.seeds[-1] or from_first(partial(_due, since), group):
             yield finished()
             since = time.perf_counter()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -164,6 +166,35 @@ def test_progress_lines_name_stages(predicted: Finished):
     ):
         assert words in text
     assert not any("\n" in line for line in lines)
+
+
+def test_many_records_have_a_line_each(workplace, monkeypatch):
+    """Catches a log of thousands of records with five lines each, a time left that counts records as equally long, and failures
+    that have scrolled away."""
+    monkeypatch.setattr(module, "_DETAILED", 1)
+    left: list[float] = []
+    monkeypatch.setattr(module, "duration", lambda seconds: left.append(seconds) or "5 s")
+    lines: list[str] = []
+    begun = time.perf_counter()
+    with workplace.config.fasta.open("a") as records:
+        records.write(">gamma\nXXXX\n")
+    predict(workplace.change(alignments=None, seeds=1, output=workplace.root / "many"), lines.append)
+    said = [line for line in lines if line.startswith("[")]
+    assert len(said) == 2
+    for line, start in zip(said, (r"\[1/2\] alpha_A: 22", r"\[2/2\] beta_A: 10"), strict=True):
+        assert re.match(start + r" residues, pLDDT [\d.]+, [\d.]+ s; 5 s left; no alignments for '", line)
+    assert 0 < left[0] < 0.25 * (time.perf_counter() - begun), "a record of half the length takes a quarter of the time"
+    assert left[1] == 0
+    assert not any(line.startswith("  ") for line in lines)
+    failed = [number for number, line in enumerate(lines) if line.startswith("failed: ") and "gamma" in line]
+    assert failed == [0, len(lines) - 2], "the first line, and the last but one"
+    lines.clear()
+    predict(workplace.change(alignments=None, seeds=1, output=workplace.root / "many"), lines.append)
+    assert [line for line in lines if line.startswith("[")] == [
+        f"[{place}/2] {name}, kept; 5 s left; no alignments for '{name.split(':')[0]}': predicted from its sequence alone, "
+        "which is much less accurate."
+        for place, name in enumerate(("alpha_A: 22 residues", "beta_A: 10 residues"), start=1)
+    ]
 
 
 def test_finished_targets_are_kept(workplace, finished: Finished, monkeypatch):

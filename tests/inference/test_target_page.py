@@ -16,13 +16,15 @@ import pytest
 import torch
 
 from evodsp.data.records import Alignment
+from evodsp.errors import UserError
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import CA, GAP
 from evodsp.inference.pages.residue_charts import PeptideBonds, View, coverage, peptide_bonds, plddt_chart
 from evodsp.inference.pages.target_page import batch_page, write_batch_page, write_target_page
 from evodsp.inference.results import TIMINGS, RecordFailure, write_json, write_results
-from evodsp.inference.structure_files import AlignedError, PredictedStructure
+from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
 from tests.builders.browser import NEEDS_CHROMIUM, answer_of, cut
+from tests.builders.prediction import read_json
 
 NAME = "x</script><b>&"
 RESIDUES = 60
@@ -96,10 +98,10 @@ def test_data_is_that_of_the_files(output: Path) -> None:
     residue = np.frombuffer(base64.b64decode(data["atom_residue"]), "<i4")
     atom = np.frombuffer(base64.b64decode(data["atom_type"]), "u1")
     assert 7 not in residue
-    xyz = np.frombuffer(base64.b64decode(first["coordinates"]), "<i4").reshape(-1, 3) / 1000
+    xyz = np.frombuffer(base64.b64decode(first["shapes"]["predicted"]["coordinates"]), "<i4").reshape(-1, 3) / 1000
     expected = helix(0).positions
     np.testing.assert_allclose(xyz, expected[residue, atom], atol=1e-3)
-    moved = np.frombuffer(base64.b64decode(second["coordinates"]), "<i4").reshape(-1, 3) / 1000
+    moved = np.frombuffer(base64.b64decode(second["shapes"]["predicted"]["coordinates"]), "<i4").reshape(-1, 3) / 1000
     carbons = atom == CA
     np.testing.assert_allclose(moved[carbons], xyz[carbons], atol=5e-3, err_msg="seeds do not lie on one another")
     pae = np.frombuffer(base64.b64decode(first["pae"]), "u1").reshape(RESIDUES, RESIDUES) * 31.75 / 254
@@ -167,6 +169,43 @@ def test_index_has_a_column_of_ptm_only_where_there_is_one(output: Path, tmp_pat
     assert ">pTM<" not in batch_page(tmp_path, []).html()
 
 
+def test_index_says_how_deep_alignments_are(output: Path, tmp_path: Path) -> None:
+    """Catches proteins without alignments that look like bad predictions; and results of earlier versions, which do not say how
+    many sequences there were, that are left out or counted as none."""
+    for name, rows in (("old", None), ("alone", 0), ("deep", 12345)):
+        shutil.copytree(output / "x", tmp_path / name)
+        if rows is not None:
+            timings = read_json(tmp_path / name / TIMINGS)
+            write_json(tmp_path / name / TIMINGS, {**timings, "alignment_rows": rows})
+    page = batch_page(tmp_path, []).html()
+    cells = [re.findall(r'<td class="number">([^<]*)</td>', row) for row in page.split("<tr>")[2:]]
+    assert [row[1] for row in cells] == ["0", "12,345", ""]
+
+
+@NEEDS_CHROMIUM
+def test_index_is_sorted_in_a_browser(output: Path, tmp_path: Path) -> None:
+    """Catches numbers that are sorted as texts, rows that lose their cells, and headings that the keyboard does not reach."""
+    for name, rows in (("x2", 900), ("x10", 12345), ("x1", 7)):
+        shutil.copytree(output / "x", tmp_path / name)
+        write_json(tmp_path / name / "ranking.json", {**read_json(tmp_path / name / "ranking.json"), "name": name})
+        write_json(tmp_path / name / TIMINGS, {**read_json(tmp_path / name / TIMINGS), "alignment_rows": rows})
+    answer = answer_of(batch_page(tmp_path, []).html(), """setTimeout(() => {
+      const names = () => [...document.querySelectorAll(".targets tr td:first-child")].map((cell) => cell.textContent);
+      const heading = (text) => [...document.querySelectorAll("th")].find((one) => one.textContent === text);
+      const answer = [names()];
+      heading("aligned sequences").click();
+      answer.push(names());
+      heading("aligned sequences").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter" }));
+      answer.push(names(), heading("aligned sequences").ariaSort);
+      heading("target").click();
+      answer.push(names(), heading("aligned sequences").ariaSort, document.querySelectorAll("[tabindex]").length);
+      document.body.textContent = "ANSWER" + JSON.stringify(answer) + "END";
+    }, 300);""", tmp_path)  # fmt: skip
+    assert answer == [
+        ["x1", "x2", "x10"], ["x10", "x2", "x1"], ["x1", "x2", "x10"], "ascending", ["x1", "x2", "x10"], None, 6,
+    ]  # fmt: skip
+
+
 def test_index_explains_its_colours_and_draws_no_single_bar(output: Path, tmp_path: Path) -> None:
     """Catches coloured strips without a legend, and a histogram of which all targets are one bar."""
     for name in "abcde":
@@ -210,7 +249,9 @@ def test_long_peptide_bonds_are_counted(output: Path) -> None:
     assert peptide_bonds(replace(STRETCHED, lengths=(20, 40))).traced == ("A", "B")
     page = (output / "x" / "report.html").read_text()
     assert page.count("57 of 57 peptide bonds are longer than 1.53 Å, which AlphaFold2 counts as a violation:") == 1
-    assert [one["traced"] for one in embedded(page)["seeds"]] == [[], [], ["A"]]
+    assert [one["shapes"]["predicted"]["traced"] for one in embedded(page)["seeds"]] == [[], [], ["A"]]
+    assert 'class="soft">57 of 57' in page, "a warning that looks like an error"
+    assert page.count("--relax best mends") == 1
 
 
 @pytest.mark.parametrize(
@@ -257,10 +298,90 @@ def test_any_rotation_has_its_quaternion(angles: tuple[float, float, float]) -> 
     np.testing.assert_allclose(found, rotation, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def relaxed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a target whose best seed is stretched, and sound after relaxation; its second seed is not relaxed."""
+    folder = tmp_path_factory.mktemp("relaxed") / "x"
+    folder.mkdir()
+    write_results(folder, {2: STRETCHED, 3: helix(3)}, "cif", {"numerics": 1}, NAME)
+    timings = {
+        "features_seconds": 1.0,
+        "model_seconds": 3.25,
+        "peak_memory_mib": 1234,
+        "peak_memory_of": "process, so far",
+    }
+    write_json(folder / TIMINGS, {"name": NAME, **timings})
+    (folder / "seed_2_relaxed.cif").write_text(structure_text(helix(2), "cif", Origin()))
+    write_target_page(folder, [alignment()])
+    return folder
+
+
+def test_a_relaxed_structure_is_shown_first(relaxed: Path, tmp_path: Path) -> None:
+    """Catches a page that shows, or warns of, the structure whose repair the user has asked for, without a link to the repaired
+    one, a file of other atoms that is drawn with these names, and words of the program's own book-keeping."""
+    page = (relaxed / "report.html").read_text()
+    first, second = embedded(page)["seeds"]
+    assert [*first["shapes"]] == ["relaxed", "predicted"]
+    assert [*second["shapes"]] == ["predicted"]
+    assert [one["traced"] for one in first["shapes"].values()] == [[], ["A"]]
+    xyz = [
+        np.frombuffer(base64.b64decode(one["coordinates"]), "<i4").reshape(-1, 3) for one in first["shapes"].values()
+    ]
+    assert np.ptp(xyz[1], axis=0).max() > 1.5 * np.ptp(xyz[0], axis=0).max()
+    links = re.findall(r'<a href="([^"]+)" download>', page)
+    assert links == [
+        *2 * ["seed_2_relaxed.cif", "seed_2.cif"],
+        "seed_3.cif",
+        "seed_2_relaxed.cif",
+        "seed_2.cif",
+        "seed_3.cif",
+    ]
+    assert all((relaxed / link).is_file() for link in links)
+    shown = re.findall(r'<p class="of-seed" data-seed="2" data-shape="relaxed">.*?</p>', page)
+    assert len(shown) == 1
+    assert "bonds" not in shown[0]
+    assert "1,234 (process, so far)" in page
+    assert not {"numerics", "version of the numbers", "peak memory is of"} & set(re.findall(r"<td>([^<]*)</td>", page))
+    shutil.copytree(relaxed, tmp_path / "x")
+    more = replace(helix(2), mask=np.where(np.arange(37) == 4, 0, helix(2).mask).astype(np.float32))
+    (tmp_path / "x" / "seed_2_relaxed.cif").write_text(structure_text(more, "cif", Origin()))
+    with pytest.raises(UserError, match=r"seed_2_relaxed.cif: has other atoms than seed_2.cif; "):
+        write_target_page(tmp_path / "x", [])
+
+
 @NEEDS_CHROMIUM
-def test_nothing_is_cut_in_a_narrow_window(output: Path, tmp_path: Path) -> None:
+def test_predicted_and_relaxed_in_a_browser(relaxed: Path, tmp_path: Path) -> None:
+    """Catches a switch that does nothing, or offers what is not there, and a readout that is out of sight in a low window."""
+    answer = answer_of((relaxed / "report.html").read_text(), """setTimeout(async () => {
+      const wait = () => new Promise((done) => setTimeout(done, 300)), answer = { notes: [] };
+      const note = () => answer.notes.push(document.querySelector(".of-seed:not([hidden])").textContent);
+      const [relaxed, predicted] = document.querySelectorAll("#shapes button");
+      note();
+      predicted.click();
+      note();
+      document.querySelectorAll("#seeds button")[1].click();
+      note();
+      answer.disabled = [relaxed.disabled, predicted.disabled];
+      const chart = document.querySelector("svg.along"), readout = document.getElementById("readout");
+      window.scrollTo(0, chart.getBoundingClientRect().top - 100);
+      const box = chart.getBoundingClientRect();
+      chart.dispatchEvent(new MouseEvent("mousemove", { clientX: box.left + box.width / 2, clientY: box.top + 5 }));
+      await wait();
+      answer.readout = [window.scrollY > 300, readout.textContent.length > 10, readout.getBoundingClientRect().top];
+      document.body.textContent = "ANSWER" + JSON.stringify(answer) + "END";
+    }, 500);""", tmp_path)  # fmt: skip
+    first, second, third = answer["notes"]
+    assert first == "Download: seed_2_relaxed.cif, seed_2.cif"
+    assert second.startswith("Download: seed_2_relaxed.cif, seed_2.cif · 57 of 57 peptide bonds")
+    assert third == "Download: seed_3.cif"
+    assert answer["disabled"] == [True, False]
+    assert answer["readout"] == [True, True, 0]
+
+
+@NEEDS_CHROMIUM
+def test_nothing_is_cut_in_a_narrow_window(output: Path, relaxed: Path, tmp_path: Path) -> None:
     """Catches charts, tables and buttons that leave a telephone's screen."""
-    pages = {"target": output / "x" / "report.html", "index": output / "index.html"}
+    pages = {"target": output / "x" / "report.html", "relaxed": relaxed / "report.html", "index": output / "index.html"}
     assert not cut({name: path.read_text() for name, path in pages.items()}, 400, tmp_path)
 
 
@@ -284,7 +405,7 @@ def test_page_in_a_browser(output: Path, tmp_path: Path) -> None:
     assert answer["shown"] == ["1"]
     assert answer["width"] > 0.85, "the structure does not fill the box"
     assert answer["stretched"] > 2000, "a chain with long bonds is not drawn"
-    assert answer["note"].startswith("File: seed_2.cif · 57 of 57 peptide bonds are longer than 1.53 Å")
+    assert answer["note"].startswith("Download: seed_2.cif · 57 of 57 peptide bonds are longer than 1.53 Å")
     assert answer["gap"] > 20, "a right-aligned heading runs into the one after it"
 
 

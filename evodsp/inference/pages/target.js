@@ -12,7 +12,7 @@
 
   const chainOf = (residue) => data.chains.find((one) => residue < one.end);
   const colourOf = (plddt) => data.bands.find(([lower]) => plddt >= lower)[1];
-  let byChain = false, seed = null, carbons = null, matrix = null, viewer = null;
+  let byChain = false, wanted = null, seed = null, shape = null, carbons = null, matrix = null, viewer = null;
 
   // --- the structure ---------------------------------------------------------------------------------------------------------
   function mmcif(one, coordinates) {
@@ -58,7 +58,7 @@
   }
 
   function draw(one, keepView) {
-    const coordinates = integers(one.coordinates);
+    const { coordinates: packed, traced } = one.shapes[shape], coordinates = integers(packed);
     carbons = new Map();
     for (let a = 0; a < atomType.length; a++) {
       if (data.atom_names[atomType[a]] === "CA") {
@@ -77,7 +77,7 @@
     const residueOf = (atom) => starts.get(atom.chain) + atom.resi - 1;
     const colorfunc = (atom) => byChain ? chainOf(residueOf(atom)).colour : colourOf(one.plddt[residueOf(atom)]);
     model.setStyle({}, { cartoon: { colorfunc, arrows: true, thickness: 0.35 } });
-    for (const chain of one.traced) model.setStyle({ chain }, { cartoon: { colorfunc, style: "trace", thickness: 0.6 } });
+    for (const chain of traced) model.setStyle({ chain }, { cartoon: { colorfunc, style: "trace", thickness: 0.6 } });
     if (atomType.length < 20000) {
       model.setHoverable({}, true, (atom) => highlight(residueOf(atom), null), () => {});
     }
@@ -174,11 +174,15 @@
   function choose(name) {
     const first = seed === null;
     seed = data.seeds.find((one) => one.seed === name);
+    shape = wanted in seed.shapes ? wanted : Object.keys(seed.shapes)[0];
+    press("shapes", shape);
+    buttons("shapes").forEach((b) => { b.disabled = !(b.dataset.to in seed.shapes); });
     draw(seed, !first);
     matrix = readMatrix(seed);
     paint();
     document.querySelectorAll("#seeds button").forEach((b) => b.setAttribute("aria-pressed", String(Number(b.dataset.seed) === name)));
-    document.querySelectorAll(".plddt, .of-seed").forEach((line) => line.toggleAttribute("hidden", Number(line.dataset.seed) !== name));
+    document.querySelectorAll(".plddt, .of-seed").forEach((line) =>
+      line.toggleAttribute("hidden", Number(line.dataset.seed) !== name || (line.dataset.shape || shape) !== shape));
     show(...chosen);
   }
 
@@ -211,10 +215,16 @@
     });
   });
   document.querySelectorAll("#seeds button").forEach((b) => b.addEventListener("click", () => choose(Number(b.dataset.seed))));
-  document.querySelectorAll("#colours button").forEach((b) => b.addEventListener("click", () => {
-    byChain = b.dataset.by === "chain";
-    document.querySelectorAll("#colours button").forEach((one) => one.setAttribute("aria-pressed", String(one === b)));
+  const buttons = (id) => document.querySelectorAll(`#${id} button`);
+  const press = (id, to) => buttons(id).forEach((b) => b.setAttribute("aria-pressed", String(b.dataset.to === to)));
+  buttons("colours").forEach((b) => b.addEventListener("click", () => {
+    byChain = b.dataset.to === "chain";
+    press("colours", b.dataset.to);
     draw(seed, true);
+  }));
+  buttons("shapes").forEach((b) => b.addEventListener("click", () => {
+    wanted = b.dataset.to;
+    choose(seed.seed);
   }));
 
   viewer = makeViewer();

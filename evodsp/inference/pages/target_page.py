@@ -41,9 +41,10 @@ from evodsp.inference.pages.residue_charts import (
     strip,
     view_of,
 )
-from evodsp.inference.result_checks import FIX
+from evodsp.inference.result_checks import FIX, read_object
 from evodsp.inference.results import (
     REPORT,
+    TIMINGS,
     PredictionResult,
     RecordFailure,
     key_of,
@@ -53,6 +54,7 @@ from evodsp.inference.results import (
     read_structure,
     read_timings,
     read_with_ranking,
+    relaxed_name,
     result_folders,
     scores_name,
     stem,
@@ -64,7 +66,10 @@ from evodsp.report.page import OURS, Page, histogram, render
 INDEX, BESIDE = "index.html", "index_evodsp.html"
 _STYLE = """
 .strip { width: 190px; height: 14px; border-radius: 3px; display: block; }
-.targets td { vertical-align: middle; } .targets th { position: sticky; top: 0; background: var(--back); }
+.targets td { vertical-align: middle; } .targets .sorts { cursor: pointer; white-space: nowrap; }
+.sorts::after { content: " ↕"; opacity: 0.4; } [aria-sort]::after { opacity: 1; }
+[aria-sort="ascending"]::after { content: " ↑"; } [aria-sort="descending"]::after { content: " ↓"; }
+.targets th { position: sticky; top: 0; background: var(--back); }
 a { color: var(--bar); } .bands { margin-bottom: 20px; }
 """
 _STRIP = 60
@@ -96,12 +101,12 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     for folder in result_folders(output):
         try:
             result, ranking = read_with_ranking(folder)
-            plddt = read_plddt(folder, result.best)
+            plddt, depth = read_plddt(folder, result.best), read_object(folder / TIMINGS).get("alignment_rows")
         except UserError:
             continue  # not a result of ours, or one that predict would refuse to keep
         means.append(result.mean_plddt[result.best])
         scores = {name: ranking["ranking"][0].get(key) for name, key in _SCORES.items()}
-        rows.append(_row(folder, result.name, plddt, means[-1], scores, len(result.mean_plddt)))
+        rows.append(_row(folder, result.name, plddt, means[-1], depth, scores, len(result.mean_plddt)))
     page = Page("Predictions", f"{counted(len(rows), 'target')}, best prediction of each")
     page.style(_STYLE)
     page.figures(
@@ -112,7 +117,8 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
         }
     )
     # Of models without a PAE head no target has a pTM, and no single chain has an ipTM.
-    columns = {name: kind for name, kind in _HEADINGS.items() if name not in _SCORES or any(row[name] for row in rows)}
+    # Folders of early versions do not say how many sequences their alignments had.
+    columns = {name: kind for name, kind in _HEADINGS.items() if any(row[name] for row in rows)}
     page.template("inference/pages/targets.html.j2", columns=columns, rows=rows, bands=named_bands())
     counts, _ = np.histogram(means, bins=20, range=(0, 100))
     if len(means) > 4 and np.count_nonzero(counts) > 1:  # a chart of one bar says what the mean says
@@ -120,15 +126,17 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     if failures:
         page.heading("Records that failed")
         page.table(["record", "reason"], [[failure.name, failure.reason] for failure in failures])
+    page.script(_asset("targets.js"))
     return page
 
 
-_ALONG = "pLDDT along the sequence"
+_ALONG, _DEPTH = "pLDDT along the sequence", "aligned sequences"
 _SCORES = {"pTM": "ptm", "ipTM": "iptm"}
 """Columns that may be empty, and their entries in ranking.json."""
 _HEADINGS = {
     "target": False,
     "residues": True,
+    _DEPTH: True,
     "mean pLDDT": True,
     **dict.fromkeys(_SCORES, True),
     "predictions": True,
@@ -138,7 +146,13 @@ _HEADINGS = {
 
 
 def _row(
-    folder: Path, name: str, plddt: np.ndarray, mean: float, scores: Mapping[str, float | None], seeds: int
+    folder: Path,
+    name: str,
+    plddt: np.ndarray,
+    mean: float,
+    depth: object,
+    scores: Mapping[str, float | None],
+    seeds: int,
 ) -> dict[str, str]:
     """The cells, by column, and the address of the target's page."""
     pieces = np.array([piece.mean() for piece in np.array_split(plddt, min(_STRIP, len(plddt)))])
@@ -146,6 +160,7 @@ def _row(
         "target": name,
         "page": f"{quote(folder.name)}/{REPORT}" if (folder / REPORT).is_file() else "",
         "residues": f"{len(plddt):,}",
+        _DEPTH: f"{depth:,}" if isinstance(depth, int) else "",
         "mean pLDDT": f"{mean:.1f}",
         **{column: "" if score is None else f"{score:.2f}" for column, score in scores.items()},
         "predictions": f"{seeds}",
@@ -177,11 +192,18 @@ class _Seed:
     """Å."""
     highest: float
     """The largest error that the head can predict, Å."""
+    relaxed: PredictedStructure | None = None
 
     @property
     def plddt(self) -> Float[np.ndarray, " R"]:
         """pLDDT, 0 to 100."""
         return self.structure.plddt
+
+    @property
+    def shapes(self) -> dict[str, PredictedStructure]:
+        """The structures that the page shows, the first one at first."""
+        relaxed = {} if self.relaxed is None else {"relaxed": self.relaxed}
+        return {**relaxed, "predicted": self.structure}
 
 
 def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
@@ -214,6 +236,7 @@ def target_page(
     targets, in the folder above."""
     best, entries = seeds[0], ranking["ranking"]
     length, chains = len(best.plddt), best.structure.chains if best.structure.lengths else ()
+    shown = next(iter(best.shapes.values()))
     # Where the alignments are one row, the query, there is nothing to show.
     found = found if found is not None and found.sequences > 1 else None
     of = f" of {len(chains)} chains" if chains else ""
@@ -228,7 +251,7 @@ def target_page(
     if "iptm" in entries[0]:
         figures["ipTM, best seed"] = f"{entries[0]['iptm']:.2f}"
     if len(chains) > 1:
-        figures["clashes between chains, best seed"] = f"{sum(_clashes(best.structure).values()):,}"
+        figures["clashes between chains, best seed"] = f"{sum(_clashes(shown).values()):,}"
     figures |= {"residues": f"{length:,}", "residues with pLDDT above 70": f"{np.mean(best.plddt > 70):.0%}"}
     figures["sequences in the alignments" if found else "no alignments"] = (
         f"{found.sequences:,}" if found else "1 sequence"
@@ -237,7 +260,8 @@ def target_page(
     page.figures(figures)
     if len(entries) > 1:
         page.template("inference/pages/seeds.html.j2", buttons=_buttons(entries, seeds))
-    page.template("inference/pages/views.html.j2", **_views(best), files=_files(entries, seeds))
+    shapes = list(dict.fromkeys(shape for one in seeds for shape in one.shapes))
+    page.template("inference/pages/views.html.j2", **_views(best), files=[*_files(entries, seeds)], shapes=shapes)
     page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed, chains))
     if found:
         page.template("inference/pages/coverage.html.j2", chart=coverage_chart(found, chains))
@@ -298,10 +322,13 @@ def _read_seed(result: PredictionResult, entry: Mapping[str, Any], number: int) 
     pae, highest = None, _FARTHEST
     if "ptm" in entry:
         pae, highest = read_pae(result.folder, key)
-    structure = read_structure(result, key)
+    structure, path = read_structure(result, key), result.folder / relaxed_name(key, result.format)
+    relaxed = read_structure(result, key, path) if path.is_file() else None
+    if relaxed is not None and (relaxed.mask != structure.mask).any():
+        raise UserError(f"{path}: has other atoms than {result.structure(key).name}; {FIX}")
     if pae is not None and len(pae) != len(structure.plddt):
         raise UserError(f"{result.structure(key)}: has another number of residues than its scores; {FIX}")
-    return _Seed(number, structure, pae, highest)
+    return _Seed(number, structure, pae, highest, relaxed)
 
 
 def _chain_colour(number: int) -> str:
@@ -320,20 +347,21 @@ def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> li
     ]
 
 
-def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int | Markup]]:
-    """What stands below the structure, for each prediction: a link to its file, and what is wrong with its backbone and between
-    its chains."""
-    return [
-        {"number": one.seed, "link": _link(entry), "note": " ".join(_notes(one.structure))}
-        for entry, one in zip(entries, seeds, strict=True)
-    ]
-
-
-def _notes(structure: PredictedStructure) -> Iterator[str]:
-    if note := peptide_bonds(structure).note:
-        yield note
-    if line := clash_line(_clashes(structure), [chain.name for chain in structure.chains]):
-        yield f"{line}."
+def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> Iterator[dict[str, Any]]:
+    """What stands below the structure, for each one that can be shown: links to the prediction's files, and what is wrong with
+    its backbone and between its chains."""
+    for entry, one in zip(entries, seeds, strict=True):
+        for shape, structure in one.shapes.items():
+            bonds = peptide_bonds(structure).note
+            mend = " --relax best mends such bonds." if bonds and one.relaxed is None else ""
+            clashes = clash_line(_clashes(structure), [chain.name for chain in structure.chains])
+            yield {
+                "number": one.seed,
+                "shape": shape,
+                "links": _links(entry, one),
+                "bonds": bonds + mend,
+                "clashes": clashes,
+            }
 
 
 def _clashes(structure: PredictedStructure) -> dict[tuple[int, int], int]:
@@ -341,10 +369,12 @@ def _clashes(structure: PredictedStructure) -> dict[tuple[int, int], int]:
     return clashes_of([(structure.positions[one.residues], structure.mask[one.residues]) for one in structure.chains])
 
 
-def _link(entry: Mapping[str, Any]) -> Markup:
-    """A link to the file of a structure, which lies beside the page."""
-    name = str(entry["structure"])
-    return render("inference/pages/file.html.j2", address=quote(name), name=name)
+def _links(entry: Mapping[str, Any], one: _Seed) -> Markup:
+    """Links to the files of a prediction's structures, which lie beside the page."""
+    path = Path(entry["structure"])
+    names = {"predicted": path.name, "relaxed": relaxed_name(path.stem, path.suffix[1:])}  # type: ignore[arg-type]
+    files = [(quote(names[shape]), names[shape]) for shape in one.shapes]
+    return render("inference/pages/files.html.j2", files=files)
 
 
 def _views(best: _Seed) -> dict[str, Any]:
@@ -376,7 +406,7 @@ def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> 
         both = one.structure.mask[:, CA] > 0.5
         rmsd = f"{math.sqrt((moved[both] ** 2).sum(-1).mean()):.2f}" if both.any() else ""
         model = [str(entry["model"])] if "model" in entry else []
-        rows.append([rank, *model, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, _link(entry)])
+        rows.append([rank, *model, str(entry["seed"]), f"{entry['mean_plddt']:.2f}", *ptm, rmsd, _links(entry, one)])
     return rows
 
 
@@ -403,11 +433,12 @@ def _relaxation_rows(relaxed: Mapping[str, Mapping[str, Any]]) -> Iterator[list[
 
 
 def _plain_rows(values: Mapping[str, Any]) -> list[list[str]]:
-    """Names and values for a table, without those that are None or empty."""
+    """Names and values for a table, without those that are None or empty, or of the program's own book-keeping."""
+    values = {name: value for name, value in values.items() if name != "numerics"}
+    if of := values.pop("peak_memory_of", None):
+        values["peak_memory_mib"] = f"{_plain(values.get('peak_memory_mib'))} ({of})"
     words = {
         "peak_memory_mib": "peak memory, MiB",
-        "peak_memory_of": "peak memory is of",
-        "numerics": "version of the numbers",
         "alignments": "fingerprint of the alignments",
         "checkpoint": "fingerprint of the checkpoint",
         "raw": "raw weights, not averaged",
@@ -451,9 +482,14 @@ def _data(seeds: Sequence[_Seed], found: Coverage | None) -> dict[str, Any]:
         "seeds": [
             {
                 "seed": one.seed,
-                "traced": peptide_bonds(one.structure).traced,
                 "plddt": [round(float(value), 1) for value in one.plddt],
-                "coordinates": _base64((_superposed(one.structure, first)[residue, atom] * 1000).round().astype("<i4")),
+                "shapes": {
+                    shape: {
+                        "traced": peptide_bonds(structure).traced,
+                        "coordinates": _base64((_superposed(structure, first)[residue, atom] * 1000).round().astype("<i4")),
+                    }
+                    for shape, structure in one.shapes.items()
+                },
                 "pae": None if one.pae is None else _base64(_quantised(_reduced(one.pae, step), one.highest)),
             }
             for one in seeds
