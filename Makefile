@@ -32,7 +32,7 @@ DOCS_READY   := $(VENV)/.ready-docs
 COMPAT_READY := $(VENV)/.ready-compat
 TRITON_READY := $(VENV)/.ready-triton
 
-.PHONY: help venv demo test verify resolve parity parity-data bench rehearse docs docs-serve wheel lint format clean
+.PHONY: help venv demo test verify resolve parity parity-data bench rehearse docs docs-serve wheel dist lint format clean
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
@@ -47,6 +47,7 @@ help:
 	@echo "             H100, tests of kernels, the quickstart (5 GB, Python 3.12; STEPS='graphs ahead' takes some of its steps)"
 	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
 	@echo "make wheel   build dist/evodsp-<version>-py3-none-any.whl"
+	@echo "make dist    build the wheel and the source distribution into dist/ and check both"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  let ruff fix and format the code"
 	@echo "make clean   remove the environments, runs, and what was built"
@@ -165,6 +166,13 @@ wheel: $(READY)
 	rm -rf build
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@ls dist/*.whl
+
+# uv builds the wheel from the source distribution, each with setuptools in an environment of its own.
+dist: $(READY)
+	rm -rf build dist
+	$(BIN)/uv build --quiet --out-dir dist
+	$(BIN)/uvx twine check --strict dist/*.whl dist/*.tar.gz
+	$(BIN)/uvx check-wheel-contents dist/*.whl
 
 lint: $(READY)
 	$(BIN)/ruff check .

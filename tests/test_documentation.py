@@ -56,6 +56,8 @@ NOT_RUN = {
     "make demo": "10 to 15 minutes; tests/test_demo.py runs its steps in the verify tier",
     "make test": "this very suite",
     "make verify": "the verify tier",
+    "make resolve": "CI runs it before the tests",
+    "make rehearse": "5 GB; a test beside its script runs steps of it",
     "make lint": "CI runs it before the tests",
     "python3 -m venv": "makes an environment; its arguments are checked",
     "source": "the environment's activation",
@@ -70,6 +72,7 @@ NOT_RUN = {
     "srun": "needs SLURM; the options of evodsp are checked",
     "mpirun": "needs an MPI; the options of evodsp are checked, and tests/training/test_starters.py sets its variables",
     "make wheel": "tests/test_packaged.py builds it",
+    "make dist": "asks a package index; tests/test_packaged.py builds what it builds",
     "docker": "needs Docker; the recipe is looked for, and a test beside it installs what it installs",
     "apptainer": "needs Apptainer; likewise",
     "torchrun": "runs in the verify tier; otherwise its options of evodsp are checked",
@@ -351,7 +354,7 @@ def check_started(words: list[str]) -> None:
 def check_batch(words: list[str]) -> None:
     """A script that is not there, or options of evodsp behind it that it does not know."""
     [at] = [number for number, word in enumerate(words) if word.endswith(".sbatch")]
-    assert (ROOT / words[at]).is_file()
+    assert Path(words[at]).is_file()
     assert run_quietly(["fit", *words[at + 1 :], "--print_config"])
 
 

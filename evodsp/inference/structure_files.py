@@ -34,7 +34,7 @@ from evodsp.errors import UserError
 from evodsp.geometry.frames import pseudo_beta
 from evodsp.geometry.residues import ATOM_TYPES, RESTYPES_WITH_X
 from evodsp.inference.interfaces import ComplexScores, Interface, interfaces_of
-from evodsp.version import __version__
+from evodsp.version import REPOSITORY, __version__
 
 MOST_CHAINS = 702
 """As many as have names of one or two letters, A to ZZ."""
@@ -81,7 +81,6 @@ PAE_CATEGORY = "_ma_qa_metric_local_pairwise."
 """Beginning of the names of columns that hold aligned errors."""
 _NEVER_FIRST = re.compile(r"[#$\]]|(data|loop|save|stop|global)_", re.IGNORECASE)
 """Beginnings that a CIF value may have only in quotes; python-modelcif does not quote all of these."""
-_LOCATION = "https://pypi.org/project/evodsp"
 
 _PDB_MOST_RESIDUES = 9_999
 _PDB_MOST_SERIALS = 99_999
@@ -317,7 +316,12 @@ def _confidence(structure: PredictedStructure) -> Float64[np.ndarray, " R"]:
 def _software(origin: Origin) -> modelcif.SoftwareGroup:
     """evodsp, with the settings of the run as parameters."""
     program = modelcif.Software(
-        "evodsp", "model building", "Structure prediction with AlphaFold 2's network", _LOCATION, "package", __version__
+        "evodsp",
+        "model building",
+        "Structure prediction with AlphaFold 2's network",
+        REPOSITORY or None,
+        "package",
+        __version__,
     )
     values = {"seed": origin.seed, **origin.settings}
     parameters = [

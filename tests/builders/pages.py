@@ -36,11 +36,13 @@ PAGES = [
         "docs/migration.md",
         "docs/contributing.md",
         "docs/development.md",
+        "docs/releasing.md",
         "docs/changelog.md",
     ),
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "api").glob("*.md")),
 ]
 INCLUDED = ["CONTRIBUTING.md", "CHANGELOG.md"]  # by docs/contributing.md and docs/changelog.md
+UNLISTED = ["AGENTS.md", ".github/SECURITY.md"]  # which no page shows
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from evodsp.data.formats.mmcif import read_chain
 from evodsp.errors import UserError
 from evodsp.geometry.residues import ATOM_TYPES, RESTYPE_ATOM37_MASK
 from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
+from evodsp.version import REPOSITORY
 
 FORMATS = ("cif", "pdb")
 
@@ -177,6 +178,7 @@ def test_the_file_says_how_it_was_made() -> None:
     }
     assert list(block.find_loop("_ma_protocol_step.method_type")) == ["modeling"]
     assert list(block.find_loop("_software.name")) == ["evodsp"]
+    assert list(block.find_loop("_software.location")) == [REPOSITORY or "."], "a place that is not there"
 
 
 @pytest.mark.parametrize("file_format", FORMATS)

@@ -6,6 +6,9 @@ import contextlib
 import io
 import json
 import re
+import subprocess
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +71,24 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     plt.close("all")
     CHECKS[path.name](namespace)
     assert {entry.name for entry in tmp_path.iterdir()} <= {"data", "configs", "runs"}
+
+
+def test_colab_installs_evodsp_and_takes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a notebook that finds no configs outside of a clone, and one that trains for hours there."""
+    monkeypatch.setitem(sys.modules, "google.colab", types.ModuleType("google.colab"))
+    monkeypatch.setattr(subprocess, "run", lambda words, check: installed.append(words))
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    installed: list[list[str]] = []
+    namespace: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for cell in cells(ROOT / "notebooks" / "train_on_your_family.ipynb")[1:3]:
+            exec("".join(cell["source"]), namespace)
+    assert [words[1:4] for words in installed] == [["-m", "pip", "install"]]
+    assert installed[0][-1] == namespace["evodsp_source"]
+    assert namespace["steps"] == 300
+    assert printed.getvalue() == "12 chains to train on, 3 held out\n"
 
 
 def _trained(namespace: dict[str, Any]) -> None:
