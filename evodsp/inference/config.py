@@ -175,12 +175,12 @@ class PredictConfig:
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone. The chains of
     a complex have one each: `<record>_A`, or A in the folder of the record; identical chains need theirs once."""
     pairing: Pairing = "species"
-    """Which rows of different chains of a complex are paired: those of one species in uniprot_hits (species), those of one
-    entry, 1abc of 1abc_A, in all alignments (entry), or none but the queries (none)."""
+    """Which rows of different chains of a complex are paired: those of one species in uniprot_hits, or as the server pairs
+    them (species), those of one entry, 1abc of 1abc_A, in all alignments (entry), or none but the queries (none)."""
     msa_server: str | None = None
-    """Address of a server with ColabFold's protocol, which searches alignments for records that have none. Their sequences are
-    sent there. The alignments are kept in `<output>/_alignments`. A name and a password may stand before the host
-    (https://name:password@host); they are shown nowhere."""
+    """Address of a server with ColabFold's protocol, which searches alignments for records that have none, and pairs rows of
+    the chains of a complex. Their sequences are sent there. The alignments are kept in `<output>/_alignments`. A name and a
+    password may stand before the host (https://name:password@host); they are shown nowhere."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the time and of the bytes that the server may take."""
     retry: bool = False

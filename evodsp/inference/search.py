@@ -6,17 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from evodsp.data.complexes.pairing import BY_SPECIES, file_of_pairs
+from evodsp.data.formats import parse_complex_a3m
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.layout import has_files
+from evodsp.data.sources.msa import holds_query_alone
 from evodsp.errors import UserError
 from evodsp.files import output_errors
 from evodsp.inference.results import RecordFailure
 from evodsp.inference.targets import AlignmentFolder, Target, read_inputs
-from evodsp.printing import progress, show, tell
+from evodsp.printing import counted, progress, show, tell
 from evodsp.search.config import SearchConfig, ServerLimits
 from evodsp.search.programs import LocalProgram
 from evodsp.search.searcher import NoAnswerError, Searcher, is_kept, search
-from evodsp.search.server import MsaServer
+from evodsp.search.server import MsaServer, NotPairedError
 
 SEARCHED = "_alignments"
 """Folder in the output of a prediction for alignments that it has searched."""
@@ -32,15 +35,24 @@ def run(settings: SearchConfig, words: list[str]) -> int:
     queries = [
         query for record in records if record.alignment is None for query in distinct(record.chains or [record.query])
     ]
-    failed = [failure.reason for failure in broken]
     unfound = search_missing(queries, settings.output, searcher, settings.retry)
+    found = len(queries) - len(unfound)
+    if isinstance(searcher, MsaServer) and not any(isinstance(error, NoAnswerError) for error in unfound.values()):
+        complexes = {record.query.name: distinct(record.chains) for record in records if record.alignment is None}
+        for name, error in search_pairs(complexes, settings.output, searcher, settings.retry).items():
+            if isinstance(error, NotPairedError):
+                tell(f"{name}: {error}")
+            else:
+                unfound[f"pairs of {name}"] = (
+                    error if isinstance(error, NoAnswerError) else UserError(f"{name}: {error}")
+                )
+    failed = [failure.reason for failure in broken]
     failed += [str(error) for error in unfound.values() if not isinstance(error, NoAnswerError)]
     for reason in failed:
         tell(f"failed: {reason}")
     for error in unfound.values():
         if isinstance(error, NoAnswerError):
             raise error
-    found = len(queries) + len(broken) - len(failed)
     show(
         f"{found:,} {'record has' if found == 1 else 'records have'} alignments in {settings.output}, {len(failed):,} failed"
     )
@@ -66,6 +78,36 @@ def search_missing(
             if not without:
                 tell(f"{error}; the earlier alignments stay")
     return failed
+
+
+def search_pairs(
+    complexes: Mapping[str, Sequence[ProteinSequence]], folder: Path, server: MsaServer, retry: bool = False
+) -> dict[str, UserError]:
+    """Ask for the paired rows of the complexes that `folder` has none of, given the different sequences of each. Returns the
+    reasons for those that have none now: a NoAnswerError for each that was not asked for any more. With `retry` a complex is
+    asked for again whose rows none was paired of."""
+    failed: dict[str, UserError] = {}
+    wanted = {
+        name: [chain.letters for chain in chains]
+        for name, chains in complexes.items()
+        if len(chains) > 1 and not _has_pairs(file_of_pairs(folder, name), retry)
+    }
+    if wanted:
+        tell(
+            f"rows of {counted(len(wanted), 'complex')} will be paired by {server.address}, which is sent the sequences"
+        )
+    for number, (name, sequences) in enumerate(wanted.items()):
+        try:
+            server.keep_pairs(sequences, file_of_pairs(folder, name).parent, tell)
+        except NoAnswerError as error:
+            return failed | dict.fromkeys([*wanted][number:], error)
+        except UserError as error:
+            failed[name] = error
+    return failed
+
+
+def _has_pairs(file: Path, retry: bool) -> bool:
+    return file.is_file() and not (retry and holds_query_alone([parse_complex_a3m(file)[0]]))
 
 
 def _not_under_headers(
@@ -107,8 +149,8 @@ def with_searched(
 ) -> tuple[list[Target], list[RecordFailure]]:
     """The targets, each with alignments if the server at `address` found some; and the records whose search failed.
 
-    The alignments are kept in <output>/_alignments, where a later run reads them; those of a target with results stand unless
-    `retry` is set.
+    A complex of whose sequences none had alignments gets rows that the server has paired, too. What is found is kept in
+    <output>/_alignments, where a later run reads it; that of a target with results stands unless `retry` is set.
     """
     folder, searcher = output / SEARCHED, MsaServer(address, limits)
     kept = AlignmentFolder(folder)
@@ -122,15 +164,34 @@ def with_searched(
     ]
     with output_errors(output):
         failed = search_missing(wanted, folder, searcher, retry) if wanted else {}
+        whole = {
+            name: missing[name]
+            for target in targets
+            if target.rule is BY_SPECIES and len(missing[name := target.query.name]) == len(target.distinct)
+            if not any(query.name in failed for query in missing[name])
+        }
+        asked = {name: chains for name, chains in whole.items() if retry or not (output / name).is_dir()}
+        unpaired = search_pairs(asked, folder, searcher, retry) if asked else {}
     found: list[Target] = []
     failures: list[RecordFailure] = []
     for target in targets:
-        names = [query.name for query in missing[target.query.name]]
-        if lost := [name for name in names if name in failed]:
-            failures.append(RecordFailure(target.query.name, str(failed[lost[0]])))
-        else:
-            places = {name: place for name in names if (place := kept.of(name)) is not None}
-            found.append(_with_alignments(target, places))
+        name = target.query.name
+        names = [query.name for query in missing[name]]
+        error = unpaired.get(name)
+        if lost := [one for one in names if one in failed]:
+            failures.append(RecordFailure(name, str(failed[lost[0]])))
+            continue
+        if error is not None and not isinstance(error, NotPairedError):
+            failures.append(RecordFailure(name, f"{name}: {error}; --pairing none predicts it without paired rows"))
+            continue
+        places = {one: place for one in names if (place := kept.of(one)) is not None}
+        target = _with_alignments(target, places)
+        if name in whole and (paired := file_of_pairs(folder, name)).is_file():
+            target = replace(target, paired=paired)
+        notes = (
+            () if error is None else (f"{error}; its queries alone are paired, so its interfaces are less reliable",)
+        )
+        found.append(replace(target, notes=(*target.notes, *notes)))
     return found, failures
 
 

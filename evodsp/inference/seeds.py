@@ -36,7 +36,7 @@ from evodsp.inference.jobs import Job
 from evodsp.inference.representations import Collector
 from evodsp.inference.results import RecordFailure, Report
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
-from evodsp.inference.target_msas import TargetMsa, Templates
+from evodsp.inference.target_msas import ComplexMsa, TargetMsa, Templates
 from evodsp.inference.targets import Target
 from evodsp.launch.consensus import from_first, on_first, tensors_from_first
 from evodsp.model.alphafold import AlphaFold
@@ -392,6 +392,7 @@ def predict_seeds(
             "name": target.query.name,
             "residues": len(target.query),
             "alignment_rows": rows,
+            **({"paired_rows": msa.paired} if isinstance(msa, ComplexMsa) and len(target.distinct) > 1 else {}),
             "device": str(device),
             "features_seconds": round(seconds_before + sum(run.features for run in runs.values()), 3),
             "model_seconds": round(sum(sum(run.passes) for run in runs.values()), 3),

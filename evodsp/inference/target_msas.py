@@ -216,8 +216,12 @@ class ComplexMsa:
     @property
     def line(self) -> str:
         """For the log: how many rows there are."""
-        paired = max(0, int((self.merged.block == 0).sum()) - 1)  # without the queries
-        return f"{counted(len(self.merged.msa), 'row')} in the MSA of all chains, {paired:,} of them paired"
+        return f"{counted(len(self.merged.msa), 'row')} in the MSA of all chains, {self.paired:,} of them paired"
+
+    @property
+    def paired(self) -> int:
+        """The paired rows without the queries."""
+        return max(0, int((self.merged.block == 0).sum()) - 1)
 
     def sample(self, features: FeatureConfig, seed: int, templates: Templates, ensembles: int) -> Sample:
         """The features of a seed."""
@@ -234,10 +238,25 @@ _Msas = Mapping[str, tuple[MsaFeatures, PairingMsa | None]]
 
 def _of_chains(target: Target) -> _Msas:
     found: dict[str, tuple[MsaFeatures, PairingMsa | None]] = {}
+    paired = {} if target.paired is None else _paired(target, target.paired)
     for letters, part in target.distinct.items():
         msa, place, rule = msa_of(part.read(), part.query), part.alignments, target.rule
-        found[letters] = msa, None if place is None or rule is None else pairing_msa(place, part.query, rule)
+        by_rule = None if place is None or rule is None else pairing_msa(place, part.query, rule)
+        found[letters] = msa, paired.get(letters, by_rule)
     return found
+
+
+def _paired(target: Target, file: Path) -> Mapping[str, PairingMsa | None]:
+    """The rows of each sequence that a server has paired."""
+    alignment, lengths = parse_complex_a3m(file)
+    if [*lengths] != [*map(len, target.distinct)]:
+        theirs, ours = (", ".join(map(str, own)) for own in (lengths, map(len, target.distinct)))
+        raise UserError(
+            f"{file}: paired rows of sequences of {theirs} residues, but those of {target.query.name} have {ours}; remove "
+            f"{file.parent}, or rename the record"
+        )
+    parts = split_alignment(alignment, lengths)
+    return {letters: pairing for letters, (_, pairing) in zip(target.distinct, parts, strict=True)}
 
 
 def _whole(target: Target) -> _Msas:

@@ -27,7 +27,7 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, files_for_pairing
+from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, file_of_pairs, files_for_pairing
 from evodsp.data.formats import SUBSTITUTES, check_name, query_of_complex, read_fasta, read_sequence_table
 from evodsp.data.formats.a3m import name_if_a3m, query_of_a3m
 from evodsp.data.formats.fasta import FastaRecord
@@ -351,6 +351,8 @@ class Target:
     """The chains of a complex, in their order, each with its own alignments; () for a single chain."""
     pairing: Pairing = "species"
     """Which rows of different chains are paired."""
+    paired: Path | None = None
+    """The rows that a server has paired (`file_of_pairs`), in place of the rule's."""
 
     @property
     def parts(self) -> tuple[Target, ...]:
@@ -380,8 +382,8 @@ class Target:
 
     @property
     def rule(self) -> PairingRule | None:
-        """The rule for pairing; None where nothing is paired."""
-        return RULES[self.pairing] if self.pairs else None
+        """The rule for pairing; None where nothing is paired, or a server has done it."""
+        return RULES[self.pairing] if self.pairs and self.paired is None else None
 
     @property
     def folder(self) -> Path | None:
@@ -398,7 +400,8 @@ class Target:
             files = [
                 (number, path) for number, one in enumerate(self.distinct.values()) for path in one._read_by(self.rule)
             ]
-            return fingerprint(*((f"{number}/{path.name}", content_digest(path)) for number, path in files))
+            together = [] if self.paired is None else [("paired", content_digest(self.paired))]
+            return fingerprint(*((f"{number}/{path.name}", content_digest(path)) for number, path in files), *together)
         return fingerprint(*((path.name, content_digest(path)) for path in self.files()))
 
     def _read_by(self, rule: PairingRule | None) -> list[Path]:
@@ -449,7 +452,8 @@ def find_targets(
                         f"{chain.name}: all {len(chain)} residues are X, so there are no atoms to predict; leave it out"
                     )
             target = (_complex if record.chains else _target)(record, place, alone)
-            targets.append(replace(target, notes=(*record.notes, *target.notes), pairing=pairing))
+            paired = target.paired if pairing == "species" else None
+            targets.append(replace(target, notes=(*record.notes, *target.notes), pairing=pairing, paired=paired))
         except UserError as error:
             failures.append(RecordFailure(query.name, str(error)))
     return targets, failures
@@ -526,6 +530,8 @@ def _complex(record: InputRecord, alignments: AlignmentFolder | None, alone: boo
 
     chains = tuple(Target(chain, found(chain, chain_name(k))) for k, chain in enumerate(record.chains))
     target = Target(record.query, None, chains=chains)
+    if alignments is not None and target.pairs and (paired := file_of_pairs(alignments.path, name)).is_file():
+        target = replace(target, paired=paired)
     lacking = [one.query.name for one in target.distinct.values() if one.alignments is None]
     notes: tuple[str, ...] = ()
     if lacking:

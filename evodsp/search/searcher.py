@@ -117,7 +117,7 @@ def search(
                     yield name, UserError(f"{name}: {found}")
                     continue
                 else:
-                    _keep(folder / name, found, searcher.origin)
+                    keep(folder / name, found, searcher.origin)
                     alone += [name] if found.is_alone else []
                 yield name, None
             if bad == _MOST_BAD:
@@ -154,7 +154,8 @@ def _checked(letters: str, found: Found) -> Found | UserError:
     return replace(found, is_alone=holds_query_alone(alignments))
 
 
-def _keep(folder: Path, found: Found, origin: Mapping[str, Any]) -> None:
+def keep(folder: Path, found: Found, origin: Mapping[str, Any]) -> None:
+    """Write alignments into `folder`, which appears when it is complete, and their origin."""
     with whole_folder(folder) as new:
         for name, content in found.files.items():
             (new / name).write_bytes(content)

@@ -3,8 +3,10 @@ gzipped tar, of A3M files for several sequences.
 
 POST <address>/ticket/msa hands in FASTA records called 101, 102, …; GET <address>/ticket/<id> says how far the search is;
 and GET <address>/result/download/<id> is a gzipped tar archive. In each of its A3M files a zero byte ends the alignment of a
-record. Whatever the server sends ends within `ServerLimits`. The standard library talks to the
-server: requests and httpx would be one more dependency for three kinds of request.
+record. After POST <address>/ticket/pair, with the different sequences of a complex, there is a pair.a3m with as many rows of
+each sequence: those with one number are of one species and belong together. Whatever the server sends ends within
+`ServerLimits`. The standard library talks to the server: requests and httpx would be one more dependency for three kinds of
+request.
 
 Nothing is written while it is taken apart, and names of files in it have no effect. The headers are read here, not by
 tarfile's reader, which follows extended headers of any size and depth, fills gaps of sparse files with zeros, and goes back
@@ -20,10 +22,14 @@ import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 
+from evodsp.data.formats import parse_a3m
+from evodsp.data.records import ProteinSequence
+from evodsp.data.sources.msa import check_alignments
 from evodsp.errors import FileFormatError, UserError
 from evodsp.printing import counted, duration, quoted
 from evodsp.reading.answers import (
@@ -37,7 +43,7 @@ from evodsp.reading.answers import (
 )
 from evodsp.reading.text_files import TooLargeError, unpack
 from evodsp.search.config import PUBLIC, ServerLimits
-from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher
+from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher, keep
 
 FIRST = 101
 """The number of the first sequence of a request."""
@@ -46,6 +52,12 @@ _MOST_FILES = 100
 """A3M files of an archive; ColabFold's servers send three."""
 _NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}\.a3m", re.ASCII)
 _QUERY = re.compile(rb"\s*>(\d{1,9})\s*\n")
+_ROW = re.compile(rb">([^\n]*)\n([^>]*)")
+_PAIRS = "pair.a3m"
+
+
+class NotPairedError(UserError):
+    """A server that pairs no rows at all, or none of these sequences."""
 
 
 def split(archive: bytes, sequences: int, most: int, address: str) -> list[Found]:
@@ -111,9 +123,31 @@ def _records(content: bytes, name: str, address: str) -> Iterator[tuple[int, byt
         yield int(header[1]) - FIRST, alignment
 
 
+def side_by_side(parts: Sequence[bytes], sequences: Sequence[str], address: str) -> bytes:
+    """ColabFold's alignment of a complex from the paired rows of each of its sequences. Raises UserError if the rows are not as
+    many of each, or not of these sequences."""
+    for number, (part, letters) in enumerate(zip(parts, sequences, strict=True), FIRST):
+        if not part:
+            raise BadAnswerError(f"{address}: the answer holds no {_PAIRS} of sequence {number}; try again")
+        check_alignments([parse_a3m(f"{address}: {_PAIRS}", part)], ProteinSequence(str(number), letters))
+    rows = [_ROW.findall(part) for part in parts]
+    if len({len(own) for own in rows}) > 1:
+        counts = ", ".join(f"{len(own):,}" for own in rows)
+        raise BadAnswerError(
+            f"{address}: {_PAIRS} holds {counts} rows of the sequences, but pairs are as many of each; try again"
+        )
+    text = [f"#{','.join(str(len(letters)) for letters in sequences)}\t{','.join('1' for _ in sequences)}\n".encode()]
+    for pairs in zip(*rows, strict=True):
+        names, own = zip(*pairs, strict=True)
+        text.append(b">%s\n%s\n" % (b"\t".join(name.strip() for name in names), b"".join(b"".join(own).split())))
+    return b"".join(text)
+
+
 ATTEMPTS = 5
 _MODE = "env"
 """UniRef and environmental sequences, filtered: what ColabFold asks for."""
+_PAIRING = "pairgreedy"
+"""Rows of a species that at least two of the sequences have: what ColabFold asks for."""
 _MOST_OF_STATUS = 1 << 20
 """Bytes of an answer that is no archive."""
 _POLL_S = 5.0
@@ -157,17 +191,37 @@ class MsaServer(Searcher):
 
     def search(self, sequences: Sequence[str], say: Say) -> list[Found]:
         until = self._clock() + self._limits.search_s
-        ticket = self._wait(self._submit(sequences, say, until), say, until)
-        most = self._limits.answer_mib << 20
-        return split(self._ask(f"result/download/{ticket}", say, until, most), len(sequences), most, self.address)
+        ticket = self._wait(self._submit("msa", _MODE, sequences, say, until), say, until)
+        return self._download(ticket, len(sequences), say, until)
 
-    def _submit(self, sequences: Sequence[str], say: Say, until: float) -> dict[str, Any]:
-        """A ticket; waits while the server refuses one because it is asked too often."""
+    def keep_pairs(self, sequences: Sequence[str], folder: Path, say: Say) -> None:
+        """Ask for the paired rows of the different sequences of a complex, and keep them in `folder` as ColabFold's alignment
+        of a complex.
+
+        Raises NotPairedError if the server pairs no rows, NoAnswerError if it does not answer, UserError for a wrong answer.
+        """
+        until = self._clock() + self._limits.search_s
+        try:
+            ticket = self._wait(self._submit("pair", _PAIRING, sequences, say, until), say, until)
+        except NoAnswerError:
+            raise
+        except UserError as error:
+            raise NotPairedError(f"{self.address} pairs no rows of different chains ({error})") from error
+        parts = [found.files.get(_PAIRS, b"") for found in self._download(ticket, len(sequences), say, until)]
+        content = side_by_side(parts, sequences, self.address)
+        keep(folder, Found({_PAIRS: content}), {**self.origin, "mode": _PAIRING})
+
+    def _download(self, ticket: str, sequences: int, say: Say, until: float) -> list[Found]:
+        most = self._limits.answer_mib << 20
+        return split(self._ask(f"result/download/{ticket}", say, until, most), sequences, most, self.address)
+
+    def _submit(self, kind: str, mode: str, sequences: Sequence[str], say: Say, until: float) -> dict[str, Any]:
+        """A ticket; waits while the server refuses one because it is asked too often. `kind`: msa or pair."""
         fasta = "".join(f">{number}\n{letters}\n" for number, letters in enumerate(sequences, FIRST))
-        form = urlencode({"q": fasta, "mode": _MODE}).encode()
+        form = urlencode({"q": fasta, "mode": mode}).encode()
         pause = _POLL_S
         while True:
-            answer = self._json("ticket/msa", say, until, form)
+            answer = self._json(f"ticket/{kind}", say, until, form)
             status = answer["status"]
             if status not in ("RATELIMIT", "UNKNOWN"):
                 return answer

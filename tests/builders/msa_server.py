@@ -35,32 +35,45 @@ class StandIn:
         """What archives hold in place of alignments."""
         self.raw: bytes | None = None
         """What a download is in place of an archive."""
+        self.pairs: bytes | int | None = None
+        """What pair.a3m is; or the HTTP code of a server without pairs."""
+        self.paired: list[list[str]] = []
+        """The sequences of each ticket for pairs."""
 
-    def ticket(self, form: dict[str, list[str]]) -> dict[str, str]:
-        assert form["mode"] == ["env"]
+    def ticket(self, form: dict[str, list[str]], kind: str = "msa") -> dict[str, str] | int:
+        assert form["mode"] == [{"msa": "env", "pair": "pairgreedy"}[kind]]
+        if kind == "pair" and isinstance(self.pairs, int):
+            return self.pairs
         if self.refusals:
             return {"status": self.refusals.pop(0), "id": ""}
         records = re.findall(r">(\d+)\n([A-Z]+)\n", form["q"][0])
         assert [int(number) for number, _ in records] == list(range(101, 101 + len(records)))
-        self.asked.append([letters for _, letters in records])
-        return {"status": "PENDING", "id": f"job-{len(self.asked) - 1}"}
+        asked = self.paired if kind == "pair" else self.asked
+        asked.append([letters for _, letters in records])
+        return {"status": "PENDING", "id": f"{kind}-{len(asked) - 1}"}
 
     def status(self, ticket: str) -> dict[str, str]:
-        if self.never & set(self.asked[int(ticket[4:])]):
+        if self.never & set(self._sequences(ticket)):
             return {"status": "ERROR", "id": ticket}
         return {"status": self.states.pop(0) if self.states else "COMPLETE", "id": ticket}
 
     def archive(self, ticket: str) -> bytes:
         if self.raw is not None:
             return self.raw
-        packed = io.BytesIO()
-        members = self.members or {name: alignments(self.asked[int(ticket[4:])], name) for name in FILES}
+        packed, sequences = io.BytesIO(), self._sequences(ticket)
+        members = self.members or {name: alignments(sequences, name) for name in FILES}
+        if ticket.startswith("pair"):
+            members = {"pair.a3m": self.pairs if isinstance(self.pairs, bytes) else alignments(sequences, "species")}
         with tarfile.open(fileobj=packed, mode="w:gz") as archive:
             for name, content in members.items():
                 entry = tarfile.TarInfo(name)
                 entry.size = len(content)
                 archive.addfile(entry, io.BytesIO(content))
         return packed.getvalue()
+
+    def _sequences(self, ticket: str) -> list[str]:
+        kind, _, number = ticket.partition("-")
+        return (self.paired if kind == "pair" else self.asked)[int(number)]
 
 
 def alignments(sequences: list[str], name: str) -> bytes:
@@ -79,7 +92,7 @@ def serving(stand_in: StandIn) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-            self.answer(lambda: stand_in.ticket(form))
+            self.answer(lambda: stand_in.ticket(form, *([] if self.path == "/ticket/msa" else [self.path[-4:]])))
 
         def do_GET(self) -> None:
             place, _, ticket = self.path[1:].rpartition("/")
@@ -91,6 +104,9 @@ def serving(stand_in: StandIn) -> Iterator[str]:
                 self.send_error(stand_in.broken.pop(0))
                 return
             content = make()  # type: ignore[operator]
+            if isinstance(content, int):
+                self.send_error(content)
+                return
             body = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))

@@ -14,7 +14,7 @@ from evodsp.inference.search import with_searched
 from evodsp.inference.targets import Target, find_targets
 from evodsp.search.config import ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError
-from evodsp.search.server import MsaServer
+from evodsp.search.server import MsaServer, NotPairedError
 
 
 class Dying(MsaServer):
@@ -55,6 +55,9 @@ class Finding(MsaServer):
     def search(self, sequences: Sequence[str], say: object) -> list[Found]:  # type: ignore[override]
         self.asked.extend(sequences)
         return [Found({"x.a3m": f">q\n{letters}\n".encode()}) for letters in sequences]
+
+    def keep_pairs(self, sequences: Sequence[str], folder: Path, say: object) -> None:
+        raise NotPairedError("http://host pairs no rows")
 
 
 def test_chains_of_a_complex_are_searched_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.search.config import ServerLimits
 from evodsp.search.searcher import NoAnswerError, search
-from evodsp.search.server import MsaServer
+from evodsp.search.server import MsaServer, NotPairedError
 from tests.builders.msa_server import FILES, StandIn, alignments, serving
 
 RECORDS = [ProteinSequence(name, letters) for name, letters in (("a", "MKTAYIAK"), ("b", "GSTLLK"), ("c", "MKTAYIAK"))]
@@ -213,3 +213,57 @@ def test_asking_again_in_vain_costs_nothing(stand_in: StandIn, address: str, tmp
     assert found == {"a": None}
     assert said[-1].endswith("its earlier alignment stays")
     assert (tmp_path / "a" / "bfd.a3m").is_file()
+
+
+def paired(address: str, folder: Path) -> str:
+    MsaServer(address, sleep=Rests()).keep_pairs(QUERY, folder, lambda line: None)
+    return (folder / "pair.a3m").read_text()
+
+
+def test_paired_rows_stand_beside_one_another(stand_in: StandIn, address: str, tmp_path: Path) -> None:
+    """Catches rows of different species that are joined, and letters of a row that come to the partner."""
+    stand_in.pairs = (
+        b">101\nMKTAYIAK\n>a\tcow\nMKTAgg\nYIAV\n>b\n--------\n\0>102\nGSTLLK\n>c\tcow\nGSTLLV\n>d\nGSTL--\n\0"
+    )
+    rows = "#8,6\t1,1\n>101\t102\nMKTAYIAKGSTLLK\n>a\tcow\tc\tcow\nMKTAggYIAVGSTLLV\n>b\td\n--------GSTL--\n"
+    assert paired(address, tmp_path / "x_paired") == rows
+    assert stand_in.paired == [QUERY]
+    assert json.loads((tmp_path / "x_paired" / "search.json").read_text())["mode"] == "pairgreedy"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        (b">101\nMKTAYIAK\n>a\nMKTAYIAK\n\0>102\nGSTLLK\n\0", "pair.a3m holds 2, 1 rows"),
+        (b">101\nMKTAYIAK\n\0", "no pair.a3m of sequence 102"),
+        (b"\0", "no pair.a3m of sequence 101"),
+        (b">101\nMKTAYIAV\n\0>102\nGSTLLK\n\0", "has 'V' at position 8"),
+        (b">101\nMKTAYIAK\n>a\nMKTAYIAKG\n\0>102\nGSTLLK\n>b\nGSTLL\n\0", "columns"),
+        (b">101\nMKTAYIAK\n>a\nMKTA\n\0>102\nGSTLLK\n>b\nGSTLLK\n\0", "columns"),
+    ],
+    ids=["uneven", "one_of_two", "none", "other_sequence", "shifted", "short_row"],
+)
+def test_rows_that_are_no_pairs_are_not_kept(
+    stand_in: StandIn, address: str, tmp_path: Path, pairs: bytes, words: str
+) -> None:
+    """Catches rows of a broken answer beside rows of other species: a model would take them for evidence."""
+    stand_in.pairs = pairs
+    with pytest.raises(UserError, match=words) as raised:
+        paired(address, tmp_path / "x_paired")
+    assert not isinstance(raised.value, NotPairedError)
+    assert not (tmp_path / "x_paired").exists()
+
+
+def test_a_server_without_pairs_is_told_from_one_that_does_not_answer(
+    stand_in: StandIn, address: str, tmp_path: Path
+) -> None:
+    """Catches complexes that cannot be predicted with a server that only searches, and pairs that a busy one would have."""
+    stand_in.pairs = 404
+    with pytest.raises(NotPairedError, match=r"pairs no rows of different chains .*ticket/pair: 404"):
+        paired(address, tmp_path / "x_paired")
+    stand_in.pairs, stand_in.never = None, {"GSTLLK"}
+    with pytest.raises(NotPairedError, match="could not search"):
+        paired(address, tmp_path / "x_paired")
+    stand_in.broken = [503] * 5
+    with pytest.raises(NoAnswerError):
+        paired(address, tmp_path / "x_paired")

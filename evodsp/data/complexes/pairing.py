@@ -141,6 +141,12 @@ def pair(
     return np.concatenate((np.zeros((1, len(msas)), np.int64), rows[order]))
 
 
+def file_of_pairs(folder: Path, name: str) -> Path:
+    """The paired rows that a server has found for the complex `name`, in a folder of alignments: ColabFold's alignment of a
+    complex, in which all rows are paired."""
+    return folder / f"{name}_paired" / "pair.a3m"
+
+
 def files_for_pairing(place: Path, rule: PairingRule) -> list[Path]:
     """The files of a chain whose rows are paired. `place`: the folder of its alignments, or its only alignment."""
     if place.is_file():

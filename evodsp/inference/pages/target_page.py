@@ -265,6 +265,11 @@ def target_page(
     page.wide_chart("pLDDT along the sequence", plddt_chart({one.seed: one.plddt for one in seeds}, best.seed, chains))
     if found:
         page.template("inference/pages/coverage.html.j2", chart=coverage_chart(found, chains))
+    if timings.get("paired_rows") == 0:
+        page.note(
+            "No row of the alignments pairs different chains, so the model sees nothing of how they have changed together: its "
+            "interfaces are less reliable."
+        )
     if pairs:
         page.heading("Interfaces")
         page.table(_INTERFACES, _interface_rows(pairs), numbers={*_INTERFACES[1:]})
