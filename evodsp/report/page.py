@@ -52,7 +52,7 @@ _DIGIT = 7.7
 """Width of a digit in a chart's text, in pixels: that of a wide font, so that no label is cut."""
 _LETTER = 7.0
 """Mean width of a letter in a name, in pixels."""
-_DASHED = "5 4"
+_DASHED, _DOTS = "5 4", "···"
 _TEXT = 13
 """Height of a line of text, in pixels of the picture."""
 _MOST_POINTS = 80
@@ -213,7 +213,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Level:
-    """A value that a chart marks: of y a dotted line across, and its name with the value; of x a line down."""
+    """A value that a chart marks: of y a dotted line across, and above the plot its name with the value; of x a line down."""
 
     name: str
     value: float | int
@@ -253,7 +253,10 @@ def lines(
     values += [level.value for level in levels] + [0.0] * (scale == "zero")
     log = scale == "log" or (scale == "auto" and min(values) > 0 and max(values) / min(values) >= _LOG_FROM)
     ends = [point.x for _, points in drawn for point in points]
-    frame = Frame(_WIDTH, 220, left=46, right=14, top=12, bottom=40)
+    # Names of levels stand above the plot, where no curve can be; a long one takes several rows.
+    names = [row for level in levels for row in wrap(f"{_DOTS} {_named(level)}", int((_WIDTH - 60) / _LETTER))]
+    room = _TEXT * len(names)
+    frame = Frame(_WIDTH, 220 + room, left=46, right=14, top=12 + room, bottom=40)
     up = _Axis(min(values), max(values), frame.base, frame.top, log)
     heights = {_short(value): up(value) for value in up.ticks()}
     room = math.ceil(max(map(len, heights), default=0) * _DIGIT)
@@ -268,6 +271,8 @@ def lines(
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]
     marks += _levels(levels, frame, up)
+    at = {"x": frame.end, "text_anchor": "end"}
+    marks += [mark("text", y=_TEXT * (number + 1), text=row, **at) for number, row in enumerate(names)]
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
 
 
@@ -290,20 +295,14 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], x_label: s
 
 
 def _levels(levels: Sequence[Level], frame: Frame, up: _Axis) -> Iterator[Mark]:
-    """The lines, and their names above them, or below where there is no room above. A long name takes several rows, and names
-    of levels that are close go on below one another.
-    """
-    taken: list[float] = []
+    """The lines across."""
     for level in levels:
-        y, text = up(level.value), f"{level.name}: {level.value:.3f}"
-        yield mark("line", text, kind=_coloured("level", level.colour), x1=frame.left, y1=y, x2=frame.end, y2=y)
-        rows = wrap(text, int((frame.end - frame.left) / _LETTER))
-        first = y + _TEXT if y < frame.top + _TEXT * len(rows) else y - 4 - _TEXT * (len(rows) - 1)
-        while any(-_TEXT < other - first < _TEXT * len(rows) for other in taken):
-            first += _TEXT
-        for number, row in enumerate(rows):
-            taken.append(first + _TEXT * number)
-            yield mark("text", x=frame.end, y=taken[-1], text_anchor="end", text=row)
+        y, kind = up(level.value), _coloured("level", level.colour)
+        yield mark("line", _named(level), kind=kind, x1=frame.left, y1=y, x2=frame.end, y2=y)
+
+
+def _named(level: Level) -> str:
+    return f"{level.name}: {level.value:.3f}"
 
 
 def _coloured(kind: str, colour: int | None) -> str:
@@ -417,6 +416,10 @@ class Page:
     def figures(self, figures: Mapping[str, str]) -> None:
         """Key figures: what each is, and its value."""
         self._add("figures", figures=figures)
+
+    def folded(self, text: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table that a click on its heading opens."""
+        self._add("folded", text=text, headings=headings, rows=rows, numeric=[False] * len(headings))
 
     def heading(self, text: str) -> None:
         self._add("heading", text=text)

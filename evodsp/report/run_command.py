@@ -9,7 +9,7 @@ from dataclasses import replace
 from markupsafe import Markup
 
 from evodsp.files import write_text
-from evodsp.printing import duration, show, tell
+from evodsp.printing import counted, duration, show, tell
 from evodsp.report.page import Level, Page, Series, lines
 from evodsp.report.runs import ReportConfig, Run, differing, read_runs
 
@@ -105,8 +105,8 @@ def page(runs: Sequence[Run]) -> Page:
             if not one.settings:
                 made.note(f"{one.name} has no config.yaml: its settings are not known.")
     elif runs[0].settings:
-        made.heading("Settings")
-        made.table(["setting", "value"], sorted(runs[0].settings.items()))
+        settings = sorted(runs[0].settings.items())
+        made.folded(f"{counted(len(settings), 'setting')}", ["setting", "value"], settings)
     return made
 
 

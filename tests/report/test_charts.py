@@ -62,9 +62,10 @@ def test_a_level_lies_at_its_value(value: float) -> None:
         height = float(line.get("y1") or 0)
         assert line.get("y1") == line.get("y2")
         assert drawn != [series] or height == pytest.approx(path(svg)[2][1], abs=0.1)
-        (name,) = (one for one in svg if one.text == f"copying: {value:.3f}")
-        assert 12 <= height <= 190
-        assert 10 <= float(name.get("y") or 0) <= 190
+        (name,) = (one for one in svg if one.text == f"··· copying: {value:.3f}")
+        assert 25 <= height <= 200
+        top = min(y for _, y in [*path(svg), (0.0, height)])
+        assert 10 <= float(name.get("y") or 0) <= top - 8, "the name covers the curve, or its own line"
 
 
 def test_long_names_of_levels_are_read_whole() -> None:
@@ -74,7 +75,7 @@ def test_long_names_of_levels_are_read_whole() -> None:
         levels = [Level(name, value, colour) for colour, name in enumerate(names)]
         svg = ElementTree.fromstring(lines([Series("a", [0, 1], [0.0, 1.0])], "step", "loss", "linear", levels))
         rows = [one for one in svg if one.tag == "text" and one.get("x") == "386"]
-        assert " ".join(one.text or "" for one in rows) == " ".join(f"{name}: {value:.3f}" for name in names)
+        assert " ".join(one.text or "" for one in rows) == " ".join(f"··· {name}: {value:.3f}" for name in names)
         assert all(7 * len(one.text or "") <= 386 for one in rows)
         heights = [float(one.get("y") or 0) for one in rows]
         assert all(low - high >= 12 for high, low in zip(sorted(heights), sorted(heights)[1:], strict=False))

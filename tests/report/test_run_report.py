@@ -41,7 +41,9 @@ def test_runs_are_compared_on_one_page(tmp_path: Path, capsys: pytest.CaptureFix
 def test_one_run_shows_all_its_settings(tmp_path: Path) -> None:
     page = tmp_path / "one.html"
     assert main(["report", str(make_run(tmp_path / "run", seed=1)), "--output", str(page)]) == 0
-    assert "<td>model.optimizer.lr</td><td>0.001</td>" in page.read_text()
+    html = page.read_text()
+    assert "<td>model.optimizer.lr</td><td>0.001</td>" in html.partition("<details>")[2].partition("</details>")[0]
+    assert re.search(r"<summary>\d+ settings?</summary>", html)
 
 
 def test_the_bar_is_a_line_with_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,17 +57,17 @@ def test_the_bar_is_a_line_with_a_name(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["report", *words]) == 0
     charts = {part.partition("<")[0]: part for part in page.read_text().split("<h3>")[1:]}
     name = "copying the nearest training chain: 0.748"
-    assert charts["lDDT-CA"].count(f">{name}</text>") == 1
-    assert charts["1abc_A"].count(">copying 2abc_B: 0.748</text>") == 1
+    assert charts["lDDT-CA"].count(f">··· {name}</text>") == 1
+    assert charts["1abc_A"].count(">··· copying 2abc_B: 0.748</text>") == 1
     assert [title for title, chart in charts.items() if 'class="level' in chart] == ["lDDT-CA", "1abc_A"]
     assert ">0.4</text>" in charts["1abc_A"], "its axis is not linear"
     assert "copying the nearest training chain (lDDT-CA) 0.748" in capsys.readouterr().out
     write_bar(runs[1], 0.7484, chains=3)
     assert main(["report", *words]) == 0
     html = page.read_text()
-    assert f">one: {name}</text>" in html
+    assert f">··· one: {name}</text>" in html
     assert "<title>two: copying the nearest training chain (1 of 3 chains): 0.748</title>" in html
-    assert ">two: copying the nearest training chain (1 of 3</text>" in html
+    assert ">··· two: copying the nearest training chain (1 of</text>" in html
     (runs[0] / "baseline.json").unlink()
     capsys.readouterr()
     assert main(["report", *words]) == 0
