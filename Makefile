@@ -62,13 +62,18 @@ $(READY): pyproject.toml constraints.txt
 	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
+DEMO_STEPS ?= 600
 demo: $(READY)
-	@echo "1/3  Training a small model on the twelve proteins of data/train.txt, each sample spread over two ranks"
-	$(BIN)/evodsp fit --config configs/quickstart.yaml --output $(RUNS)/demo/model --overwrite --parallel.sequence 2
-	@echo "2/3  Predicting them, and three members of their families that it has not seen"
+	@echo "1/4  Predicting a protein by the small trained model that comes with evodsp"
+	$(BIN)/evodsp predict --example --output $(RUNS)/demo/example --overwrite
+	@echo "The structure in 3D: open $(RUNS)/demo/example/index.html"
+	@echo "2/4  Training it further on the proteins of data/train.txt, a third of them of a new family, each sample on two ranks"
+	$(BIN)/evodsp fit --config configs/quickstart.yaml --init_from data/example_model --trainer.max_steps $(DEMO_STEPS) \
+	  --model.optimizer.lr 2.0e-3 --model.loss.violation 0.3 --parallel.sequence 2 --output $(RUNS)/demo/model --overwrite
+	@echo "3/4  Predicting them, and three members of their families that it has not seen"
 	$(BIN)/evodsp predict data/fasta --alignments data/alignments \
 	  --checkpoint $(RUNS)/demo/model/checkpoints/last.ckpt --output $(RUNS)/demo/predictions --overwrite
-	@echo "3/3  Comparing the predictions with the true structures"
+	@echo "4/4  Comparing the predictions with the true structures"
 	$(BIN)/evodsp score --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
 	  --train data/train.txt --held_out data/validation.txt --output $(RUNS)/demo
 	@echo "The predictions, in 3D, with their confidence: open $(RUNS)/demo/predictions/index.html"

@@ -21,6 +21,7 @@ from evodsp.config import (
 from evodsp.errors import COUNT, POSITIVE, SIZE, UserError, check_numbers, memory_size, nearest
 from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
+from evodsp.packaged import packaged_folder
 from evodsp.parallel.config import SequenceConfig
 from evodsp.reading.answers import check_address
 from evodsp.search.config import PUBLIC, ServerLimits
@@ -28,6 +29,9 @@ from evodsp.weights.by_name import check_name
 
 Pairing = Literal["species", "entry", "none"]
 """Which rows of the alignments of different chains are paired."""
+
+EXAMPLE = "s010_A"
+"""The protein of --example: a member of a family of data/ that the model of data/example_model has not seen."""
 
 _OF_MEMORY = (
     "device", "precision", "working_memory", "msa_clusters", "extra_msa", "ensembles", "kernels", "plan", "parallel",
@@ -168,6 +172,9 @@ class PredictConfig:
     chains; both need a multimer model."""
     complex: bool = False
     """The records of each FASTA or CSV file are the chains of one complex, which has the file's name."""
+    example: bool = False
+    """Predict a protein that comes with evodsp, from its alignment, by a small trained model that comes along unless another
+    is given: `evodsp predict --example --output out`."""
     fasta: Path | None = None
     """A single input, for command lines of earlier versions."""
     alignments: Path | None = None
@@ -294,10 +301,15 @@ class PredictConfig:
             "extra_msa": SIZE,
         }
         check_numbers(self, ranges, "--")
+        if self.example:
+            self._take_example()
         if self.msa_server is not None:
             check_address("--msa_server", self.msa_server, PUBLIC)
         if not self.sources:
-            raise UserError("nothing to predict: give FASTA or A3M files, folders of them, or '-' for standard input")
+            raise UserError(
+                "nothing to predict: give FASTA or A3M files, folders of them, or '-' for standard input; --example predicts a "
+                "protein that comes with evodsp"
+            )
         if self.checkpoint is None and not self.weights:
             raise UserError(
                 "no model is given; add --checkpoint FILE, or --weights model_1_ptm (AlphaFold2's parameters)"
@@ -331,6 +343,24 @@ class PredictConfig:
                 f"--device is '{self.device}', but --parallel.sequence {self.parallel.sequence} needs one device per rank; "
                 "use cuda or cpu"
             )
+
+    def _take_example(self) -> None:
+        """Put the packaged protein, its alignment and the packaged model in the places of the options that name them."""
+        given = [*self.inputs, *([self.fasta] if self.fasta else []), *([self.alignments] if self.alignments else [])]
+        if given:
+            raise UserError(
+                f"--example is given beside {given[0]}; it brings a protein and its alignment: leave one of them out"
+            )
+        data = packaged_folder("data")
+        taken: dict[str, object] = {
+            "example": False,  # what it stands for is in the other options from here on
+            "inputs": (data / "fasta" / f"{EXAMPLE}.fasta",),
+            "alignments": data / "alignments" / EXAMPLE,
+        }
+        if self.checkpoint is None and not self.weights:
+            taken["checkpoint"] = data / "example_model"
+        for name, value in taken.items():
+            object.__setattr__(self, name, value)
 
     @property
     def sources(self) -> Sequence[Path]:

@@ -1,0 +1,40 @@
+"""`evodsp predict --example`: the protein and the small trained model that come with evodsp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from evodsp.cli import main
+from evodsp.errors import UserError
+from evodsp.inference.config import EXAMPLE, PredictConfig
+from evodsp.inference.pages.residue_charts import peptide_bonds
+from evodsp.inference.results import read_result, read_structure
+from evodsp.inference.score.scores import write_report
+from evodsp.packaged import packaged_folder
+
+
+def test_the_first_prediction_is_a_fold(tmp_path: Path) -> None:
+    """Catches an example whose model no longer fits the code, one that it was trained on, and a chain drawn as a line because
+    its peptide bonds are broken."""
+    output, data = tmp_path / "out", packaged_folder("data")
+    assert main(["predict", "--example", "--device", "cpu", "--output", str(output)]) == 0
+    assert (output / "index.html").is_file()
+    assert EXAMPLE not in (data / "train.txt").read_text().split()
+    [row] = write_report(output, data / "mmcif_files", {"example": [EXAMPLE]}, tmp_path / "scores")
+    assert row.lddt_ca > 0.75
+    result = read_result(output / EXAMPLE)
+    bonds = peptide_bonds(read_structure(result, result.best))
+    assert not bonds.traced
+    assert bonds.long <= 5, bonds.note
+
+
+def test_what_the_example_brings_can_be_replaced(tmp_path: Path) -> None:
+    """Catches an example that predicts the user's file, or that takes the packaged model although another is named."""
+    config = PredictConfig(example=True, weights="model_1_ptm", output=tmp_path)
+    assert config.checkpoints == []
+    [fasta] = config.sources
+    assert fasta == packaged_folder("data") / "fasta" / f"{EXAMPLE}.fasta"
+    with pytest.raises(UserError, match=r"--example is given beside mine\.fasta; it brings a protein"):
+        PredictConfig(example=True, inputs=(Path("mine.fasta"),), output=tmp_path)
