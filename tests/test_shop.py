@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from evodsp import version
-from scripts.release import NOTEBOOK, lines, with_lines, written
+from scripts.release import NOTEBOOK, lines, notebook, with_lines, written
 from tests.builders.pages import ROOT, check_make, text_of
 
 HERE, PAGES = "https://github.com/somebody/evodsp", "https://somebody.github.io/evodsp"
@@ -64,6 +64,8 @@ def test_addresses_are_written_everywhere_and_taken_back() -> None:
     for name, values in lines(HERE, PAGES, version.__version__, day).items():
         assert with_lines(files[name], values) == files[name]
         assert with_lines(files[name], unknown[name]) == text_of(name)
+    for address, text in ((HERE, files[NOTEBOOK]), (version.REPOSITORY, text_of(NOTEBOOK))):
+        assert notebook(files[NOTEBOOK], address, version.__version__) == text
     with pytest.raises(ValueError, match="0 lines begin with 'url: '"):
         with_lines("uri: x\n", {"url: ": "y"})
 

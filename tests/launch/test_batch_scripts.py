@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def test_the_scripts_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[s
         written = tmp_path / "scripts" / name
         assert written.read_bytes() == (SLURM / name).read_bytes()
         assert os.access(written, os.X_OK) == name.endswith(".sbatch")
+        named = re.findall(r"scripts/examples/slurm/|\]\((?!https:)\S+", written.read_text())
+        assert named == [], "which a reader without a clone does not have"
 
 
 def test_a_changed_script_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
