@@ -300,7 +300,7 @@ class Selection:
     """The filters where none is given."""
     sampling: Sampling
     excluded: Exclusion | None = None
-    """What is not trained on besides."""
+    """Chains that are left out besides."""
 
     @property
     def is_applied(self) -> bool:
@@ -347,7 +347,7 @@ class Selection:
 
 
 def read_facts(keys: Sequence[str], store: Store) -> list[ChainFacts]:
-    """What the files of each key say, nothing where they cannot be read; shows progress. An index keeps such facts."""
+    """Facts in the files of each key, nothing where they cannot be read; shows progress. An index keeps such facts."""
     found = [ChainFacts()] * len(keys)
     workers = processes_for(len(keys), _IN_THIS_PROCESS)
     for at, facts in with_progress("read for the filters", _facts, [(store, key) for key in keys], workers):

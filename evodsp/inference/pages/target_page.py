@@ -321,8 +321,7 @@ def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> li
 
 
 def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> list[dict[str, str | int | Markup]]:
-    """What stands below the structure, for each prediction: a link to its file, and what is wrong with its backbone and between
-    its chains."""
+    """Caption of each 3D view: a link to the file, and warnings about the backbone and about clashes of chains."""
     return [
         {"number": one.seed, "link": _link(entry), "note": " ".join(_notes(one.structure))}
         for entry, one in zip(entries, seeds, strict=True)
