@@ -284,7 +284,7 @@ class EvoformerConfig:
     """Blocks whose activations are computed again in the backward pass instead of kept: true (all), false (none), a number of
     blocks, or auto: on a GPU, as many as its memory requires, measured in the first steps; on a CPU, all."""
     checkpoint_projections: bool | int = field(default=False, metadata={"resume": "same"})
-    """Of the other blocks, those that keep all but queries, keys, values and gates, half of their bytes, which are computed
+    """Number of other blocks that keep all but queries, keys, values and gates, half of their bytes, which are computed
     again: true (all), false (none) or a number of blocks. With checkpoint: auto it is measured, before whole blocks."""
 
 
@@ -417,7 +417,7 @@ class ModelConfig:
                 object.__setattr__(self, name, dataclasses.replace(getattr(self, name), layers=None))
 
     def in_order(self, stack: EvoformerConfig) -> EvoformerConfig:
-        """One of the stacks with the names of its sub-layers."""
+        """A stack's config with the names of its sub-layers filled in."""
         return dataclasses.replace(stack, layers=stack.layers or ORDERS[self.arrangement])
 
     def pair_share(self, residues: int, ranks: int, half: bool) -> int:

@@ -288,12 +288,12 @@ class ChainAtoms:
 
 @dataclass(frozen=True)
 class InterfaceScore:
-    """How well a prediction reproduces an interface."""
+    """Scores of a predicted interface against the true one."""
 
     contacts: int
     """True contacts: pairs of residues with heavy atoms within 5 Å."""
     recovered: int
-    """Those of them that the prediction has, too."""
+    """Number of true contacts that the prediction has, too."""
     interface_rmsd: float
     """RMSD in Å of the backbones of residues within 10 Å of the other chain, superposed; infinite where none is predicted."""
     ligand_rmsd: float

@@ -155,7 +155,7 @@ def _with_texts(content: Mapping[str, Any], change: Callable[[str], str]) -> dic
 
 @dataclass(frozen=True)
 class BatchScriptsConfig:
-    """Where to write the batch scripts."""
+    """Folder of the batch scripts."""
 
     output: Path
     """Folder for fit.sbatch, build.sbatch and README.md, which explains them. It is made if it is missing."""

@@ -54,8 +54,8 @@ def one_line(message: str) -> str:
 
 
 def quoted(words: object, most: int | None = None) -> str:
-    """What somebody else has written, for use within a message: the first `most` characters of a text, of bytes, or of what a
-    library's error says (the error's name if it says nothing)."""
+    """Quote text that somebody else has written, for use within a message: the first `most` characters of a text, of
+    bytes, or of what a library's error says (the error's name if it says nothing)."""
     is_error = isinstance(words, BaseException)
     most = most or (LONGEST_REASON if is_error else LONGEST_QUOTED)
     begun = (words if isinstance(words, str | bytes) else str(words))[
@@ -83,7 +83,7 @@ def write_line(write: Callable[[str], object], text: str) -> None:
 
 
 def counted(number: int, noun: str) -> str:
-    """For example '1 seed', '1,200 residues' or '2 batches'."""
+    """Format a number of things: '1 seed', '1,200 residues' or '2 batches'."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
 
@@ -135,7 +135,7 @@ SECONDS_BETWEEN_LINES = 20.0
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest unit of which it has at least two: '95 s', '12 min', '3.4 h'. An infinite time is 'inf s'."""
+    """Format seconds for people, in the largest unit that gives at least two: '95 s', '12 min', '3.4 h', and 'inf s'."""
     if not math.isfinite(seconds):
         return f"{seconds} s"
     minutes = round(seconds / 60)

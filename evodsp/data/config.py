@@ -29,9 +29,9 @@ class BuildConfig:
     """Build a store of complexes, for runs of model.arrangement multimer: a record for each entry, with the chains of its
     assembly and their rows for pairing."""
     assembly: str | None = "1"
-    """For complexes: the biological assembly that is read, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
+    """Biological assembly of a complex, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
     pairing: Literal["species", "entry"] = "species"
-    """For complexes: which rows of different chains are paired, as data.pairing of `evodsp fit`."""
+    """Pairing of rows of different chains of a complex, as data.pairing of `evodsp fit`."""
     template_structure_dir: Path | None = None
     """Folder of template structures. Template hits are read from the .hhr files and from hmm_output.sto,
     hmmsearch_output.sto or pdb_hits.sto in the chains' alignment folders. null builds a store without templates."""
@@ -102,7 +102,7 @@ class DoctorConfig:
     test_chains: str | list[str] | None = None
     """Chains to test on, as data.test_chains; null takes those of the config."""
     exclude_like: str | list[str] | None = None
-    """Chains whose likes are not trained on, as data.exclude_like; null takes those of the config."""
+    """Chains whose relatives are left out of training, as data.exclude_like; null takes those of the config."""
     exclude_identity: float | None = None
     """The largest share of identical residues with one of them, as data.exclude_identity; null takes that of the config."""
     sample: int = 200
@@ -138,9 +138,9 @@ class IndexConfig:
     """Folder of the index to write. A scan that was interrupted continues where it was."""
     complexes: bool = False
     """Make an index of complexes, for runs of model.arrangement multimer: a row for each entry, with the chains of its
-    assembly. Every structure is read completely, and has the sequences; caches go before it for the other facts."""
+    assembly. Every structure is read completely. Sequences come from it, other facts from the caches first."""
     assembly: str | None = "1"
-    """For complexes: the biological assembly that is read, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
+    """Biological assembly of a complex, as data.assembly of `evodsp fit`; null: the asymmetric unit."""
     chain_data_cache: Path | None = None
     """OpenFold's chain_data_cache.json: sequences, release dates, resolutions, cluster sizes. Facts that it does not list are
     read from mmcif_cache, then from the structures."""

@@ -25,7 +25,7 @@ Kind = Literal["chains", "complexes"]
 CHAINS: Kind = "chains"
 COMPLEXES: Kind = "complexes"
 KINDS = (CHAINS, COMPLEXES)
-"""What a key stands for: a single chain, or the chains of an entry's assembly. A feature store's table has this name."""
+"""Kinds of keys: a single chain, or the chains of an entry's assembly. A feature store's table has this name."""
 ONE_OF: dict[Kind, str] = {CHAINS: "chain", COMPLEXES: "complex"}
 
 

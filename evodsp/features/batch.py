@@ -206,7 +206,7 @@ def _axes(name: str) -> Iterator[tuple[str | None, int]]:
 
 
 def _raw_msas(batch: Mapping[str, Tensor], config: FeatureConfig) -> Iterator[RawMsa]:
-    """The samples of a batch: parts of its ragged entries."""
+    """Split the concatenated MSAs of a batch into one RawMsa a sample."""
     cycles = batch["msa_keys"].shape[1]
     sizes = batch["msa_sizes"].tolist()
     parts = {

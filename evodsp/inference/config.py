@@ -28,7 +28,7 @@ from evodsp.search.config import PUBLIC, ServerLimits
 from evodsp.weights.by_name import check_name
 
 Pairing = Literal["species", "entry", "none"]
-"""Which rows of the alignments of different chains are paired."""
+"""Rule that pairs rows of different chains' alignments."""
 
 EXAMPLE = "s010_A"
 """The protein of --example: a member of a family of data/ that the model of data/example_model has not seen."""
@@ -55,7 +55,7 @@ def _precision(given: LayerPrecision) -> Literal["fp32", "bf16"]:
 
 @dataclass(frozen=True)
 class PassSettings:
-    """How the model passes over the features of a target."""
+    """Precision, ensembling, early stopping, memory and ranks of the model's passes."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the model's layers."""
@@ -70,7 +70,7 @@ class PassSettings:
     ranks: int = 1
     """Number of ranks that share a structure."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
-    """How the ranks communicate."""
+    """Communication of the ranks."""
     cuda_graphs: bool = True
     """Whether passes may be recorded: the option of this name."""
 
@@ -91,7 +91,7 @@ class SizeSettings:
 
 @dataclass(frozen=True)
 class TemplateSettings:
-    """Where templates come from, and which are allowed."""
+    """Source of the templates, and limits on them."""
 
     folder: Path | None
     """Folder of structures; None: no templates."""
@@ -108,7 +108,7 @@ SavedArray = Literal["single", "pair", "msa", "distogram", "structure_module"]
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """Which arrays of the model are kept, and how."""
+    """Arrays of the model to keep, and their form."""
 
     arrays: tuple[SavedArray, ...]
     format: Literal["npz", "safetensors"]
@@ -156,7 +156,7 @@ class FileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictConfig:
-    """What to predict, with which model, and where to write the results.
+    """Records to predict, their model, and the folder of the results.
 
     Raises UserError if a value is out of range.
     """
@@ -182,8 +182,8 @@ class PredictConfig:
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone. The chains of
     a complex have one each: `<record>_A`, or A in the folder of the record; identical chains need theirs once."""
     pairing: Pairing = "species"
-    """Which rows of different chains of a complex are paired: those of one species in uniprot_hits, or as the server pairs
-    them (species), those of one entry, 1abc of 1abc_A, in all alignments (entry), or none but the queries (none)."""
+    """Pairing of rows of different chains of a complex: those of one species in uniprot_hits, or as the server pairs them
+    (species), those of one entry, 1abc of 1abc_A, in all alignments (entry), or none but the queries (none)."""
     msa_server: str | None = None
     """Address of a server with ColabFold's protocol, which searches alignments for records that have none, and pairs rows of
     the chains of a complex. Their sequences are sent there. The alignments are kept in `<output>/_alignments`. A name and a
@@ -281,9 +281,9 @@ class PredictConfig:
     parallel: SequenceConfig = field(default_factory=SequenceConfig)
     """Spread one structure over several ranks."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
-    """How the ranks communicate."""
+    """Communication of the ranks."""
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
-    """Which implementation each operator of the model uses."""
+    """Implementation of each operator of the model."""
     cuda_graphs: bool = True
     """On one GPU, record a whole pass of a record below 500 residues as a CUDA graph and replay it: in further passes, and for
     other records and seeds whose sizes, rounded up by less than a quarter, are the same. A pass that cannot be recorded is
@@ -369,7 +369,7 @@ class PredictConfig:
 
     @property
     def passes(self) -> PassSettings:
-        """How the model runs."""
+        """Settings of the model's passes."""
         return PassSettings(
             _precision(self.precision),
             self.matmul_precision,
@@ -388,7 +388,7 @@ class PredictConfig:
 
     @property
     def template_settings(self) -> TemplateSettings:
-        """Where templates come from."""
+        """Source of the templates."""
         return TemplateSettings(self.templates, self.latest_template, self.obsolete, self.template_chains)
 
     @property
@@ -398,7 +398,7 @@ class PredictConfig:
 
     @property
     def files(self) -> FileSettings:
-        """What is written, and where."""
+        """Files to write, and their folder."""
         return FileSettings(
             self.output, self.format, self.pae_in_cif, self.relax, self.plots, self.saved, self.overwrite
         )
@@ -434,9 +434,9 @@ class EstimateConfig:
     """A prediction that is not run, and its machine. Raises UserError if a value is out of range."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"alignment_dir": "alignments"})
-    """As those of `PredictConfig`."""
+    """Other names of options, as `evodsp predict` has them."""
     inputs: Sequence[Path] = ()
-    """What `evodsp predict` would be given: FASTA, A3M or CSV files, folders of the first two, or - for standard input."""
+    """Inputs of `evodsp predict`: FASTA, A3M or CSV files, folders of the first two, or - for standard input."""
     alignments: Path | None = None
     """Folder of the records' alignments, as in `evodsp predict`: each record is estimated with the rows of its own. null:
     records of A3M files are estimated with their own rows, all others with an alignment as deep as the model takes."""
@@ -476,7 +476,7 @@ class EstimateConfig:
     gpus: int = 1
     """Number of devices. With several, 1, 2, 4, … of them for a structure are compared."""
     plan: CommunicationPlan = field(default_factory=CommunicationPlan)
-    """How the ranks communicate."""
+    """Communication of the ranks."""
     cuda_graphs: bool = True
     """Record passes on a GPU, as in `evodsp predict`."""
     save: str | None = None
@@ -484,7 +484,7 @@ class EstimateConfig:
     save_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     """Type of their numbers."""
     save_passes: Literal["last", "all"] = "last"
-    """Of the last pass, or of all."""
+    """Passes whose arrays are kept: the last one, or all."""
     output: Path | None = None
     """JSON file for the numbers, or with --gpus a page (.html) with the JSON file beside it; null: they are only printed."""
 
@@ -523,7 +523,7 @@ class EstimateConfig:
 
     @property
     def passes(self) -> PassSettings:
-        """How the model would run."""
+        """Settings of the model's passes."""
         return PassSettings(
             _precision(self.precision),
             self.matmul_precision,

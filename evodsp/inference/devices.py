@@ -36,7 +36,7 @@ from evodsp.planner.prediction import WORKING_CPU, WORKING_SHARE
 from evodsp.printing import one_line, tell
 
 LESS_MEMORY = "lower --working_memory, --msa_clusters and --extra_msa, take --precision bf16, raise --parallel.sequence"
-"""What a user can change."""
+"""Advice to a user: options that take less memory."""
 _CPU_ALLOCATOR = "DefaultCPUAllocator"
 
 

@@ -473,7 +473,7 @@ def _failure(name: str, check: Callable[[], object]) -> list[RecordFailure]:
 
 
 def read_run(config: PredictConfig) -> PredictionRun:
-    """What `config` asks for. Raises UserError if one of the files or folders is missing or wrong."""
+    """The run that `config` asks for. Raises UserError if one of the files or folders is missing or wrong."""
     targets, failures = find_targets(config.sources, config.alignments, config.complex, config.pairing)
     check_output_folder(config.output)
     if config.relax != "none":

@@ -66,7 +66,7 @@ class RankedStructure:
     holder: object = field(default=None, repr=False, compare=False)
     """The holder of the `Prediction`, which keeps the folder."""
     saved: Mapping[str, Any] | None = field(default=None, repr=False)
-    """What ranking.json says of the arrays that were saved; None if there are none."""
+    """Entry of ranking.json about the arrays that were saved; None if there are none."""
 
     @property
     def positions(self) -> Float32[np.ndarray, "R 37 3"]:
@@ -91,7 +91,7 @@ class RankedStructure:
 
     @cached_property
     def contacts(self) -> Float32[np.ndarray, "R R"] | None:
-        """How likely CB atoms are within 8 Å, 0..1, by the distogram; None for results of versions that did not write it."""
+        """Contact probability (CB atoms within 8 Å), 0..1, by the distogram; None where an older version wrote the results."""
         return read_contacts(self.result.folder, self.key)
 
     @cached_property

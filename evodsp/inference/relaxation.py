@@ -63,7 +63,7 @@ class Relaxed:
     """kJ/mol, hydrogens already in their places; huge where atoms clash, None where they coincide."""
     energy_after: float
     rmsd: float
-    """How far heavy atoms have moved, Å."""
+    """RMSD of the heavy atoms from before, Å."""
     rounds: int
     seconds: float
 

@@ -351,12 +351,12 @@ def write_results(
 
 
 _OF_PREDICTION = ("model", "seed", "mean_plddt", "ptm", "iptm", "saved")
-"""What an entry of ranking.json says of its prediction, besides the name of the structure's file."""
+"""Keys of an entry of ranking.json, besides the name of the structure's file."""
 _MULTIMER_RANKING = "0.8 ipTM + 0.2 pTM"
 
 
 def _ranking(entries: Sequence[Mapping[str, Any]]) -> tuple[str, Callable[[Mapping[str, Any]], float]]:
-    """What all predictions of a target can be ranked by: its name, and the function of an entry."""
+    """Score by which all predictions of a target can be ranked: its name, and the function of an entry."""
     if all("iptm" in entry for entry in entries):
         return _MULTIMER_RANKING, lambda entry: complex_ranking(float(entry["iptm"]), float(entry["ptm"]))
     if all("ptm" in entry for entry in entries):

@@ -118,9 +118,9 @@ class PredictedStructure:
     aligned_error: AlignedError | None = None
     """None if the model has no head for it."""
     contacts: Float32[np.ndarray, "R R"] | None = None
-    """How likely CB atoms are within 8 Å, 0..1, by the distogram; None where only the structure is known."""
+    """Contact probability (CB atoms within 8 Å), 0..1, by the distogram; None where only the structure is known."""
     arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What is kept of the model besides (`evodsp.inference.representations`)."""
+    """Arrays of the model to keep (`evodsp.inference.representations`)."""
 
     @property
     def sequence(self) -> str:
@@ -161,7 +161,7 @@ class PredictedStructure:
 
 @dataclass(frozen=True)
 class Origin:
-    """How a structure was made."""
+    """Provenance of a structure."""
 
     seed: int | None = None
     ptm: float | None = None

@@ -265,9 +265,9 @@ class ComplexConfidence:
     """Predicted TM-scores of a complex and of its parts, 0 to 1. All of one chain's are 0 but `ptm` and `chain_ptm`."""
 
     ptm: Float[Tensor, "*b"]
-    """Of the whole complex (`compute_ptm`)."""
+    """pTM of the whole complex (`compute_ptm`)."""
     iptm: Float[Tensor, "*b"]
-    """Of the interfaces: like pTM, over pairs of residues of different chains (Evans et al. 2021, AlphaFold-Multimer)."""
+    """ipTM: like pTM, over pairs of residues of different chains (Evans et al. 2021, AlphaFold-Multimer)."""
     actifptm: Float[Tensor, "*b"]
     """ipTM in which a pair weighs as much as its contact is probable, so that flexible tails do not count (actifpTM: Varga et
     al. 2025, Bioinformatics 41, btaf107)."""
@@ -280,12 +280,12 @@ class ComplexConfidence:
 
     @property
     def ranking_confidence(self) -> Float[Tensor, "*b"]:
-        """See `complex_ranking`."""
+        """Ranking confidence, 0 to 1 (`complex_ranking`)."""
         return complex_ranking(self.iptm, self.ptm)
 
 
 def complex_ranking(iptm: Number, ptm: Number) -> Number:
-    """What AlphaFold-Multimer ranks predictions by, 0 to 1: 0.8 ipTM + 0.2 pTM."""
+    """Ranking confidence of AlphaFold-Multimer, 0 to 1: 0.8 ipTM + 0.2 pTM."""
     return 0.8 * iptm + 0.2 * ptm
 
 

@@ -27,7 +27,7 @@ _AXES_OF_PROJECTIONS = 6
 
 
 class Recomputed(NamedTuple):
-    """What a stack computes again in the backward pass."""
+    """Recomputed part of a stack: what the backward pass computes again."""
 
     blocks: int
     """Number of blocks, the first ones, that are recomputed whole."""

@@ -36,7 +36,7 @@ Results = Sequence[Tensor | None]
 
 @dataclass(frozen=True)
 class Taken:
-    """What was recorded."""
+    """A finished recording."""
 
     results: Results
     """Tensors that `repeat` fills."""
@@ -135,7 +135,7 @@ class Rerun(Recorder):
 
 
 def versions() -> str:
-    """What decides which kernels a recording holds, besides the settings."""
+    """State that decides which kernels a recording holds, besides the settings."""
     triton = importlib.util.find_spec("triton")
     named = {
         "torch": torch.__version__,

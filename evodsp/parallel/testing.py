@@ -104,7 +104,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 @dataclass
 class _Found:
-    """What a pass found, by name."""
+    """Tensors of a pass, by name."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     modules: dict[str, Tensor] = field(default_factory=dict)
@@ -229,7 +229,7 @@ def _compare(alone: _Found, found: list[_Found], tolerance: float) -> set[int]:
 
 
 def _difference(found: Sequence[Tensor], expected: Sequence[Tensor], n: int, tolerance: float) -> str:
-    """Where the ranks' tensors differ most, and the mistake of which such numbers are typical; empty if they agree."""
+    """Largest difference of the ranks' tensors, and the mistake of which it is typical; empty if they agree."""
 
     def errors(factor: float, found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[Tensor]:
         pairs = [(x.double(), factor * y.double()) for x, y in zip(found, expected, strict=True)]

@@ -13,7 +13,7 @@ from evodsp.parallel.config import ParameterMode
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is to be trained, and on which devices. Raises UserError if a value is out of range."""
+    """Training to plan, and its devices. Raises UserError if a value is out of range."""
 
     gpus: int | None = None
     """Number of devices. With --measure: of those that communicate; null: all GPUs of this machine, or two processes."""

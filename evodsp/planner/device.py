@@ -85,11 +85,11 @@ class Device:
     small_efficiency: float = 1.0
     """The part of these shares, and of `attention_tlogits`, that small kernels reach (`SMALL_S`)."""
     crowding: float = 1.0
-    """How many times longer an operator takes when all devices of the node work: processes share cores, caches and memory,
+    """Slowdown of an operator when all devices of the node work: processes share cores, caches and memory,
     GPUs share power."""
 
     def crowded(self, busy: int) -> float:
-        """How many times longer an operator takes when `busy` devices work, in proportion to those of a node."""
+        """Slowdown of an operator when `busy` devices work, in proportion to those of a node."""
         if self.gpus_per_node == 1:
             return 1.0
         return 1.0 + (self.crowding - 1.0) * (min(busy, self.gpus_per_node) - 1) / (self.gpus_per_node - 1)
@@ -157,7 +157,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Links:
-    """How `ranks` consecutive devices reach each other."""
+    """Links between `ranks` consecutive devices."""
 
     inside: Link
     across: Link

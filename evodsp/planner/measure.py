@@ -321,7 +321,7 @@ def sweep(rank: int, ranks: int, store: str, on_gpu: bool, results: Any) -> None
 
 
 def crowded_block(rank: int, on_gpu: bool) -> float:
-    """How many times longer a block takes when all ranks compute one than when only the first does."""
+    """Slowdown of a block when all ranks compute one, against the first rank alone."""
     run = FULL[on_gpu][0].on_device(precision(on_gpu), on_gpu)
     alone, together = [], []
     for _ in range(REPEATS):  # by turns, so that another program on this machine slows down both

@@ -108,7 +108,7 @@ class Estimate:
     usable: int
     """Bytes that a device has for it."""
     recomputed: Recomputed
-    """What the Evoformer recomputes in the backward pass."""
+    """Recomputation of the Evoformer in the backward pass."""
     step_s: float
     """Seconds of an optimizer step, of `global_batch` samples."""
     batches: int
@@ -397,7 +397,7 @@ class Planned:
         self._blocks = evoformer.blocks
         self._searches = auto and self._blocks >= LEAST_FIRST + LEAST_LAST
         self._unsearched = Recomputed(self._blocks) if auto else recomputed_of(evoformer)
-        """What is recomputed where nothing is searched for."""
+        """Recomputation where nothing is searched for."""
 
     def start(self, sequence: int) -> Future[Program]:
         """Begin to follow the pass of a group of `sequence` ranks."""
@@ -417,8 +417,9 @@ class Planned:
         return min(planned, key=lambda one: one.step_s)
 
     def _cheapest(self, projecting: TracedPass, data: int, sequence: int) -> tuple[Recomputed, TracedPass]:
-        """What to recompute so that the step fits: the projections of some blocks; if these do not suffice, some blocks whole
-        and the projections of the others; at last everything. `projecting`: a pass that recomputes some projections.
+        """Least recomputation with which the step fits: the projections of some blocks; if these do not suffice, some
+        blocks whole and the projections of the others; at last everything. `projecting`: a pass that recomputes some
+        projections.
         """
         blocks = self._blocks
         if (kept := self._most_kept(projecting, data, sequence)) is not None:

@@ -121,7 +121,7 @@ class PredictionMemory:
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, of which each rank has one; ranks on a CPU share it."""
+    """Hardware of one rank; ranks on a CPU share a machine."""
 
     name: str
     free: int
@@ -129,7 +129,7 @@ class Machine:
     shared: bool
     """Whether all ranks take their memory from it."""
     device: Device | None
-    """Its rates; None for a device of an unknown kind."""
+    """Rates of its device; None for a device of an unknown kind."""
     links: Links | None = None
 
     @classmethod
@@ -170,7 +170,7 @@ def working_memory_of(device: Device) -> int:
 
 @dataclass(frozen=True)
 class PredictionNeeds:
-    """What a prediction needs of each of its ranks."""
+    """Memory and time of a prediction on each of its ranks."""
 
     what: PlannedPrediction
     memory: PredictionMemory

@@ -78,7 +78,7 @@ class SampleSizes:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What is run, on rank `rank` of `ranks`, which share one sample."""
+    """Program to run, on rank `rank` of `ranks`, which share one sample."""
 
     model: ModelConfig
     sizes: SampleSizes
@@ -105,10 +105,10 @@ class Repeat:
 
     part: str
     segment: int
-    """The one that stands for all of them. Memory grows in it as it does in all: it is none of the first two, during which the
-    stack's input is still held, and not the last."""
+    """Number of the segment that stands for all of them. It is none of the first two, during which the stack's input is still
+    held, and not the last, so memory grows in it as it does in all."""
     times: int
-    """How often it stands in the whole model."""
+    """Number of its copies in the whole model."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def verdict(compared: Comparison) -> str:
-    """Which mesh to take, or what is missing."""
+    """Recommendation of a mesh, or what is missing."""
     best = compared.best
     if best is not None:
         return (

@@ -97,7 +97,7 @@ def ask(
     form: bytes | None = None,
     method: str | None = None,
 ) -> HTTPResponse:
-    """What a server answers, opened. Redirections are followed to other http addresses, and from https to https only.
+    """Opened answer of a server. Redirections are followed to other http addresses, and from https to https only.
 
     `seconds`: in which the answer has to arrive, to its last byte. `most`: bytes of its content. Reading raises BadAnswerError
     beyond them (use `content_of`, or `usable` around it). A user name and password in the address are sent to its server only.
@@ -191,7 +191,7 @@ def _redirected(request: Request, place: str) -> Request:
 
 
 def _opener(deadline: float, seconds: float, most: int) -> OpenerDirector:
-    """What opens requests. Proxies of the environment are used as everywhere in Python."""
+    """Opener of requests. Proxies of the environment are used as everywhere in Python."""
 
     def connection(kind: type[HTTPConnection], *given: Any, **named: Any) -> HTTPConnection:
         made = kind(*given, **named)
@@ -228,7 +228,7 @@ class _Answer(HTTPResponse):
 
 
 class _Limited(io.RawIOBase):
-    """What arrives from the network, until a moment and up to a number of bytes."""
+    """Stream from the network, until a moment and up to a number of bytes."""
 
     def __init__(self, sock: socket, deadline: float, seconds: float, most: int) -> None:
         self._socket, self._bytes = sock, sock.makefile("rb", buffering=0)

@@ -311,7 +311,7 @@ def _coloured(kind: str, colour: int | None) -> str:
 
 
 def _thinned(series: Series) -> list[_Point]:
-    """At most `_MOST_POINTS` points of a series, of its finite ones."""
+    """Downsample the finite points of a series to at most `_MOST_POINTS`."""
     pairs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if math.isfinite(x) and math.isfinite(y)]
     parts = min(len(pairs), _MOST_POINTS)
     points = []

@@ -62,14 +62,14 @@ _STEP_SECONDS = "train/step_seconds"
 
 @dataclass(frozen=True)
 class Baseline:
-    """What copies of the nearest training chains score on a run's validation chains, as the run has found when it began."""
+    """Nearest-neighbour baseline of a run on its validation chains, which the run computed at its start."""
 
     lddt_ca: float
     """The mean."""
     chains: int
     """Validation chains."""
     copies: dict[str, tuple[str, float]]
-    """For each of them that has a copy: the training chain, and the copy's lDDT-CA."""
+    """Training chain that is copied, and lDDT-CA of the copy, by validation chain; without those that have no copy."""
     interface_lddt_ca: float | None = None
     """The mean over complexes whose chains are in contact; None for chains."""
 

@@ -18,7 +18,7 @@ PUBLIC = "https://api.colabfold.com"
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a server of alignments may cost, whatever it answers. A search that reaches a limit of time ends, and what was found
+    """Limits of a server of alignments. A search that reaches a limit of time ends, and what was found
     is kept. An answer that is too large costs the record that it is of."""
 
     search_s: float = 7200.0
@@ -38,7 +38,7 @@ Program = Literal["jackhmmer", "hhblits", "mmseqs"]
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """Which sequences to search, with what, and where to keep the alignments."""
+    """Sequences to search, the server or program, and the folder of the alignments."""
 
     inputs: Sequence[Path]
     """FASTA or CSV files, folders of FASTA files, or - for standard input."""

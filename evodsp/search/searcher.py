@@ -51,9 +51,9 @@ class Searcher(ABC):
     """Finds alignments of sequences."""
 
     most: int = 1
-    """How many sequences it takes at a time."""
+    """Largest number of sequences at a time."""
     about_none: str = ""
-    """What to say where it finds no related sequence."""
+    """Message where it finds no related sequence."""
 
     @abstractmethod
     def announcement(self, sequences: int) -> str:

@@ -278,7 +278,7 @@ class MsaServer(Searcher):
         return dict(answer)
 
     def _ask(self, path: str, say: Say, until: float, most: int, form: bytes | None = None) -> bytes:
-        """What the server answers, at most `most` bytes. A connection that fails, and a server that is busy, are tried again,
+        """Answer of the server, at most `most` bytes. A connection that fails, and a server that is busy, are tried again,
         if that is before `until`.
 
         Raises NoAnswerError if there is no answer, BadAnswerError if there is one that cannot be used.

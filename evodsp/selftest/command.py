@@ -151,7 +151,7 @@ _COLUMN = " " * 17
 
 @dataclass(frozen=True)
 class CheckResult:
-    """How a check ended."""
+    """Outcome of a check."""
 
     succeeded: bool
     seconds: float

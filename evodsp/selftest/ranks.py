@@ -79,7 +79,7 @@ def kernels(device: torch.device, processes: str = "1") -> str:
 
 
 def _problem(case: tuple[str, str, torch.dtype, torch.device]) -> str:
-    """What is wrong with an operator; '' if nothing is."""
+    """Fault of an operator; '' if there is none."""
     name, operator, dtype, device = case
     function = getattr(BACKENDS[name].load(), operator)
     problem = problem_of(operator, function, device, dtype)

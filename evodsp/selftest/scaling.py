@@ -173,7 +173,7 @@ class ScalingReport:
         self.write(with_page=False)
 
     def end(self, name: str, problems: list[str]) -> None:
-        """How a part has ended."""
+        """Outcome of a part."""
         part = self.content["parts"][name]
         part |= {"state": "FAILED" if problems else "ok", "problems": problems}
         part["seconds"] = round(time.time() - part["begun"], 1)

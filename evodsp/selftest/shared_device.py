@@ -108,7 +108,7 @@ STACK, MODEL = 1e-5, 1e-4
 """Largest difference from one rank in float32, as a fraction of the largest number of each result. In the whole model the
 geometry of random atoms amplifies rounding: perturbing every parameter by 6e-8 of itself changes as much."""
 SLACK = 1.5
-"""How many times as far from float32 as one rank's results those of several may be in bf16-mixed."""
+"""Allowed ratio of errors in bf16-mixed: several ranks over one rank, both against float32."""
 UNSEEN = (
     "NCCL itself, and that each rank takes its own GPU",
     "collectives that overlap with computation, on streams of their own",

@@ -50,9 +50,9 @@ class OptimizerConfig:
     eps: float = 1e-6
     """Adam's epsilon, added to the denominator."""
     warmup_samples: int = 128_000
-    """The learning rate rises linearly from zero over this many samples (AF2: 128,000, which are 1000 steps of 128)."""
+    """Samples over which the learning rate rises linearly from zero (AF2: 128,000, which are 1000 steps of 128)."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up: `constant`, lowered once after `drop_samples` (AF2), or `cosine`, down to `final_lr` at
+    """Learning rate after the warm-up: `constant`, lowered once after `drop_samples` (AF2), or `cosine`, down to `final_lr` at
     `total_samples`."""
     drop_samples: int = 6_400_000
     """Samples after which the constant learning rate is multiplied by `drop_factor` (AF2: 6.4 million)."""
@@ -63,7 +63,7 @@ class OptimizerConfig:
     final_lr: float = 0.0
     """Learning rate at the end of the cosine."""
     clip: Literal["sample", "batch"] = "sample"
-    """Which norm trainer.gradient_clip_val bounds. `sample`: the gradient of each sample (AF2); backward passes then hold one
+    """Norm that trainer.gradient_clip_val bounds. `sample`: the gradient of each sample (AF2); backward passes then hold one
     sample each, and a larger data.batch_size is accumulated. `batch`: the gradient of the whole batch of all devices."""
 
     def __post_init__(self) -> None:
@@ -159,15 +159,15 @@ class DistillationConfig:
     chain_data_cache: str | None = None
     """Cache of the set, as data.chain_data_cache, for its filters and sampling weights."""
     filters: FilterConfig = field(default_factory=lambda: FILTERS_OF_PREDICTIONS)
-    """Which chains of the set are left out, as data.filters."""
+    """Filters of the set's chains, as data.filters."""
     sampling: Sampling = "uniform"
-    """How chains of the set are drawn, as data.sampling; alphafold2 needs its chain_data_cache or index."""
+    """Sampling of the set's chains, as data.sampling; alphafold2 needs its chain_data_cache or index."""
     fraction: float = 0.75
     """Share of the training samples that are from this set (AF2: 0.75)."""
     min_plddt: float = 50.0
-    """Atoms of residues below this pLDDT are masked (AF2: 50)."""
+    """Lowest pLDDT of residues whose atoms are not masked (AF2: 50)."""
     max_msa_rows: int = 1000
-    """At most this many rows of an MSA are used, a new random sample of them each time (AF2: 1000)."""
+    """Largest number of rows of an MSA; of more, each sample draws so many anew (AF2: 1000)."""
     assumed_resolution: float | None = None
     """Resolution of the set's structures in Å, as data.assumed_resolution: predictions have none. null (AF2): the pLDDT, PAE
     and resolved losses do not count them."""
@@ -210,18 +210,18 @@ class DataConfig:
     test_chains: str | list[str] | None = field(default=None, metadata={"resume": "free"})
     """Chains that `evodsp test` scores, in the same form; null takes the validation chains."""
     chain_data_cache: str | None = None
-    """OpenFold's chain_data_cache.json, from which filters and sampling weights know the training chains, or the chains of
-    complexes. null: they know them from the index, and filters without an index from the chains' files."""
+    """OpenFold's chain_data_cache.json, with the facts for filters and sampling weights. null: the facts come from the index,
+    and for filters without an index from the chains' files."""
     filters: FilterConfig = field(default_factory=FilterConfig)
-    """Which training chains are left out. They apply if one of them is not the default, if chain_data_cache is given, or if
+    """Filters of the training chains. They apply if one of them is not the default, if chain_data_cache is given, or if
     sampling is alphafold2."""
     exclude_like: str | list[str] | None = None
-    """Chains or complexes of the same data, as a list or a text file, or a FASTA file: what resembles one of them is not
-    trained on. Usually those that are held out. null excludes nothing."""
+    """Chains or complexes of the same data, as a list or a text file, or a FASTA file. Training leaves out what
+    resembles one of them. Usually the held-out ones. null excludes nothing."""
     exclude_identity: float = 0.4
-    """The largest share of identical residues with one of exclude_like that is trained on, of the shorter sequence."""
+    """Largest share of residues of the shorter sequence that may be identical with one of exclude_like."""
     sampling: Sampling = "uniform"
-    """How training chains are drawn. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
+    """Sampling of the training chains. `uniform`: each epoch of as many samples as chains is a permutation. `alphafold2`: by
     their length and the size of their sequence cluster (supplement 1.2.5), which needs chain_data_cache or index."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """Predicted structures that are trained on too."""
@@ -332,7 +332,7 @@ def check_samples(model: ModelConfig, data: DataConfig) -> None:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where and how often a run writes its files, and the settings on which all of its numbers depend."""
+    """Output folder, intervals of checkpoints, seed and limits of a run."""
 
     seed: int = field(default=0, metadata={"resume": "refused"})
     """Seed of the initial weights, the samples and dropout. The same seed gives the same run."""

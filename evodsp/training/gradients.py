@@ -43,7 +43,7 @@ from evodsp.training.config import WITHOUT_ADAPTERS, AdapterConfig, OptimizerCon
 
 @dataclass(frozen=True)
 class Batching:
-    """How the samples of one optimizer step are divided."""
+    """Division of an optimizer step's samples."""
 
     data_ranks: int
     """The number of ranks, or of groups of ranks that share a sample, which compute different samples at a time."""

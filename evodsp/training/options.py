@@ -41,7 +41,7 @@ EXAMPLES: dict[Command, tuple[str, ...]] = {
 
 
 Rule = Literal["refused", "applied", "same", "free"]
-"""What a resumed run does about a setting that has changed (`evodsp.training.run_folder`). refused: it does not start. applied:
+"""Answer of a resumed run to a setting that has changed (`evodsp.training.run_folder`). refused: it does not start. applied:
 from the next sample on. same: the run computes the same, with sums rounded in another order. free: decides nothing about the
 weights (files, logs, validation's times, names of machines)."""
 

@@ -232,7 +232,7 @@ def _letters(chains: Chains, scored: Sequence[str], comparison: Compared, end: f
 
 
 def _bar(letters: Letters, chains: Chains, comparison: Compared, end: float) -> Bar:
-    """The bar. Raises UserError if it is not known by `end`."""
+    """Compute the nearest-neighbour baseline. Raises UserError if the time `end` comes before."""
     targets, training = ({key: letters[key] for key in part} for part in (chains.validation, chains.train))
     found: dict[str, Copy | str] = {}
     for key, copy in comparison.copies(targets, training, workers=1):

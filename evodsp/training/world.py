@@ -42,7 +42,7 @@ class World:
     data_ranks = 1
     """Number of batches that are computed at the same time. All ranks of a sequence group share one batch."""
     data_rank = 0
-    """Which of these batches is this rank's."""
+    """Number of this rank's batch among these."""
     reads = True
     """Whether this rank reads samples; otherwise another rank of its sequence group does."""
     waits: WaitTimes | None = None

@@ -232,7 +232,7 @@ def _sum(address: str, file: str, deadline: float) -> str | None:
 
 
 def _damage(path: Path, sha256: str | None) -> str | None:
-    """What is wrong with a file of parameters, or None."""
+    """Damage of a file of parameters, or None."""
     if sha256 is not None and (found := digest_of_file(path, "sha256")) != sha256:
         return f"its SHA-256 is {found[:12]}…, but {SUMS} says {sha256[:12]}…"
     try:

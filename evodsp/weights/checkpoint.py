@@ -146,7 +146,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def _read_file(path: Path) -> Any:
-    """What `torch.save` put into a file. Raises UserError if it is none, or would harm its reader."""
+    """Content of a file of `torch.save`. Raises UserError if it is none, or would harm its reader."""
     if path.is_dir():
         raise UserError(f"{path}: a folder, but an evodsp checkpoint is a file; give <output>/checkpoints/last.ckpt")
     if not path.is_file():

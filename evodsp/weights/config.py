@@ -20,7 +20,7 @@ _FORMATS: dict[str, Format] = {".npz": "deepmind", ".pt": "openfold"}
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Which parameter file to read, and where to put the checkpoint."""
+    """Parameter file to read, and checkpoint to write."""
 
     checkpoint: Path
     """Parameters to read: DeepMind's .npz, OpenFold's .pt or .ckpt, or the folder that DeepSpeed wrote for OpenFold."""
@@ -32,7 +32,7 @@ class ImportConfig:
     like: Path | None = None
     """An evodsp checkpoint to take the sizes from, instead of a preset: the one that the parameters were exported from."""
     raw: bool = False
-    """From an OpenFold training checkpoint, take the weights of the last step instead of their moving average."""
+    """Take the last step's weights of an OpenFold training checkpoint instead of their moving average."""
     overwrite: bool = False
     """Replace the output if it exists."""
 
@@ -44,7 +44,7 @@ class ImportConfig:
 
 @dataclass(frozen=True)
 class WeightsFetchConfig:
-    """Which published parameters to fetch, and where to keep them."""
+    """Published parameters to fetch, and their folder."""
 
     names: Sequence[str]
     """Models: model_1 to model_5, model_1_ptm to model_5_ptm, and for complexes model_1_multimer_v3 to model_5_multimer_v3."""
@@ -54,7 +54,7 @@ class WeightsFetchConfig:
     """Address of a mirror: an uncompressed .tar archive, or a folder with params_<name>.npz and, where there are SHA-256 sums,
     SHA256SUMS. A name and a password may stand before the host (https://name:password@host). null: DeepMind's archive."""
     hours: float = 6.0
-    """Hours that fetching one model may take, whatever the server sends. The same command continues it."""
+    """Hours after which the fetch of one model is stopped. Run the command again to continue."""
 
     def __post_init__(self) -> None:
         check_numbers(self, {"hours": POSITIVE}, "--")
@@ -80,7 +80,7 @@ class RandomConfig:
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """Which checkpoint to read, and where to put the parameter file."""
+    """Checkpoint to read, and parameter file to write."""
 
     checkpoint: Path
     """Checkpoint written by `evodsp fit` or `evodsp weights import`; or another program's parameters, to convert them."""
@@ -100,7 +100,7 @@ class ExportConfig:
     fused: bool = False
     """Keep both sides of triangle multiplication in one array, as newer models of DeepMind and OpenFold do."""
     judgement: Path | None = None
-    """For the model card of a folder: the judgement.md of `evodsp score --before --after` about this model."""
+    """Judgement for the model card of a folder: the judgement.md of `evodsp score --before --after` about this model."""
     overwrite: bool = False
     """Replace the output if it exists."""
 

@@ -247,7 +247,7 @@ def container(path: Path) -> Container | None:
 
 
 def archive_damage(path: Path) -> str | None:
-    """What is wrong with a file of PyTorch, by the checksums that it contains; None if nothing is."""
+    """Damage of a file of PyTorch, by the checksums that it contains; None if there is none."""
     try:
         with zipfile.ZipFile(path) as archive:
             if (entry := archive.testzip()) is not None:

@@ -47,7 +47,7 @@ _HOSTILE_BUILTINS = (
 
 
 def load_checked(file: Path | bytes) -> Any:
-    """What `torch.save` put into a file (a path, or its content), on the CPU; of a path, memory-mapped.
+    """Content of a file of `torch.save` (a path, or its bytes), on the CPU; of a path, memory-mapped.
 
     Raises any exception if it is damaged or holds other objects than tensors, numbers, texts and containers.
     """
@@ -77,7 +77,7 @@ class _InertDict:
 
 
 def load_untrusted(path: Path) -> Any:
-    """What `torch.save` put into `path`, on the CPU, memory-mapped; objects of unknown classes are `Inert` objects.
+    """Content of a file of `torch.save`, on the CPU, memory-mapped; objects of unknown classes are `Inert` objects.
 
     Raises UserError if the file names functions that only an attack needs, or is damaged.
     """

@@ -75,16 +75,16 @@ def test_the_terms_that_ask_for_a_resolution() -> None:
     ("assumed", "resolutions", "expected"),
     [
         (None, [2.0, 3.0, 0.1], None),
-        (None, [0.0, 2.0, 0.0], "2 of 3 training chains have no resolution: the loss plddt does not count them"),
+        (None, [0.0, 2.0, 0.0], "2 of 3 training chains have no resolution: they do not train plddt"),
         (
             None,
             [0.0, 3.1, 0.05],
-            "1 of 3 training chains have no resolution and 2 have one outside of 0.1 to 3 Å: the loss",
+            "1 of 3 training chains have no resolution and 2 have one outside of 0.1 to 3 Å: they do not train",
         ),
-        (None, [0.0, np.nan, 2.0], "1 of 2 training chains that were looked up have no resolution: the loss"),
+        (None, [0.0, np.nan, 2.0], "1 of 2 training chains that were looked up have no resolution: they do not train"),
         (2.0, [0.0, 0.0, 2.0], None),
-        (2.0, [0.0, 4.0, 2.0], "1 of 3 training chains have one outside of 0.1 to 3 Å: the loss"),
-        (9.0, [0.0, 2.0, 2.0], "1 of 3 training chains have no resolution: the loss"),
+        (2.0, [0.0, 4.0, 2.0], "1 of 3 training chains have one outside of 0.1 to 3 Å: they do not train"),
+        (9.0, [0.0, 2.0, 2.0], "1 of 3 training chains have no resolution: they do not train"),
         (None, [], None),
     ],
 )
@@ -137,7 +137,7 @@ def test_the_resolutions_of_the_training_chains(folder: Path, how: str) -> None:
 
 def test_fit_and_the_doctor_say_that_nothing_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches `train/plddt` of 0 for a whole run without a word, and a setting that does not change it."""
-    note = "2 of 2 training chains have no resolution: the loss plddt does not count them, as in AlphaFold2"
+    note = "2 of 2 training chains have no resolution: they do not train plddt, as in AlphaFold2"
     without(folder, KEY)
     words = [f"--config={folder}/tiny.yaml", "--trainer.max_steps=1", "--trainer.limit_val_batches=0"]
     for name, options in (("none", []), ("assumed", ["--data.assumed_resolution=2"])):

@@ -36,7 +36,7 @@ _NAMED = 10
 """Chains without rows for pairing that a process names in warnings."""
 
 RowKey = Callable[[str], str]
-"""From the name of a row to its key; '' for a row that is paired with none."""
+"""Function of a row's name that gives its key; '' for a row that is paired with none."""
 
 _UNIPROT = re.compile(
     r"(?:sp|tr)\|"
@@ -61,7 +61,7 @@ def uniprot_species(name: str) -> str:
 
 @dataclass(frozen=True)
 class PairingRule:
-    """Which rows of different chains belong together."""
+    """Rule that pairs rows of different chains."""
 
     key: RowKey
     """The key of a row; rows with equal keys are paired."""

@@ -165,8 +165,8 @@ def _add_set(page: Page, found: Diagnosis) -> None:
         else f"No filter is applied. The defaults, which sampling: alphafold2 turns on, would leave out these {units}"
     )
     page.note(
-        f"{applied}, of {len(found.table):,}, by reason. A reason with the word unknown counts the {units} without that fact. "
-        f"The facts come from: {found.known_from}."
+        f"{applied}, of {len(found.table):,}, by reason. Of {units} that a reason calls unknown the value is missing. "
+        f"Values come from: {found.known_from}."
     )
     page.table(["reason", units], filter_reasons(found).items())
     page.heading("Distributions")

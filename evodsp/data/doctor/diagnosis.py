@@ -80,7 +80,7 @@ class DataSet:
 
     @property
     def units(self) -> str:
-        """What its keys are, in the plural."""
+        """Word for its keys, in the plural."""
         return self.examiner.store.kind
 
 
@@ -127,7 +127,7 @@ class Diagnosis:
     overlaps: list[Overlap] = field(default_factory=list)
     """The overlap of each two of training, validation and test chains."""
     copied: list[Copied] = field(default_factory=list)
-    """What copying scores on validation chains, and on test chains if they are others."""
+    """Baseline on validation chains, and on test chains if they are others."""
     distillation: Diagnosis | None = None
     """The self-distillation set of the run."""
     held_out: int = 0
@@ -446,7 +446,7 @@ def _noted(place: str, names: str) -> None:
 
 
 def _arrangement(model: dict[str, Any]) -> ArrangementName:
-    """That of the run's model: `model.arrangement` of a config file, else that of its preset."""
+    """Arrangement of the run's model: `model.arrangement` of a config file, else that of its preset."""
     preset = PRESETS.get(str(model.get("preset")), ModelConfig())
     arrangement = model.get("arrangement", preset.arrangement)
     if arrangement not in KIND_OF:

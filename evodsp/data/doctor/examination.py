@@ -250,12 +250,12 @@ class Examiner(Compared):
 
     @property
     def unit(self) -> str:
-        """What a key stands for, in the singular."""
+        """Word for a key, in the singular."""
         return ONE_OF[self.store.kind]
 
     @property
     def definition(self) -> str:
-        """What comparing takes for alike, for reports."""
+        """Definition of likeness, for reports."""
         return DEFINITION if self.store.kind == CHAINS else DEFINITION_OF_COMPLEXES
 
     @property
@@ -350,21 +350,21 @@ COPYING = {
         "coverage their share of all residues. evodsp score --complexes true --baseline nearest says the DockQ of copies."
     ),
 }
-"""How copies are made, by what is copied."""
+"""Method of copying, by what is copied."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What copies score on a set of chains."""
+    """Nearest-neighbour baseline on a set of chains."""
 
     kind: str
     """The name of the set: validation or test."""
     readable: int
     """Chains of the set that can be read."""
     bar: Bar
-    """Of these chains, or of `MOST_COPIED` of them."""
+    """Baseline on these chains, or on `MOST_COPIED` of them."""
     unit: str = "chain"
-    """What is copied."""
+    """Word for what is copied."""
 
     @property
     def line(self) -> str:
@@ -403,7 +403,7 @@ def copied(
     seed: int,
     workers: int,
 ) -> Copied:
-    """What copies of training keys score on `keys`, which can be read. `letters`: the sequences of all of them."""
+    """Compute the baseline on `keys`, which can be read. `letters`: the sequences of all of them."""
     drawn = set(random.Random(seed).sample(keys, MOST_COPIED)) if len(keys) > MOST_COPIED else set(keys)
     targets = {key: letters[key] for key in keys if key in drawn}
     known = {key: letters[key] for key in training}

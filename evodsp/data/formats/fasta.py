@@ -402,7 +402,7 @@ def read_sequence_table(path: str | Path) -> list[FastaRecord]:
 
 
 def _separator(text: str) -> str:
-    """What separates the cells: the first that makes both columns of the first line, or else a comma."""
+    """Separator of the cells: the first that makes both columns of the first line, or else a comma."""
     first = text.splitlines()[0]
     for separator in _SEPARATORS:
         if {cell.strip(' "').lower() for cell in first.split(separator)} >= set(_COLUMNS):

@@ -337,7 +337,7 @@ class _Entry:
         return values
 
     def confidence(self, chain_id: str) -> Float32[np.ndarray, " L"]:
-        """See `read_confidence`."""
+        """pLDDT of each listed residue, from the B-factors (`read_confidence`)."""
         rows, numbers, residue = self._residues(chain_id)
         alpha = self.column("label_atom_id", rows, "") == "CA"
         found = np.zeros(len(numbers), np.float32)

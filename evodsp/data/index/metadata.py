@@ -170,7 +170,7 @@ class ChainFacts:
 
 
 def facts_of_file(path: Path, key: str) -> tuple[ChainFacts, str]:
-    """What the header of a structure file says about a chain; and its entity, such as 1abc_1 ('' if the file numbers none).
+    """Facts about a chain in the header of a structure file; and its entity, such as 1abc_1 ('' if the file numbers none).
 
     Raises UserError if the file does not have the chain, and as `read_header` does.
     """
@@ -259,7 +259,7 @@ def smallest_cluster(sizes: Iterable[int]) -> int:
 def frequencies_of_entries(
     letters: Sequence[str], sizes: Int64[np.ndarray, " m"], first: Int64[np.ndarray, " n_plus_1"]
 ) -> Float64[np.ndarray, " n"]:
-    """How often entries are drawn, in any unit, given the sequence and the cluster of each of their chains. `first`: the chains
+    """Sampling weights of entries, in any unit, given the sequence and the cluster of each of their chains. `first`: the chains
     of entry i are those from first[i] to first[i + 1].
 
     AlphaFold-Multimer draws chains, each as often as 1 / the size of its cluster, and takes the whole entry: the frequency of

@@ -169,7 +169,7 @@ _FORM = 4
 
 @dataclass(frozen=True, slots=True)
 class KeyTask:
-    """What is known about a key before its files are read."""
+    """A key to scan, before its files are read."""
 
     kind: Kind
     key: str

@@ -345,7 +345,7 @@ class SamplePool:
         self._pool: Pool[Sample] = Pool(make, workers, time_limit, "data.time_limit", _unpacked)
 
     def submit(self, index: int, key: str) -> Future[Sample]:
-        """See `SampleMaker.submit`. A future that is cancelled before its sample is begun costs nothing."""
+        """Submit a sample, as `SampleMaker.submit`. A future that is cancelled before its sample is begun costs nothing."""
         return self._pool.submit(index, key, number=index)
 
     def close(self) -> None:

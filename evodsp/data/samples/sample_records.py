@@ -55,7 +55,7 @@ SCALAR_LABELS = ("resolution", "use_clamped_fape")
 
 @dataclass(frozen=True)
 class Drawing:
-    """How a sample is made of a record: its random stream, its recycling iterations, and whether it is for training."""
+    """Recipe that makes a sample of a record: its random stream, its recycling iterations, and whether it is for training."""
 
     config: FeatureConfig
     draws: Draws

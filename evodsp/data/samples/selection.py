@@ -300,7 +300,7 @@ class Selection:
     """The filters where none is given."""
     sampling: Sampling
     excluded: Exclusion | None = None
-    """What is not trained on besides."""
+    """Chains that are left out besides."""
 
     @property
     def is_applied(self) -> bool:
@@ -347,7 +347,7 @@ class Selection:
 
 
 def read_facts(keys: Sequence[str], store: Store) -> list[ChainFacts]:
-    """What the files of each key say, nothing where they cannot be read; shows progress. An index keeps such facts."""
+    """Facts in the files of each key, nothing where they cannot be read; shows progress. An index keeps such facts."""
     found = [ChainFacts()] * len(keys)
     workers = processes_for(len(keys), _IN_THIS_PROCESS)
     for at, facts in with_progress("read for the filters", _facts, [(store, key) for key in keys], workers):
@@ -438,8 +438,8 @@ class CountedStructures:
         which = f"{others:,}" if without else f"{others:,} of {among}"
         outside = f"{which} have one outside of {low:g} to {high:g} Å" if others else ""
         names = " and ".join([", ".join(terms[:-1]), terms[-1]] if terms[1:] else terms)
-        fix = f"; {self.setting} gives a resolution to those without one, such as 2.0" if without else ""
+        fix = f"; to use those without one, set {self.setting}, such as 2.0" if without else ""
         return (
-            f"{' and '.join(filter(None, (have, outside)))}: the loss {names} does not count them, as in AlphaFold2, so "
+            f"{' and '.join(filter(None, (have, outside)))}: they do not train {names}, as in AlphaFold2, so "
             f"train/{terms[0]} is 0 in steps of such chains alone{fix}"
         )

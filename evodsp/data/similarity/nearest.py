@@ -96,13 +96,13 @@ class Copy:
 
 @dataclass(frozen=True)
 class Bar:
-    """What copying scores on a set."""
+    """Nearest-neighbour baseline on a set of chains or complexes."""
 
     copies: list[Copy]
     without: dict[str, str] = field(default_factory=dict)
     """Chains or complexes without a copy, each with the reason."""
     trained_on: list[str] = field(default_factory=list)
-    """Those of the set that are trained on, too. They are not copied from themselves."""
+    """Members of the set that are trained on, too. They are not copied from themselves."""
 
     @property
     def lddt_ca(self) -> float:
@@ -148,8 +148,8 @@ def _mean(values: list[float]) -> float:
 def bar(
     name: str, targets: Letters, training: Letters, truth: Read, structures: Read, workers: int | None = None
 ) -> Bar:
-    """What copying scores on the targets, with a line of progress. `name`: what a target is, such as a validation chain; see
-    `copies`."""
+    """Compute the baseline on the targets, with a line of progress. `name`: a word for a target, such as validation chain.
+    The rest is as in `copies`."""
     found = {}
     with progress(f"copied the nearest for each {name}", len(targets)) as advance:
         for key, copy in copies(targets, training, truth, structures, workers):
@@ -243,7 +243,7 @@ class TrainingSet:
         return found
 
     def candidates(self, targets: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, _Candidates]]:
-        """For each target the structures that it may be a copy of. Nothing is a copy of itself."""
+        """Structures to copy from, by target. Nothing is a copy of itself."""
         letters, owns = list(self._with), list(dict.fromkeys(one for own in targets.values() for one in own))
         rows = dict(zip(owns, _candidates_of(letters, owns), strict=True))
         for key, own in targets.items():
@@ -449,8 +449,9 @@ _SUFFIXES = (".fasta", ".fa", ".faa")
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What a run must not train on. `listed`: the sequences of the listed chains or complexes by name. `identity`: the largest
-    share of identical residues that is trained on. `comparison`: knows the sequences of the training keys."""
+    """Chains that a run leaves out of training by likeness. `listed`: the sequences of the listed chains or complexes by name.
+    `identity`: the largest share of identical residues that is trained on. `comparison`: knows the sequences of the training
+    keys."""
 
     listed: Letters
     identity: float

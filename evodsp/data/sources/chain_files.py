@@ -56,7 +56,7 @@ from evodsp.errors import UserError, nearest
 from evodsp.geometry.residues import decode
 
 Lacking = Literal["alignments", "structure", "record"]
-"""The part that a key lacks; in a feature store, its record."""
+"""Missing part of a key; in a feature store, its record."""
 
 
 @runtime_checkable
@@ -77,7 +77,7 @@ class Store(Protocol):
 
     @property
     def unknown(self) -> Lacking:
-        """The part that a key lacks that is not among `keys`."""
+        """Missing part to report for an unknown key, one that is not among `keys`."""
 
     def keys(self) -> list[str]:
         """All keys, sorted. Whether files can be read is not checked."""
@@ -95,7 +95,7 @@ class Store(Protocol):
         """The sequences of the key's chains, from its files. Raises UserError or OSError if they cannot be read."""
 
     def facts(self, key: str) -> ChainFacts:
-        """What the key's structure says: sequence, resolution and release date. Raises UserError if it cannot be read."""
+        """Facts of the key's structure: sequence, resolution and release date. Raises UserError if it cannot be read."""
 
     def stale_sources(self) -> list[str]:
         """The sources of the index that have changed since it was made, as 'option path'; none without an index."""
@@ -157,7 +157,7 @@ class ChainFiles:
         return chain_folders(self.alignment_dir)
 
     def name_of(self, key: str) -> str:
-        """See `Store`: a chain without alignments has those of its entry, if the entry's structure has this chain only."""
+        """Name of the chain's files: its entry's, if the chain has no alignments and is alone in the entry's structure."""
         entry, separator, _ = key.rpartition("_")
         if not separator or self._structures is None or self._has_own(key) or not self._has_own(entry):
             return key
@@ -173,7 +173,7 @@ class ChainFiles:
         return self._structures is not None and self._structures.has_structure(key)
 
     def structure_lookup(self) -> Callable[[str], bool]:
-        """See `Store`: the index is read, or the folder listed, once."""
+        """Lookup for which the index is read, or the folder listed, once."""
         if self.index is not None:
             return frozenset(compress(self.index.keys[:], self.index.has_structure())).__contains__
         if self.structure_dir is not None:
@@ -190,14 +190,14 @@ class ChainFiles:
         )
 
     def sequences_of(self, key: str) -> tuple[str, ...]:
-        """See `Store`: the first row of the chain's first alignment, otherwise its `query`. No more is read than that takes."""
+        """Sequence of the chain: the first row of its first alignment, otherwise its `query`. Nothing else is read."""
         for path in alignment_files(self.alignment_dir / self.name_of(key)):
             for alignment in parse_alignments([(path, first_record(path))]):
                 return (decode(alignment.residues[0]),)
         return (self.query(key).letters,)
 
     def facts(self, key: str) -> ChainFacts:
-        """See `Store`. The header is read. Raises UserError as `chain` does."""
+        """Facts in the header of the chain's structure. Raises UserError as `chain` does."""
         return facts_of_file(self._structure_file(key), key)[0]
 
     def chain(self, key: str) -> Chain:

@@ -74,22 +74,20 @@ class ComplexFiles:
         return sorted({split_key(key)[0] for key in chains if key.strip("_") == key})
 
     def stale_sources(self) -> list[str]:
-        """See `Store`."""
         now_at = {"alignment_dir": self.alignment_dir, "structure_dir": self.structure_dir}
         return [] if self.index is None else self.index.stale_sources(now_at)
 
     def name_of(self, key: str) -> str:
-        """See `Store`: entries have one name."""
+        """The entry itself: entries have one name."""
         return key
 
     def structure_lookup(self) -> Callable[[str], bool]:
-        """See `Store`: the index is read, or the folder listed, once."""
+        """Lookup for which the index is read, or the folder listed, once."""
         if self.index is not None:
             return frozenset(compress(self.index.keys[:], self.index.has_structure())).__contains__
         return StructureListing(self.structure_dir).has_entry
 
     def absence(self, key: str, lacking: Lacking) -> str:
-        """See `Store`."""
         is_unknown = lacking == self.unknown
         what, where = ("alignments of a chain", self.alignment_dir) if is_unknown else ("structure", self.structure_dir)
         return (
@@ -98,11 +96,11 @@ class ComplexFiles:
         )
 
     def sequences_of(self, entry: str) -> tuple[str, ...]:
-        """See `Store`. Raises UserError as `assembly_of` does."""
+        """Sequences of the entry's chains. Raises UserError as `assembly_of` does."""
         return tuple(chain.sequence for chain in self.assembly_of(entry).chains)
 
     def facts(self, entry: str) -> ChainFacts:
-        """See `Store`. Raises UserError as `assembly_of` does."""
+        """Facts of the entry's chains. Raises UserError as `assembly_of` does."""
         return facts_of_chains(self.assembly_of(entry).chains)
 
     def assembly_of(self, entry: str) -> Assembly:

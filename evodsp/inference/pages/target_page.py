@@ -353,8 +353,7 @@ def _buttons(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> li
 
 
 def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> Iterator[dict[str, Any]]:
-    """What stands below the structure, for each one that can be shown: links to the prediction's files, and what is wrong with
-    its backbone and between its chains."""
+    """Caption of each 3D view: links to the prediction's files, and warnings about the backbone and about clashes of chains."""
     for entry, one in zip(entries, seeds, strict=True):
         for shape, structure in one.shapes.items():
             bonds = peptide_bonds(structure).note

@@ -47,12 +47,12 @@ _DECIMALS = 6
 """Mean DockQ of mappings is rounded, so that symmetric copies keep the order of the files."""
 
 Chosen = tuple[int | None, ...]
-"""For each true chain its predicted chain; None: it is missing."""
+"""Predicted chain of each true chain; None: it is missing."""
 
 
 @dataclass(frozen=True)
 class ChainMapping:
-    """Which predicted chain each true chain is compared with, and why this one."""
+    """Assignment of predicted chains to true ones, and its reason."""
 
     chains: Chosen
     by: str
@@ -157,7 +157,7 @@ class ComplexComparison:
         )
 
     def counterparts(self, chosen: Chosen) -> Int64[np.ndarray, " R"]:
-        """For each true residue the predicted one, by its number among those of all predicted chains; -1: there is none."""
+        """Predicted residue of each true one, by its number among those of all predicted chains; -1: there is none."""
         lengths = [len(chain) for chain in self.predicted.chains]
         numbers = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
         found = []

@@ -19,7 +19,7 @@ _OF_MODELS = ("after", "chains", "general", "preset", *ALIKE_FOR_BOTH)
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreConfig:
-    """Which predictions to compare with which structures, and where to write the scores.
+    """Predictions, true structures, and the folder of the scores.
 
     With `before` and `after`: two models, which predict the structures first.
     """
@@ -33,39 +33,38 @@ class ScoreConfig:
     picture of each, distances_<name>.svg. Of two models: for judgement.html, judgement.csv, judgement.md, and their predictions
     in the folders before and after."""
     train: str | None = None
-    """Predictions to score: those of chains that the model was trained on, a file with one per line, or <pdbid>_<chain>,…
-    (complexes: <pdbid>,…). Training chains that are only copied are those of train_chains."""
+    """Predictions of chains that the model was trained on: a file with one per line, or <pdbid>_<chain>,…
+    (complexes: <pdbid>,…). Training chains for the baseline: train_chains."""
     held_out: str | None = None
-    """Predictions to score: those of chains that the model was not trained on, given likewise."""
+    """Predictions of chains that the model was not trained on, given likewise."""
     complexes: bool = False
-    """Whether the names are those of complexes: each prediction has the chains of a structure, which are scored together."""
+    """Score complexes: the names are those of structures, whose chains are scored together."""
     assembly: str | None = "1"
-    """For complexes: the biological assembly that is the truth; null: the asymmetric unit. A structure file that lists no
-    assemblies is one."""
+    """Biological assembly that is the truth of a complex; null: the asymmetric unit. A structure file without assemblies is
+    one."""
     baseline: Literal["nearest"] | None = None
-    """nearest: name the nearest training chain (of a complex the nearest training complex, both by alignment score), and the
-    score of a copy of it. The training chains or complexes are those of config, train_chains or train."""
+    """Baseline beside the scores. nearest: a copy of the nearest training chain or complex, by alignment score. The training
+    chains or complexes are those of config, train_chains or train."""
     config: Path | None = None
-    """For the baseline: config.yaml of the run's folder, or another file of `evodsp fit`. Its `data` block names the training
-    chains and the folders or the store that they are in."""
+    """Config of the baseline: config.yaml of the run's folder, or another file of `evodsp fit`, whose `data` block names the
+    training chains and the folders or the store that they are in."""
     train_chains: str | None = None
-    """For the baseline: text file of the training chains or complexes that are copied, one name per line; none of them is
-    scored (train names those). null takes those of config, or train."""
+    """Training chains or complexes of the baseline: a text file, one name per line. They are copied, not scored (train names
+    those). null takes those of config, or train."""
     structure_dir: str | None = None
-    """For the baseline: folder of the training chains' structures; null takes that of config, or structures."""
+    """Folder of the baseline's training structures; null takes that of config, or structures."""
     before: Path | None = None
-    """Instead of predictions: the model before its fine-tuning, as `evodsp predict --checkpoint` takes it, or a name of
+    """Model before its fine-tuning, instead of predictions, as `evodsp predict --checkpoint` takes it, or a name of
     `evodsp weights fetch`. Copies of the nearest training structures are scored too: those of config or train_chains, or, if
     the model `after` lies in the folder of its run, of this run."""
     after: Path | None = None
-    """The model after it, given likewise."""
+    """Model after its fine-tuning, given likewise."""
     chains: Path | None = None
-    """Of two models: text file of the chains (or complexes) that fine-tuning is to help, one name per line. None of them should
-    be a training chain."""
+    """Text file of the chains (or complexes) that fine-tuning is to help, one name per line; no training chains."""
     general: Path | None = None
-    """Text file of chains that have nothing to do with the training set: they say what the model has forgotten."""
+    """Text file of chains that are unlike the training set: they show what the model has forgotten."""
     alignments: Path | None = None
-    """Folder of the alignments of both, as in `evodsp predict`. So are the settings below, which both models have alike."""
+    """Folder of the alignments, as in `evodsp predict`. This and the settings below are those of both models."""
     templates: Path | None = None
     """Folder of template structures; null: no templates."""
     template_chains: Path | None = None

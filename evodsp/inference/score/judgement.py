@@ -109,13 +109,13 @@ class Row:
         return f"{count:,}" + ("" if families == count else f" in {families:,} famil{'y' if families == 1 else 'ies'}")
 
     def cells(self) -> list[str]:
-        """Those of `_CELLS`."""
+        """Cells of a row, named by `_CELLS`."""
         one, beside = self.found, " beside copies" if self.beside == _COPY else ""
         means = f"{one.first:.3f}", f"{one.second:.3f}", f"{one.mean:+.3f}"
         return [f"{self.group}{beside}", _HEADINGS[self.score], self.count, *means, one.interval, f"{one.better:,}"]
 
     def sentence(self, kind: Kind) -> str:
-        """What the difference means."""
+        """Meaning of the difference, in words."""
         one, (what, up, down, unclear, unknown) = self.found, _VERDICTS[self.group, self.beside]
         numbers = (
             f"mean {_HEADINGS[self.score]} {one.first:.3f} {'of copies' if self.beside == _COPY else 'before'}, "
@@ -296,7 +296,7 @@ def _rows(judged: Sequence[Judged], kind: Kind) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class _Result:
-    """What is written."""
+    """Content of the files."""
 
     kind: Kind
     judged: list[Judged]
@@ -311,12 +311,12 @@ class _Result:
 
     @property
     def confidence(self) -> list[str]:
-        """How right the pLDDT of each model is in each set."""
+        """Accuracy of each model's pLDDT in each set."""
         return [f"{found.line(name)}; bins are off by {found.error:.1f}" for name, found in self.calibrations.items()]
 
     @property
     def method(self) -> str:
-        """How sure a difference is, in words."""
+        """Method behind the intervals, in words."""
         return (
             f"Intervals are Student's, of paired differences over {self.kind}. Those with at least {100 * ALIKE:.0f} % "
             f"identical residues are one family and may vary together. There is an interval from {FEWEST} families on."

@@ -38,7 +38,7 @@ class Difference:
     """The mean."""
     second: float
     mean: float
-    """Of the differences."""
+    """Mean of the differences."""
     better: int
     """Structures whose second score is higher."""
     half: float | None
@@ -94,7 +94,7 @@ def _within(t: float, freedom: int) -> float:
 
 
 def families_of(letters: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """For each structure, by the sequences of its chains, the first one of its family. It is of the family of the first one
+    """First member of each structure's family, by the sequences of its chains. It is of the family of the first one
     before it to which it is at least `ALIKE`; the chains of a complex are compared together."""
     joined = {name: plain("".join(sorted(chains))) for name, chains in letters.items()}
     names, words = list(joined), Words(list(joined.values()))

@@ -46,9 +46,9 @@ class InterfaceRow:
     contacts: int
     """True contacts: pairs of residues with heavy atoms within 5 Å."""
     recovered: int
-    """Those of them that the prediction has."""
+    """Number of true contacts that the prediction has, too."""
     fnat: float
-    """Their share, 0..1."""
+    """Share of the true contacts that the prediction has, 0..1."""
     interface_rmsd: float | None
     """Å; None if a chain is missing."""
     ligand_rmsd: float | None
@@ -69,7 +69,7 @@ class Predicted:
     plddt: Float32[np.ndarray, " N"] | None = None
     """0..100."""
     mean_plddt: float | None = None
-    """That of ranking.json, which has three decimals."""
+    """Mean pLDDT as ranking.json has it, with three decimals."""
     iptm: float | None = None
     confidence: float | None = None
 
@@ -115,10 +115,10 @@ class ScoredStructure:
     clashes: Mapping[tuple[int, int], int]
     """Pairs of heavy atoms that clash, of two predicted chains."""
     plddt: Float32[np.ndarray, " N"] | None
-    """Of the predicted residues, 0..100."""
+    """Mean pLDDT of the predicted residues, 0..100."""
 
     def interfaces(self) -> Iterator[InterfaceRow]:
-        """Those of the true structure."""
+        """Interfaces of the true structure."""
         truth, predicted = self.comparison.truth, self.comparison.predicted
         for pair in self.comparison.interfaces:
             score, ours = self.comparison.score(pair, self.chosen), [self.chosen[n] for n in pair]

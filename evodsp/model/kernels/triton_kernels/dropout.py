@@ -46,7 +46,8 @@ def dropout_add(
 
 
 def draw_mask(draw_keys: Int64[Tensor, " B"], elements: int, rate: float) -> Bool[Tensor, "B e"]:
-    """Which elements of the masks of whole representations `dropout_add` keeps, for operators that add updates themselves."""
+    """Draw the masks of whole representations, the elements that `dropout_add` keeps, for operators that add updates
+    themselves."""
     return _draw(draw_keys, elements, rate)
 
 
