@@ -351,12 +351,10 @@ _MULTIMER_RANKING = "0.8 ipTM + 0.2 pTM"
 
 
 def _ranking(entries: Sequence[Mapping[str, Any]]) -> tuple[str, Callable[[Mapping[str, Any]], float]]:
-    """What all predictions of a target can be ranked by: its name, and the function of an entry."""
+    """What the predictions of a target are ranked by, as AlphaFold's and ColabFold's are: its name, and the function of an
+    entry."""
     if all("iptm" in entry for entry in entries):
         return _MULTIMER_RANKING, lambda entry: complex_ranking(float(entry["iptm"]), float(entry["ptm"]))
-    if all("ptm" in entry for entry in entries):
-        return "pTM", lambda entry: float(entry["ptm"])
-    # Models without a PAE head have no pTM: then only pLDDT compares all.
     return "mean pLDDT", lambda entry: float(entry["mean_plddt"])
 
 
