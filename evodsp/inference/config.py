@@ -25,7 +25,7 @@ from evodsp.packaged import packaged_folder
 from evodsp.parallel.config import SequenceConfig
 from evodsp.reading.answers import check_address
 from evodsp.search.config import PUBLIC, ServerLimits
-from evodsp.weights.by_name import check_name
+from evodsp.weights.by_name import check_name, models_of
 
 Pairing = Literal["species", "entry", "none"]
 """Rule that pairs rows of different chains' alignments."""
@@ -200,8 +200,9 @@ class PredictConfig:
     option once more for each, or a folder) predict in turn, and their predictions are ranked together."""
     weights: str | list[str] | None = None
     """AlphaFold2's published parameters by name, instead of or beside checkpoints: model_1 to model_5, model_1_ptm to
-    model_5_ptm, for complexes model_1_multimer_v3 to model_5_multimer_v3; several as with --checkpoint. They are read from
-    weights_folder, and fetched first if they are not there (about 360 MiB each)."""
+    model_5_ptm, for complexes model_1_multimer_v3 to model_5_multimer_v3; several as with --checkpoint, or all five of a kind
+    as all_monomer, all_ptm or all_multimer_v3. They are read from weights_folder, and fetched first if they are not there
+    (about 360 MiB each)."""
     weights_folder: Path | None = None
     """Folder of `params_<name>.npz`. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     weights_url: str | None = None
@@ -314,8 +315,7 @@ class PredictConfig:
             raise UserError(
                 "no model is given; add --checkpoint FILE, or --weights model_1_ptm (AlphaFold2's parameters)"
             )
-        for name in self.weights_names:
-            check_name(name)
+        _ = self.weights_names
         for name in ("max_template_date", "obsolete", "template_chains"):
             if getattr(self, name) is not None and self.templates is None:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
@@ -415,8 +415,8 @@ class PredictConfig:
 
     @property
     def weights_names(self) -> list[str]:
-        """The names of `weights`."""
-        return [self.weights] if isinstance(self.weights, str) else list(self.weights or ())
+        """The models that `weights` names. Raises UserError for an unknown name."""
+        return models_of([self.weights] if isinstance(self.weights, str) else list(self.weights or ()))
 
     @property
     def checkpoints(self) -> list[Path]:

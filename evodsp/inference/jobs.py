@@ -108,6 +108,8 @@ class NamedModel:
     """The arrangement of its parts (`ModelConfig.arrangement`)."""
     trained: FeatureConfig = field(default_factory=FeatureConfig)
     """The feature sizes of its checkpoint."""
+    takes_templates: bool = False
+    """Whether it reads templates, and was trained with some."""
 
 
 def find_models(given: Sequence[Path]) -> list[NamedModel]:
@@ -481,6 +483,8 @@ def read_run(config: PredictConfig) -> PredictionRun:
     models = [_with_sizes(model, config.preset) for model in find_models(_model_files(config))]
     for model in models:
         feature_config(config.sizes, model.trained)  # checks the sizes
+    if config.templates is not None and not any(model.takes_templates for model in models):
+        raise takes_no_templates(config.templates, models[0].path)
     failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
     targets = [target for target in targets if target.query.name not in _OURS]
     if config.msa_server is not None:
@@ -507,8 +511,9 @@ def read_run(config: PredictConfig) -> PredictionRun:
 
 def _with_sizes(model: NamedModel, preset: str | None) -> NamedModel:
     """The model with what its file says about it."""
-    arrangement = load_config(model.path, preset).arrangement
-    return replace(model, arrangement=arrangement, trained=load_features(model.path, preset))
+    config, trained = load_config(model.path, preset), load_features(model.path, preset)
+    takes = config.templates.enabled and trained.max_templates > 0
+    return replace(model, arrangement=config.arrangement, trained=trained, takes_templates=takes)
 
 
 def _check_name(target: Target) -> None:
@@ -536,8 +541,6 @@ def prepare(named: NamedModel, run: PredictionRun, done: Collection[str], group:
     model = None
     if any(job.seeds for job in jobs):
         model = from_first(lambda: load_model(named.path, run.raw, run.preset, run.layers), group)
-        if run.templates.folder is not None and not model.config.templates.enabled:
-            raise takes_no_templates(run.templates.folder, named.path)
         features = with_template_row(features, model.config.templates.enabled)
         share = partial(model.config.pair_share, ranks=ranks, half=run.passes.half)
         jobs, more = from_first(lambda: _that_fit(jobs, share, run.device), group)
@@ -588,7 +591,7 @@ def _jobs(
 
     `check` raises UserError for such a target; a target without a seed to predict is not checked. `done`: see `prepare`.
     """
-    sources = on_first(lambda: [template_source(run.templates, features, model.path)], group)
+    sources = on_first(lambda: [template_source(run.templates) if model.takes_templates else None], group)
 
     def job(target: Target) -> Job:
         assert sources is not None, "only rank 0 reads"

@@ -142,7 +142,7 @@ class Prediction(PredictionResult):
     """The predictions of one target. Its arrays and texts belong to the best one, `ranked[0]`."""
 
     ranked: tuple[RankedStructure, ...] = ()
-    """All seeds and models, best first: by pTM, or by mean pLDDT if a model has no pTM; complexes by 0.8 ipTM + 0.2 pTM."""
+    """All seeds and models, best first: by mean pLDDT, complexes by 0.8 ipTM + 0.2 pTM."""
     holder: object = field(default=None, repr=False, compare=False)
     """Removes the folder when nothing refers to it any more, if the user named no output folder."""
 

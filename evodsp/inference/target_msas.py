@@ -41,16 +41,12 @@ Templates = Mapping[str, TemplateFeatures]
 _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
-def template_source(settings: TemplateSettings, features: FeatureConfig, checkpoint: Path) -> TemplateSource | None:
-    """The source of templates; None without --templates.
-
-    Raises UserError if the model takes no templates, the folder holds no structure, or a file is missing or broken.
-    """
+def template_source(settings: TemplateSettings) -> TemplateSource | None:
+    """The source of templates; None without --templates. Raises UserError if the folder holds no structure, or a file is
+    missing or broken."""
     folder = settings.folder
     if folder is None:
         return None
-    if features.max_templates == 0:
-        raise takes_no_templates(folder, checkpoint)
     if folder.is_file():
         raise UserError(f"{folder}: is a file, but --templates takes the folder of structures; give the folder")
     if not folder.is_dir():

@@ -43,6 +43,11 @@ from evodsp.reading.answers import (
 
 NAMES = PUBLISHED_MODELS
 """The models in DeepMind's archive."""
+GROUPS = {
+    f"all_{kind or 'monomer'}": [name for name in NAMES if name[len("model_1_") :] == kind]
+    for kind in ("", "ptm", "multimer_v3")
+}
+"""Names that stand for the five models of a kind."""
 _ARRAYS = "alphafold/"
 """How the name of each array of DeepMind's begins."""
 PUBLISHED = "https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
@@ -67,9 +72,17 @@ def check_name(name: str) -> None:
     """Raise UserError if there is no published model of this name."""
     if name not in NAMES:
         raise UserError(
-            f"no published parameters are called '{name}'.{nearest(name, NAMES)} There are {', '.join(NAMES)}; "
-            "name any other file with --checkpoint"
+            f"no published parameters are called '{name}'.{nearest(name, (*NAMES, *GROUPS))} There are {', '.join(NAMES)}, and "
+            f"{', '.join(GROUPS)} for the five of a kind; name any other file with --checkpoint"
         )
+
+
+def models_of(names: Sequence[str]) -> list[str]:
+    """The models that these names stand for: all_ptm for model_1_ptm to model_5_ptm. Raises UserError for an unknown name."""
+    for name in names:
+        if name not in GROUPS:
+            check_name(name)
+    return [model for name in names for model in GROUPS.get(name, [name])]
 
 
 def find_weights(name: str, folder: Path | None = None) -> Path | None:

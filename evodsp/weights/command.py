@@ -16,7 +16,7 @@ from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.printing import show, tell
-from evodsp.weights.by_name import PUBLISHED, check_name, fetch_weights
+from evodsp.weights.by_name import PUBLISHED, fetch_weights, models_of
 from evodsp.weights.checkpoint import (
     is_parameter_file,
     load_features,
@@ -113,9 +113,9 @@ def run_export(settings: ExportConfig, words: list[str]) -> int:
 
 def run_fetch(settings: WeightsFetchConfig, words: list[str]) -> int:
     """`evodsp weights fetch`: the exit code. `words`: the command line (not needed here)."""
-    for name in settings.names:
-        check_name(name)
-    for path in fetch_weights(settings.names, settings.output, settings.url or PUBLISHED, hours=settings.hours):
+    for path in fetch_weights(
+        models_of(settings.names), settings.output, settings.url or PUBLISHED, hours=settings.hours
+    ):
         show(str(path))
     return 0
 

@@ -47,7 +47,8 @@ class WeightsFetchConfig:
     """Published parameters to fetch, and their folder."""
 
     names: Sequence[str]
-    """Models: model_1 to model_5, model_1_ptm to model_5_ptm, and for complexes model_1_multimer_v3 to model_5_multimer_v3."""
+    """Models: model_1 to model_5, model_1_ptm to model_5_ptm, and for complexes model_1_multimer_v3 to model_5_multimer_v3; all
+    five of a kind: all_monomer, all_ptm, all_multimer_v3."""
     output: Path | None = None
     """Folder to keep them in. null: $EVODSP_WEIGHTS, or evodsp/weights in the user's folder of caches (~/.cache)."""
     url: str | None = None

@@ -244,7 +244,7 @@ def test_a_single_chain_is_a_complex_of_one(tmp_path: Path, multimer: Path) -> N
     lines: list[str] = []
     config = settings(tmp_path, multimer, f">one\n{OTHER}\n")
     (result,) = predict(config, lines.append)
-    assert read_json(result.folder / "ranking.json")["ranked_by"] == "pTM"
+    assert read_json(result.folder / "ranking.json")["ranked_by"] == "mean pLDDT"
     assert not (result.folder / "ranking_debug.json").exists()
     assert "iptm" not in read_json(result.folder / "seed_0_scores.json")
     assert "pairing" not in read_json(result.folder / "ranking.json")["settings"]
@@ -289,7 +289,7 @@ def test_templates_of_chains_reach_the_model(tmp_path: Path, multimer: Path) -> 
     queries = [ProteinSequence(f"trimer_{name}", letters) for name, letters in zip("ABC", LETTERS, strict=True)]
     merged = merge([ChainMsas(one, query_only(encode(one.letters))) for one in queries])
     features = replace(SIZES, recycles=0, msa_clusters=6, extra_msa=4)
-    source = template_source(config.template_settings, features, multimer)
+    source = template_source(config.template_settings)
     ((target,), _) = find_targets(config.inputs, None)
     found, _ = find_templates(source, target, 2)
     batch = collate([complex_sample(merged, features, 0, side_by_side(merged.entities, found))])

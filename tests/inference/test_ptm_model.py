@@ -135,7 +135,7 @@ def test_files_of_a_model_with_the_head(ptm_workplace, ptm_finished: Finished):
         "seed_1.cif", "seed_1_contacts.npz", "seed_1_pae.json", "seed_1_scores.json", "timings.json",
     ]  # fmt: skip
     ranking = read_json(result.folder / "ranking.json")
-    assert ranking["ranked_by"] == "pTM"
+    assert ranking["ranked_by"] == "mean pLDDT"
     for entry in ranking["ranking"]:
         scores = read_json(result.folder / f"seed_{entry['seed']}_scores.json")
         assert list(scores) == ["plddt", "max_pae", "pae", "ptm"]
@@ -178,8 +178,8 @@ def test_aligned_errors_in_model_cif(ptm_workplace, ptm_finished: Finished, monk
         replace(ptm_workplace.config, pae_in_cif=True, format="pdb")
 
 
-def test_ranking_is_by_ptm_where_plddt_disagrees(tmp_path):
-    """Catches a ranking by pLDDT, which says nothing of how domains lie to one another."""
+def test_ranking_of_chains_is_by_plddt_where_ptm_disagrees(tmp_path):
+    """Catches a ranking by pTM: AlphaFold and ColabFold rank single chains by pLDDT, those of models with pTM, too."""
     aatype, mask = np.zeros(3, np.int32), np.zeros((3, 37), np.float32)
     mask[:, :5] = 1
 
@@ -189,8 +189,8 @@ def test_ranking_is_by_ptm_where_plddt_disagrees(tmp_path):
         return PredictedStructure("x", aatype, np.zeros((3, 37, 3), np.float32), mask, confidence, aligned_error=error)
 
     result = write_results(tmp_path, {0: prediction(50, 0.9), 1: prediction(60, 0.2)}, "cif", {}, "x")
-    assert result.best == 0
-    assert [entry["ptm"] for entry in read_json(tmp_path / "ranking.json")["ranking"]] == [0.9, 0.2]
+    assert result.best == 1
+    assert [entry["ptm"] for entry in read_json(tmp_path / "ranking.json")["ranking"]] == [0.2, 0.9]
     expected = '[{"predicted_aligned_error":[[4.26,4.26,4.26],[4.26,4.26,4.26],[4.26,4.26,4.26]],'
     assert (tmp_path / "seed_1_pae.json").read_text() == expected + '"max_predicted_aligned_error":31.75}]\n'
 

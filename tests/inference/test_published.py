@@ -21,10 +21,11 @@ from evodsp.inference import jobs
 from evodsp.inference.jobs import feature_config
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
+from evodsp.weights.by_name import models_of
 from evodsp.weights.command import randomise
 from evodsp.weights.config import published_features
 from evodsp.weights.deepmind import read_npz
-from tests.builders.prediction import silent
+from tests.builders.prediction import read_json, silent
 
 from .conftest import Workplace
 
@@ -85,6 +86,23 @@ def test_parameters_by_name_are_fetched_and_kept(workplace, parameters, tmp_path
     for a, b in zip(named, direct, strict=True):
         assert (a.folder / "seed_0_scores.json").read_bytes() == (b.folder / "seed_0_scores.json").read_bytes()
     predict(replace(config, output=tmp_path / "again"), silent)  # the server is gone
+
+
+def test_all_five_models_by_one_name(workplace, tmp_path):
+    """Catches a model that is left out or of another kind, and predictions that are not ranked together."""
+    for number in range(1, 6):
+        path = tmp_path / "kept" / f"params_model_{number}_ptm.npz"
+        path.parent.mkdir(exist_ok=True)
+        assert main(["weights", "random", "--preset", "test", "--seed", str(number), "--output", str(path)]) == 0
+    config = workplace.change(checkpoint=None, weights="all_ptm", preset="test", weights_folder=tmp_path / "kept")
+    (result,) = predict(config, silent)
+    entries = read_json(result.folder / "ranking.json")["ranking"]
+    assert {entry["model"] for entry in entries} == {f"params_model_{number}_ptm" for number in range(1, 6)}
+    plddt = [entry["mean_plddt"] for entry in entries]
+    assert plddt == sorted(plddt, reverse=True)
+    assert models_of(["model_3", "all_monomer"]) == ["model_3", *(f"model_{number}" for number in range(1, 6))]
+    with pytest.raises(UserError, match=r"'all_pmt'.*all_ptm"):
+        replace(config, weights="all_pmt")
 
 
 def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):

@@ -193,6 +193,15 @@ def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, che
     assert main(words) == 0
 
 
+def test_of_several_models_those_with_templates_use_them(words, real_data, tmp_path, checkpoints):
+    """Catches AlphaFold2's five models of a kind refused with templates, because only two of them take some."""
+    assert (
+        main([*words, "--checkpoint", str(checkpoints["without"]), "--templates", str(real_data / "mmcif_files")]) == 0
+    )
+    models = json.loads((tmp_path / "out" / NAME / "ranking.json").read_text())["models"]
+    assert {name: len(made_with["templates"]) for name, made_with in models.items()} == {"with": 4, "without": 0}
+
+
 def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, checkpoints):
     """Catches a model with max_templates 0 that differs from one with masked templates, or that loses MSA rows."""
     assert main(last_options([*words, "--checkpoint", str(checkpoints["bare"])])) == 0
@@ -226,14 +235,14 @@ def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixtur
     listed = tmp_path / "train.txt"
     listed.write_text("\n".join(SEQUENCES))
     structures = tmp_path / "mmcif_files"
-    source = template_source(TemplateSettings(structures, None, None, listed), FEATURES, tmp_path / "model.ckpt")
+    source = template_source(TemplateSettings(structures, None, None, listed))
     target = Target(ProteinSequence("new", "KTAYIAKERWL"), None)
     templates, (line,) = find_templates(source, target, 4)
     assert templates[target.sequence].names == ("1abc_A",)
     assert line.endswith("the best 1 are used: 1abc_A")
     listed.write_text("1abc_A\n9abc_A\n")
     with pytest.raises(UserError, match="9abc"):
-        template_source(TemplateSettings(structures, None, None, listed), FEATURES, tmp_path / "model.ckpt")
+        template_source(TemplateSettings(structures, None, None, listed))
     words = ["predict", "--fasta", "x.fasta", "--checkpoint", "x", "--output", "y", "--template_chains", str(listed)]
     assert main(words) == 2
     assert "--template_chains is given without --templates" in capsys.readouterr().err
