@@ -360,3 +360,13 @@ def test_examples_begin_with_one_gpu_a_sample() -> None:
         )
     assert {"README.md", "docs/cluster.md", "docs/training.md", *files[-2:]} < set(advised)
     assert {f"configs/{recipe}.yaml" for recipe in ("af2_initial", "af2_finetune", "multimer")} < set(advised)
+
+
+def test_the_search_of_the_docs_works_from_the_disk() -> None:
+    """Catches docs whose search needs a server, or loads a script from one where it runs from the disk."""
+    text = text_of(ROOT / "mkdocs.yml")
+    assert re.search(r"^  - offline\b", text, re.MULTILINE)
+    assert re.search(r"^use_directory_urls: false", text, re.MULTILINE)
+    (polyfill,) = re.findall(r"polyfills: \[(.*)\]", text)
+    assert "iframe-worker" in polyfill, "the plugin adds one from a server unless a script has this name"
+    assert (ROOT / "docs" / polyfill).is_file()

@@ -158,7 +158,7 @@ def add_plan(made: Page, found: PredictionPlan) -> None:
     labels = [str(share.what.ranks) for share in found.shares]
     memory = {part: [share.memory.parts[part] / GIB for share in found.shares] for part in found.shares[0].memory.parts}
     add_memory(made, labels, memory, found.machine.free_for(1) / GIB)
-    if len(found.shares) > 1:
+    if len(found.shares) > 2:  # two points are no curve; the table has them
         x = [share.what.ranks for share in found.shares]
         hourly = [found.hourly(share) for share in found.shares]
         made.charts(

@@ -210,6 +210,7 @@ def _group(content: dict[str, Any], name: str) -> dict[str, Any]:
 def run(settings: PlanConfig, words: list[str]) -> int:
     """Print the plan, write the page and the JSON file, and return the exit code, 1 if nothing fits. Or measure."""
     if settings.gpus is None or settings.measure:
+        assert settings.output is not None, "PlanConfig refuses it"
         from evodsp.planner.measure import write_measured
 
         for path in write_measured(settings.output, settings.gpus):
@@ -224,7 +225,8 @@ def run(settings: PlanConfig, words: list[str]) -> int:
         training = replace(training, model=replace(training.model, evoformer=kept))
     compared = compare(training, settings.gpus, device, links, settings.sequence, auto=settings.recomputation == "auto")
     show("\n".join(text(compared, settings.gpus)))
-    write_text(settings.output, page(compared, settings.gpus).html())
-    write_text(settings.output.with_suffix(".json"), json.dumps(as_json(compared), indent=1) + "\n")
-    show(f"page: {settings.output}, numbers: {settings.output.with_suffix('.json')}")
+    if (output := settings.output) is not None:
+        write_text(output, page(compared, settings.gpus).html())
+        write_text(output.with_suffix(".json"), json.dumps(as_json(compared), indent=1) + "\n")
+        show(f"page: {output}, numbers: {output.with_suffix('.json')}")
     return 0 if compared.best is not None else 1

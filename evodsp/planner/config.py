@@ -63,8 +63,9 @@ class PlanConfig:
     """Link between nodes; null: the device's usual one, infiniband."""
     gpus_per_node: int | None = None
     """Devices of a node; null: the usual number."""
-    output: Path = Path("plan.html")
-    """Page with tables and charts; the same numbers are written beside it as JSON. With --measure: the file of the device."""
+    output: Path | None = None
+    """Page with tables and charts; the same numbers are written beside it as JSON. null: nothing is written. With --measure,
+    the file of the device."""
 
     def __post_init__(self) -> None:
         sizes = ("gpus", "residues", "msa", "extra_msa", "global_batch", "samples", "sequence", "gpus_per_node")
@@ -72,6 +73,8 @@ class PlanConfig:
         check_preset(self.preset)
         if self.gpus is None and not self.measure:
             raise UserError("--gpus is missing; give the number of devices to plan for")
+        if self.measure and self.output is None:
+            raise UserError("--measure needs --output FILE.yaml, the file of this machine's device")
         suffix, what = (".yaml", "file of a device") if self.measure else (".html", "page")
-        if self.output.suffix != suffix:
+        if self.output is not None and self.output.suffix != suffix:
             raise UserError(f"--output is {self.output}, but the {what} needs a name that ends in {suffix}")

@@ -160,7 +160,7 @@ def page(compared: Comparison, gpus: int) -> Page:
     made.table(_HEADINGS, [_row(one, compared) for one in compared.estimates], _NUMBERS)
     memory = {part: [getattr(one.memory, part) / GIB for one in compared.estimates] for part in PARTS}
     add_memory(made, [f"{one.data} x {one.sequence}" for one in compared.estimates], memory, shown.usable / GIB)
-    if len(compared.estimates) > 1:
+    if len(compared.estimates) > 2:  # two points are no curve; the table has them
         x = [one.sequence for one in compared.estimates]
         made.charts(
             {

@@ -33,7 +33,8 @@ def test_plans_take_the_files_that_are_written(tmp_path: Path, monkeypatch: pyte
     ("words", "message"),
     [
         ([], "--gpus is missing"),
-        (["--measure"], "--output is plan.html, but the file of a device needs a name that ends in .yaml"),
+        (["--measure"], "--measure needs --output FILE.yaml"),
+        (["--measure", "--output", "plan.html"], "but the file of a device needs a name that ends in .yaml"),
         (["--gpus", "2", "--output", "plan.yaml"], "but the page needs a name that ends in .html"),
     ],
 )

@@ -339,14 +339,30 @@ def test_the_command_of_a_plan_runs(
     assert run.run.cuda_graphs is (numbers["meshes"][0]["cuda_graphs"]) is recorded
 
 
-def test_the_charts_of_a_plan_begin_at_zero(tmp_path: Path, followed_once: None) -> None:
-    """Catches an axis that begins at the smallest value, so that 10 % more looks like ten times as much."""
-    words = ["--preset", "small", "--residues", "32", "--msa", "16", "--extra_msa", "32", "--gpus", "2"]
-    output = tmp_path / "plan.html"
-    assert main(["plan", *words, "--global_batch", "4", "--output", str(output)]) == 0
-    charts = re.findall(r"<svg[^>]*by ranks of a.*?</svg>", output.read_text(), re.DOTALL)
-    assert len(charts) == 2
+@pytest.mark.parametrize("meshes", [2, 3])
+def test_the_charts_of_a_plan_begin_at_zero(meshes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an axis that begins at the smallest value, so that 10 % more looks like ten times as much, and a curve through
+    two points."""
+    fake(monkeypatch, {1: 3.0, 2: 2.0, 4: 1.5}, {1: 300, 2: 200, 4: 1})
+    found = compare(SMALL, 4, load_device("h100"), LINKS, auto=False)
+    made = [dataclasses.replace(one, one=Times(total=1.0), block=Times()) for one in found.estimates]
+    html = page(dataclasses.replace(found, estimates=made[:meshes], best=made[0], alone=made[0]), 4).html()
+    charts = re.findall(r"<svg[^>]*by ranks of a.*?</svg>", html, re.DOTALL)
+    assert len(charts) == 2 * (meshes > 2)
     assert all(re.search(r'<text[^>]*text-anchor="end"[^>]*>0</text>', chart) for chart in charts)
+
+
+def test_a_plan_without_output_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], followed_once: None
+) -> None:
+    """Catches a file in the folder in which somebody asks for a plan, in the place of an earlier one."""
+    monkeypatch.chdir(tmp_path)
+    words = "--gpus 2 --sequence 1 --preset small --residues 32 --msa 16 --extra_msa 32 --global_batch 4"
+    assert main(["plan", *words.split()]) == 0
+    printed = capsys.readouterr().out
+    assert "take 2 x 1" in printed
+    assert "page:" not in printed
+    assert not [*tmp_path.iterdir()]
 
 
 def test_one_mesh_is_a_table_and_its_time_line_has_both_lanes(tmp_path: Path, followed_once: None) -> None:
