@@ -356,7 +356,7 @@ _MULTIMER_RANKING = "0.8 ipTM + 0.2 pTM"
 
 
 def _ranking(entries: Sequence[Mapping[str, Any]]) -> tuple[str, Callable[[Mapping[str, Any]], float]]:
-    """Score by which predictions of a target are ranked, as by AlphaFold and ColabFold: its name, and the function of an entry."""
+    """Score by which predictions of a target are ranked, as AlphaFold and ColabFold do: its name and function."""
     if all("iptm" in entry for entry in entries):
         return _MULTIMER_RANKING, lambda entry: complex_ranking(float(entry["iptm"]), float(entry["ptm"]))
     return "mean pLDDT", lambda entry: float(entry["mean_plddt"])
