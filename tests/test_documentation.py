@@ -306,7 +306,7 @@ class Reader:
 
 def demo_model() -> str:
     """The folder of the run of `make demo`."""
-    found = re.search(r"--output \$\(RUNS\)/(\S+) .*--parallel", (ROOT / "Makefile").read_text())
+    found = re.search(r"--parallel.* --output \$\(RUNS\)/(\S+)", (ROOT / "Makefile").read_text())
     assert found
     return f"runs/{found[1]}"
 
@@ -461,7 +461,7 @@ def test_every_command_and_block_runs(
     resumed = [STEPS - 1, 2 * STEPS - 1] if start_ranks else [STEPS - 1]
     assert list(read_curve(Path("runs/quickstart/curve.csv"))) == resumed, "the run was not resumed"
     assert {path.name for path in like_the_root.iterdir()} - {"block.yaml"} == {
-        *("data", "configs", "family", "scripts", "runs", "predictions", "dimers"),
+        *("data", "configs", "family", "scripts", "runs", "predictions", "example", "dimers"),
     }
 
 

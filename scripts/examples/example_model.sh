@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes data/example_model, which `evodsp predict --example` predicts with and `make demo` trains further: about 25 minutes on two cores.
+# Makes data/example_model, which `evodsp predict --example` predicts with and `make demo` trains further.
 #   scripts/examples/example_model.sh FOLDER
 # It learns twelve families of a generator's other seed, then two of the three families of data/, then to keep bonds whole.
 set -euo pipefail
