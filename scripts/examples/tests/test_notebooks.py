@@ -87,7 +87,7 @@ def test_colab_installs_evodsp_and_takes_its_files(tmp_path: Path, monkeypatch: 
             exec("".join(cell["source"]), namespace)
     assert [words[1:4] for words in installed] == [["-m", "pip", "install"]]
     assert installed[0][-1] == namespace["evodsp_source"]
-    assert namespace["steps"] == 300
+    assert namespace["steps"] == 200
     assert printed.getvalue() == "12 chains to train on, 3 held out\n"
 
 
