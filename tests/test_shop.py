@@ -155,6 +155,6 @@ def test_the_packages_pass_their_checks_and_name_no_file(tmp_path: Path) -> None
     links = re.findall(r'(?:\]\(|(?:src|srcset|href)=")([^)"\s]+)', page)
     assert len(links) > 20
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    assert f"]({HERE}/raw/v{version.__version__}/docs/assets/" in page
+    assert f"{HERE}/raw/v{version.__version__}/docs/assets/" in page
     with tarfile.open(source) as archive:
         assert not any("/tests/" in name for name in archive.getnames())
