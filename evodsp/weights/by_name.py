@@ -44,7 +44,7 @@ from evodsp.reading.answers import (
 NAMES = PUBLISHED_MODELS
 """The models in DeepMind's archive."""
 _ARRAYS = "alphafold/"
-"""How the name of each array of DeepMind's begins."""
+"""Prefix of the name of each array of DeepMind's."""
 PUBLISHED = "https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
 FOLDER_VARIABLE = "EVODSP_WEIGHTS"
 SUMS = "SHA256SUMS"
