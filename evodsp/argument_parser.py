@@ -55,7 +55,7 @@ class Names:
     several: frozenset[str] = frozenset()
     """Names of options that may be repeated, once for each value."""
     former: Mapping[str, str] = field(default_factory=dict)
-    """For each setting of an earlier version, the message for those who still use it."""
+    """Messages for settings of earlier versions, by the setting."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of options, each with its option."""
 
@@ -111,7 +111,7 @@ class OneLineErrors(ArgumentParser):
 
     @property
     def places(self) -> dict[str, str]:
-        """For each setting that is given, the place where it counts, as `Given` has it."""
+        """Place of each setting that is given, where it counts, as `Given` has it."""
         return {one.key: one.place for one in self.given}
 
     def parse_args(self, args: Any = None, *rest: Any, **kwargs: Any) -> Any:

@@ -33,8 +33,8 @@ from evodsp.printing import show, tell
 from evodsp.version import __version__
 
 RANK_0_FIRST_S = 5.0
-"""How long the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or srun
-with --kill-on-bad-exit) end them. A mistake that rank 0 does not find is printed after this time."""
+"""Seconds that the other ranks wait before they print a mistake. Rank 0 prints the same one, and its end makes torchrun (or
+srun with --kill-on-bad-exit) end them. A mistake that rank 0 does not find is printed after this time."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Command(ABC):
     """A subcommand."""
 
     name: str
-    """Its words, such as 'weights import'."""
+    """Words of the command, such as 'weights import'."""
     summary: str
     """One line for the overview."""
 

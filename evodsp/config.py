@@ -175,7 +175,7 @@ class LayerName(NamedTuple):
     name: str
     """Its own name in the block, which its parameters and its dropout have: the second row_attention is row_attention_2."""
     kind: str
-    """Its name in the list."""
+    """Name of the sub-layer in the list."""
     path: str
     """The import path of its class; '' if it is one of AlphaFold2's."""
     made: type | None

@@ -72,7 +72,7 @@ class BuildInputs:
 
     @property
     def kind(self) -> Kind:
-        """What the records are of."""
+        """Kind of the records."""
         return CHAINS if self.pairing is None else COMPLEXES
 
 

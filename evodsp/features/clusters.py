@@ -71,7 +71,7 @@ def nearest_clusters(
     others: Int64[Tensor, "C E"],
     numbers: Sequence[int],
 ) -> Int64[Tensor, "C E"]:
-    """For each extra sequence of each iteration, the cluster it agrees with in most columns; the first of equals.
+    """Cluster of each extra sequence of each iteration: the one it agrees with in most columns; the first of equals.
 
     `others`: the rows of `letters` that are the extra sequences of an iteration, of which the first `numbers` count. Gaps and
     masked letters agree with nothing. On a CPU NumPy's bit planes take an eighth of the time of products; a GPU has units for

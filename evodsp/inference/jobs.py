@@ -409,7 +409,7 @@ class Job:
 
 @dataclass(frozen=True)
 class PredictionRun:
-    """What is predicted, by which models, with which sizes and limits, and what is written: the settings, read and checked."""
+    """Records, models, sizes, limits and outputs of a prediction: the settings, read and checked."""
 
     targets: list[Target]
     failures: list[RecordFailure]

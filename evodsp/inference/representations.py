@@ -1,4 +1,4 @@
-"""What `evodsp predict --save` keeps of a prediction besides its structure: representations and the distogram, as arrays.
+"""Arrays that `evodsp predict --save` keeps of a prediction: representations and the distogram, as arrays.
 
     <stem>_representations.npz|.safetensors
 

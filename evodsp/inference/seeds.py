@@ -98,7 +98,7 @@ _RECORDINGS = 3
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
-    """What records passes on this device; None: they are launched."""
+    """Recorder of passes on this device; None: they are launched."""
     return CudaRecorder() if device.type == "cuda" else None
 
 

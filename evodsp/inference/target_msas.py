@@ -227,7 +227,7 @@ class ComplexMsa:
 
 TargetMsa = ChainMsa | ComplexMsa
 MSAS: Mapping[ArrangementName, type[TargetMsa]] = MappingProxyType({"monomer": ChainMsa, "multimer": ComplexMsa})
-"""What the models of each arrangement take of a target."""
+"""MSAs that the models of each arrangement take of a target."""
 _Msas = Mapping[str, tuple[MsaFeatures, PairingMsa | None]]
 """The MSA of each distinct sequence, and its rows that are paired."""
 

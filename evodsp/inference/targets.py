@@ -331,7 +331,7 @@ def _standard_input() -> bytes:
 
 
 RULES: Mapping[Pairing, PairingRule | None] = MappingProxyType({"species": BY_SPECIES, "entry": BY_ENTRY, "none": None})
-"""Which rows of different chains are paired, by the option --pairing."""
+"""Rules that pair rows of different chains, by the option --pairing."""
 
 
 @dataclass(frozen=True)
@@ -350,7 +350,7 @@ class Target:
     chains: tuple[Target, ...] = ()
     """The chains of a complex, in their order, each with its own alignments; () for a single chain."""
     pairing: Pairing = "species"
-    """Which rows of different chains are paired."""
+    """Rule that pairs rows of different chains."""
     paired: Path | None = None
     """The rows that a server has paired (`file_of_pairs`), in place of the rule's."""
 

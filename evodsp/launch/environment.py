@@ -48,7 +48,7 @@ class RankAddress:
 
     @property
     def hint(self) -> str:
-        """What to do if the others do not come."""
+        """Advice if the others do not come."""
         alone = (
             f" (in an interactive step, `srun --pty`, only task 0 runs: unset {self.told_by} to train in one process)"
         )

@@ -24,9 +24,9 @@ from evodsp.printing import tell
 
 POLL_S = 0.05
 GRACE_S = 300.0
-"""How long ranks may take to end after a signal, before they are killed: a training step, and writing a checkpoint."""
+"""Seconds in which ranks may end after a signal, before they are killed: a training step, and writing a checkpoint."""
 SAME_MISTAKE_S = 3.0
-"""How much later than another rank rank 0 may find the same mistake of the user."""
+"""Seconds by which rank 0 may find the same mistake of the user later than another rank."""
 SHOWN_LINES = 50
 """The number of lines of a failed rank's output to print."""
 

@@ -31,11 +31,11 @@ from evodsp.parallel.group import Mesh, init_mesh
 from evodsp.printing import one_line, shown, tell
 
 TIMEOUT_S = 600.0
-"""How long a rank may stand still (NCCL's own default; gloo's is three times as long): longer than the others wait while one
-rank reads an alignment or saves a checkpoint, and short enough not to waste a stuck machine's time."""
+"""Seconds that a rank may stand still (NCCL's own default; gloo's is three times as long): longer than the others wait while
+one rank reads an alignment or saves a checkpoint, and short enough not to waste a stuck machine's time."""
 
 MEETING_S = 600.0
-"""How long ranks wait for each other at the start; some machines boot or import more slowly than others."""
+"""Seconds that ranks wait for each other at the start; some machines boot or import more slowly than others."""
 
 _SAID_S = 5.0
 """After this time rank 0 says for whom it waits."""

@@ -158,7 +158,7 @@ class _Term:
 CHAIN = "asym_id"
 """The feature of complexes, which single chains have not: the number of each residue's chain, from 1 on, 0 in padding."""
 OPTIONAL = ("use_clamped_fape", "observed_frames", "observed_atoms", "existing_atoms", "ambiguous_residues")
-"""What terms read only where a batch has it."""
+"""Entries that terms read only where a batch has them."""
 _BACKBONE = ("rigidgroups_gt_frames", "backbone_affine_mask")
 TERMS = {
     "backbone_fape": _Term(_backbone_fape, labels=_BACKBONE),
@@ -244,7 +244,7 @@ def _weighted(config: LossConfig) -> dict[str, _Term]:
 
 
 def _read(output: ModelOutput, batch: dict[str, Tensor], config: LossConfig) -> dict[str, Tensor]:
-    """What the terms read: features of the last recycling iteration, and labels. Raises UserError if something is missing."""
+    """Inputs of the terms: features of the last recycling iteration, and labels. Raises UserError if something is missing."""
     terms = _weighted(config)
     _require(terms, batch, output)
     features = {"seq_mask", CHAIN, *(name for term in terms.values() for name in term.features)}

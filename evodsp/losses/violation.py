@@ -48,9 +48,9 @@ class Atoms:
     residue: Float[Tensor, "B A"]
     """Number of the atom's residue; atoms of one residue do not clash."""
     carbon: Float[Tensor, "B A"]
-    """For a C atom, the number of the residue whose N atom is bonded to it; NaN, which equals nothing, for other atoms."""
+    """Number of the residue whose N atom is bonded to a C atom; NaN, which equals nothing, for other atoms."""
     nitrogen: Float[Tensor, "B A"]
-    """For an N atom, the number of its residue; NaN for other atoms."""
+    """Number of an N atom's residue; NaN for other atoms."""
     sulphur: Float[Tensor, "B A"]
     """0 for atoms in slot 5, NaN for others. Like AF2, two atoms in slot 5 always count as a disulphide bridge, whatever
     their residues."""

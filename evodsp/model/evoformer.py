@@ -191,7 +191,7 @@ def pair_layers(
 
 
 _AXES = ("seq",), ("res",), ("seq", "res"), ("i",), ("j",), ("i", "j")
-"""What a `SubLayer` may take or leave."""
+"""Axes that a `SubLayer` may take or leave."""
 
 
 def made_layers(c_m: int, c_z: int, config: EvoformerConfig, extra: bool) -> dict[str, SubLayer]:
@@ -248,7 +248,7 @@ class Course(Budgeted):
     """A module that runs sub-layers, its own or those of its children."""
 
     steps: Sequence[Step] = ()
-    """What is run, in order."""
+    """Steps to run, in order."""
 
     def both(
         self, m: Tensor, axis: Axis, z: Tensor, msa_mask: MSAMask, pair_mask: PairMask

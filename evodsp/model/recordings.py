@@ -200,9 +200,9 @@ class ParameterPlace(NamedTuple):
 
     module: nn.Module
     name: str
-    """Its name within the module."""
+    """Name within the module."""
     path: str
-    """Its name within the stack."""
+    """Name within the stack."""
 
 
 class NotRecorded(Exception):
@@ -293,8 +293,8 @@ class Recording(ABC):
         """Results and gradients of a replay for the recording's own inputs."""
 
     def difference(self) -> str:
-        """How the first replay differs from the last launched run, in words; '' if it does not. Where the launched runs have
-        the same bits, a replay must have them too; otherwise it may differ by rounding.
+        """Difference of the first replay from the last launched run, in words; '' if there is none. Where the launched runs
+        have the same bits, a replay must have them too; otherwise it may differ by rounding.
         """
         launched, self.launched = self.launched, []
         if not launched:

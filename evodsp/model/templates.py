@@ -310,7 +310,7 @@ def backbone_mask(atom_mask: Float[Tensor, "B T R 37"]) -> Float[Tensor, "B T R"
 def positions_in_frames(
     positions: Float[Tensor, "B T R 37 3"], rows: slice, columns: slice
 ) -> Float[Tensor, "B T I J 3"]:
-    """Where the CA of each of the columns lies, seen from the backbone frame of each of the rows, in Å."""
+    """Positions of the columns' CA atoms in the backbone frame of each of the rows, in Å."""
     n, ca, c = (positions[..., atom, :] for atom in (N, CA, C))
     # Here C lies on the POSITIVE x axis, unlike in `from_three_points`; so C is mirrored at CA first.
     mirrored, origin, plane = (x[:, :, rows] for x in (2.0 * ca - c, ca, n))

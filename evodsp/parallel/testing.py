@@ -188,7 +188,7 @@ def _compare(alone: _Found, found: list[_Found], tolerance: float) -> set[int]:
     n, sizes, wrong, first = len(found), set[int](), "", ""
 
     def difference(kind: str, name: str, whole: Tensor) -> str | None:
-        """What is wrong; None if the ranks hold neither the whole tensor nor shards of it."""
+        """Difference in words; None if the ranks hold neither the whole tensor nor shards of it."""
         parts = [getattr(one, kind).get(name) for one in found]
         if kind == "gradients" or (kind == "outputs" and not whole.ndim and all(x.ndim == 0 for x in parts)):
             return _difference([torch.stack(parts).mean(0)], [whole], n, tolerance)

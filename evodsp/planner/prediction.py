@@ -32,7 +32,7 @@ GIB = 2**30
 FEWEST_CHAINS: Mapping[ArrangementName, int] = MappingProxyType({"monomer": 1, "multimer": 2})
 """Chains of a prediction of which only the number of residues is known. More of them take little more time."""
 WORKING_SHARE = 32
-"""On a GPU a layer computes within this part of the device's memory, unless another amount is given."""
+"""Divisor of a GPU's memory: a layer computes within this part of it, unless another amount is given."""
 WORKING_CPU = 256 << 20
 """Bytes within which a layer computes on a CPU, unless another amount is given."""
 SAMPLES = 2

@@ -68,7 +68,7 @@ class SampleSizes:
     extra: int
     templates: int = 0
     chains: int = 1
-    """Of a complex, whose chains and pairs of chains a prediction scores."""
+    """Number of chains of a complex, whose chains and pairs of chains a prediction scores."""
 
     @property
     def length(self) -> str:
@@ -209,7 +209,7 @@ def _reduced_stack(name: str, config: EvoformerConfig) -> tuple[EvoformerConfig,
 
 
 def recomputed_of(config: EvoformerConfig) -> Recomputed:
-    """What a stack recomputes: everything where a run would measure."""
+    """Recomputation of a stack: everything where a run would measure."""
     setting = True if config.checkpoint == "auto" else config.checkpoint
     return Recomputed.of(config.blocks, setting, config.checkpoint_projections)
 

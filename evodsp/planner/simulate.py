@@ -98,7 +98,7 @@ def whole(items: list[Item], repeats: Iterable[Repeat]) -> list[Item]:
 
 
 def _run_of(items: list[Item], place: Segment, forward: bool) -> tuple[int, int] | None:
-    """Where the items of a segment begin and end, up to the first item of the next segment of the same part."""
+    """Range of the items of a segment, up to the first item of the next segment of the same part."""
     own = [n for n, item in enumerate(items) if item.place[0] == place[0] and (item.phase == "forward") == forward]
     inner = [n for n in own if items[n].place == place]
     if not inner:
@@ -197,7 +197,7 @@ class Times:
     by_kind: dict[str, int] = field(default_factory=dict)
     """Bytes by kind of collective."""
     intervals: list[tuple[float, float, str]] = field(default_factory=list)
-    """What the device or the link does for a while: begin, end, and `compute` or the kind of a collective."""
+    """Intervals of the device or the link: begin, end, and `compute` or the kind of a collective."""
 
 
 def simulate(

@@ -118,7 +118,7 @@ _COPYING = "copying the nearest training chain (lDDT-CA)"
 
 
 def _headings(runs: Sequence[Run]) -> list[str]:
-    """Of the table of runs; the last one only if a run knows the bar."""
+    """Headings of the table of runs; the last one only if a run knows the bar."""
     return [*_HEADINGS, *([_COPYING] if any(one.baseline for one in runs) else [])]
 
 

@@ -1,4 +1,4 @@
-"""What the checks of `evodsp selftest` run on one or several ranks, and the comparison of files that runs of evodsp wrote.
+"""Functions that the checks of `evodsp selftest` run on one or several ranks, and the comparison of files that runs wrote.
 
     torchrun --nproc-per-node 2 -m evodsp.selftest.ranks half|collectives|model|switch cuda|cpu
     torchrun --nproc-per-node 1 -m evodsp.selftest.ranks kernels cuda|cpu [PROCESSES]

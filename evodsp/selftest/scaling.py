@@ -128,7 +128,7 @@ _MEETING_S = 120.0
 _GRACE_S = 10.0
 """A worker ends itself at a part's limit; one that cannot is ended this much later."""
 _PATIENCE_S = 10.0
-"""How long a rank whose part failed waits for the others: they may wait for it in a collective."""
+"""Seconds that a rank whose part failed waits for the others: they may wait for it in a collective."""
 _TIMEOUT_S, _FAULT_TIMEOUT_S = 600.0, 15.0
 """Time-outs of the process group: longer than any part, and short where a rank is stopped on purpose."""
 _CPU_FACTOR = 3.0
@@ -181,7 +181,7 @@ class ScalingReport:
         show("\n".join([f"{part['state']:<6} {part['seconds']:>8.0f}  {name}", *problems]), flush=True)
 
     def ended(self, workers: list[dict[str, Any]]) -> None:
-        """What has become of the part that ran when the workers ended. `workers`: of each rank how its worker has ended."""
+        """Outcome of the part that ran when the workers ended. `workers`: of each rank how its worker has ended."""
         name = next((name for name, part in self.content["parts"].items() if part["state"] == "runs"), None)
         if name is None:
             return

@@ -127,7 +127,7 @@ class ScalingRun:
         return self._kernels[dtype]
 
     def recorder(self) -> Recorder:
-        """What records stacks here."""
+        """Recorder of stacks here."""
         return CudaRecorder() if self.on_gpu else Rerun()
 
     def sample(self, crop: SampleSizes, number: int = 0) -> dict[str, Tensor]:

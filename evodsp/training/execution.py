@@ -310,8 +310,8 @@ class Measured:
 
 
 def least_recomputed(ranks: Sequence[Measured], blocks: Sequence[int]) -> list[Recomputed]:
-    """What each stack must recompute so that its other activations fit into memory on every rank, from measurements with one
-    block kept.
+    """Least recomputation of each stack with which its other activations fit into memory on every rank, from measurements
+    with one block kept.
 
     A byte of projections takes a quarter of a whole block's time to compute again (`evodsp plan`). So memory goes first to
     blocks without their projections, then to the projections of these. `blocks`: the number of blocks in each stack. Earlier

@@ -55,7 +55,7 @@ class FailedChain:
     reason: str
     """One line."""
     time: str = ""
-    """When the run learned of it, ISO 8601 in UTC."""
+    """Time at which the run learned of it, ISO 8601 in UTC."""
 
 
 class QuarantineFull(UserError):

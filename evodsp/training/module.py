@@ -62,7 +62,7 @@ class ReducedStep:
     passes: int
     """Number of passes of each rank."""
     asked: list[float]
-    """For each request the share of ranks that ask."""
+    """Share of ranks that ask, by request."""
     own_numbers: Float[Tensor, "passes n"]
     """Losses and metrics of this rank's passes."""
     own_counted: Float[Tensor, " passes"]

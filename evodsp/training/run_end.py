@@ -142,8 +142,8 @@ def repeat_validation(checkpoint: dict[str, Any]) -> None:
 def deadline(
     max_time_s: float | None, begun: float, margin_s: float | None, environment: Mapping[str, str] = os.environ
 ) -> float:
-    """When a run has to stop, in seconds since the epoch: `max_time_s` after it has `begun`, or `margin_s` before its SLURM job
-    ends (SLURM_JOB_END_TIME), whichever is earlier; infinite without both.
+    """Time at which a run has to stop, in seconds since the epoch: `max_time_s` after it has `begun`, or `margin_s` before its
+    SLURM job ends (SLURM_JOB_END_TIME), whichever is earlier; infinite without both.
     """
     limits = [math.inf if max_time_s is None else begun + max_time_s]
     end = environment.get("SLURM_JOB_END_TIME", "")

@@ -169,7 +169,7 @@ def warn_of_overlap(chains: Chains, scored: Sequence[str], cache: str | None) ->
 
 
 def _content(chains: Chains, cache: str | None) -> dict[str, Any]:
-    """What the file holds. Raises UserError if it is not known within the limits."""
+    """Content of the file. Raises UserError if it is not known within the limits."""
     end, comparison, both = _end(), Compared(chains.store, cache), _by_name(chains, chains.validation)
     try:
         letters = _letters(chains, chains.validation, comparison, end)

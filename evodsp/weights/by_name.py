@@ -49,7 +49,7 @@ GROUPS = {
 }
 """Names that stand for the five models of a kind."""
 _ARRAYS = "alphafold/"
-"""How the name of each array of DeepMind's begins."""
+"""Prefix of the name of each array of DeepMind's."""
 PUBLISHED = "https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
 FOLDER_VARIABLE = "EVODSP_WEIGHTS"
 SUMS = "SHA256SUMS"

@@ -236,7 +236,7 @@ def _count(stack: str, names: Iterable[str]) -> int:
 
 
 def _others(model: AlphaFold, path: str | Path, raw: bool) -> Found:
-    """What DeepMind's or OpenFold's parameters have of the model."""
+    """Parameters of the model that DeepMind's or OpenFold's have."""
     is_deepmind = container(parameter_file(path)) == "npz"
     program = deepmind if is_deepmind else openfold
     arrays: Mapping[str, np.ndarray | Tensor]

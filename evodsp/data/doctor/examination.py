@@ -86,7 +86,7 @@ class Overlap:
     same_sequence: list[tuple[str, str]]
     """Pairs of other chains, one of each set, with equal sequences: one pair for each such chain of the second set."""
     nearest: list[Near]
-    """For each chain of the second set whose sequence is not in the first, the nearest that was aligned; most alike first."""
+    """Nearest aligned chain for each chain of the second set whose sequence is not in the first; most alike first."""
     alignments: int
     """Number of pairs of sequences that were aligned."""
     unknown: int
@@ -230,7 +230,7 @@ class Examined:
     sequences: tuple[str, ...] = ()
     """The sequences of its chains."""
     resolution: float = math.nan
-    """Its resolution in Å; 0 if the method has none."""
+    """Resolution in Å; 0 if the method has none."""
     release_date: str = ""
     depth: int = 0
     """Number of different sequences in the merged MSA; of a complex in those of all chains."""
@@ -307,7 +307,7 @@ class Examiner(Compared):
         return store.index.differs(store.name_of(key), store.alignment_dir)
 
     def _of_pairing(self, parsed: Parsed) -> Iterator[str]:
-        """What is wrong with the rows that pair the chains of several sequences, one remark for each sequence."""
+        """Remarks on the rows that pair the chains of several sequences, one for each sequence."""
         rule, first_of = self.store.rule, parsed.of_each_sequence
         if rule is None or len(first_of) == 1:
             return  # copies are not paired

@@ -62,7 +62,7 @@ _NUMBERS = re.compile(rb"[ \t]*#[ \t]*\d+[ \t,;:|]+\d[\d \t,;:|]*$")
 _STRUCTURE = re.compile(
     rb"data_|loop_|_entry\.|(HEADER|OBSLTE|TITLE|COMPND|SOURCE|EXPDTA|AUTHOR|REMARK|SEQRES|CRYST1|MODEL|ATOM|HETATM|PARENT)\b"
 )
-"""How the lines of an mmCIF or a PDB file begin."""
+"""Beginnings of the lines of an mmCIF or a PDB file."""
 _THREE_LETTERS = frozenset(RESTYPE_1TO3.values())
 _UNFIT_FOR_FILES = re.compile(r'[/\\:*?"<>]|^[.-]')
 _LONGEST_NAME = 200

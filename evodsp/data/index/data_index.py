@@ -197,7 +197,7 @@ class DataIndex:
             self.obsolete: Mapping[str, str | None] = dict(self._header["obsolete"])
             """Withdrawn entry -> the entry that replaces it, or None; in lower case."""
             self.kind: Kind = self._header["of"]
-            """What a key stands for."""
+            """Kind of the keys."""
             self.assembly: str | None = self._header["assembly"]
             """The biological assembly of complexes; None: the asymmetric unit."""
             if not all(isinstance(entry, str | None) for entry in (self.assembly, *self.obsolete.values())):

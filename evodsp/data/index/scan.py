@@ -174,7 +174,7 @@ class KeyTask:
     kind: Kind
     key: str
     structure: str
-    """Its structure file, relative to the folder; '' if there is none."""
+    """Structure file, relative to the folder; '' if there is none."""
     aligned: tuple[ListedFiles, ...]
     """The chains with alignments that it stands for: a chain itself, or those of an entry. Without a database their files are
     not known yet."""

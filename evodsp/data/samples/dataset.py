@@ -65,7 +65,7 @@ def load_record(
 def parsed_with_templates(
     source: RecordSource, key: str, templates: TemplateSource | None
 ) -> tuple[Parsed, dict[str, FoundTemplates]]:
-    """What is known about `key`, and the templates of each sequence if their source is given. Raises UserError as `load_record`
+    """Parsed data of `key`, and the templates of each sequence if their source is given. Raises UserError as `load_record`
     does."""
     parsed = source.parsed(key, with_hits=templates is not None and templates.reads_hits)
     return parsed, {} if templates is None else find_templates(templates, parsed)

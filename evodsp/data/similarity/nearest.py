@@ -178,7 +178,7 @@ def copies(
 def placed_copies(
     targets: Letters, training: TrainingSet, truth: Read, structures: Read, workers: int | None = None
 ) -> Iterator[tuple[str, Placed | str]]:
-    """For each target, as it is done, its copy, or the reason why there is none; nothing of one target stops the others.
+    """Copies of the targets as they are done, or the reasons why there is none; nothing of one target stops the others.
 
     `targets`: the sequences of the chains of each, none where they are unknown. `truth`, `structures`: read the structures of
     the targets and of the training set. `workers`: processes; None takes one a core where they are worth it.
@@ -436,7 +436,7 @@ class Compared:
         return with_unlisted(self.store, listed_sequences(self.store, keys, known, self.cache), workers)
 
     def copies(self, targets: Letters, training: Letters, workers: int | None) -> Iterator[tuple[str, Copy | str]]:
-        """For each target, as it is done, its copy, or the reason why there is none. `workers`: see `nearest.copies`."""
+        """Copies of the targets as they are done, or the reasons why there is none. `workers`: see `nearest.copies`."""
         return copies(targets, training, self.store.assembly_of, self.store.assembly_of, workers)
 
 
@@ -514,7 +514,7 @@ def _counted(letters: Iterable[str]) -> list[str]:
 
 
 def _near(listed: list[str], others: list[str], share: float) -> Mapping[str, list[str]]:
-    """For each listed sequence the others that are near it."""
+    """Sequences that are near each listed one."""
     known = set(others)
     near = {one: [one] if one in known else [] for one in listed}
     long, rest = ([one for one in part if len(one) >= SHORTEST] for part in (listed, others))

@@ -109,7 +109,7 @@ def _words(sequence: str) -> Int32[np.ndarray, " n"]:
 Letters = Mapping[str, tuple[str, ...]]
 """The sequences of the chains of each key; none where they are unknown."""
 Sequences = Store | StructureFolder
-"""What knows the sequences of keys."""
+"""Source of the sequences of keys."""
 
 
 def listed_sequences(

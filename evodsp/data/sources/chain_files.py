@@ -65,7 +65,7 @@ class Store(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What a key stands for."""
+        """Kind of the keys."""
 
     @property
     def index(self) -> DataIndex | None:

@@ -175,13 +175,13 @@ def owners_of(keys: Sequence[str], sequences: Sequence[str], owner_of: Callable[
 
 
 KIND_OF: dict[ArrangementName, Kind] = {"monomer": CHAINS, "multimer": COMPLEXES}
-"""What a key stands for in the data of each arrangement of the model."""
+"""Kind of the keys in the data of each arrangement of the model."""
 Records = ChainFiles | ComplexFiles | FeatureStore
 
 
 @dataclass(frozen=True)
 class Unit:
-    """What a key stands for; for complexes also the assembly that is read and the rule by which rows are paired."""
+    """Kind of the keys, and of complexes the assembly that is read and the rule that pairs rows."""
 
     kind: Kind = CHAINS
     assembly: str | None = "1"

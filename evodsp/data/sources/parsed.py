@@ -148,7 +148,7 @@ class RecordSource(Protocol):
 
     @property
     def kind(self) -> Kind:
-        """What a key stands for."""
+        """Kind of the keys."""
 
     def parsed(self, key: str, with_hits: bool = False) -> Parsed:
         """The record, with the hits of template searches if they are wanted. Raises UserError if a part cannot be read, or if

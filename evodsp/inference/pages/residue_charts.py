@@ -85,7 +85,7 @@ class PeptideBonds:
 
     @property
     def note(self) -> str:
-        """What a reader of the 3D view is to know; empty if no bond is too long."""
+        """Note for a reader of the 3D view; empty if no bond is too long."""
         if not self.long:
             return ""
         verb, them = ("is", "it") if self.long == 1 else ("are", "them")
@@ -124,7 +124,7 @@ def principal_axes(points: Float[np.ndarray, "N 3"]) -> Float64[np.ndarray, "3 3
 
 @dataclass(frozen=True)
 class View:
-    """How the 3D view begins: the longest axis of the structure from left to right, the shortest towards the reader."""
+    """Start of the 3D view: the longest axis of the structure from left to right, the shortest towards the reader."""
 
     centre: Float64[np.ndarray, " 3"]
     """The middle of the box, Å."""

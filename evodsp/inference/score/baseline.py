@@ -33,7 +33,7 @@ class TrainingStructures:
     read: Read
 
     def copies_for(self, keys: Sequence[str], truth: StructureFolder) -> dict[str, dict[str, Any] | str]:
-        """For each key the fields of `StructureScores` of a copy of its nearest training structure, or why there is none."""
+        """Fields of `StructureScores` of a copy of each key's nearest training structure, or why there is none."""
         found: dict[str, dict[str, Any] | str] = {}
         with progress(f"copied the nearest for each {ONE_OF[truth.kind]}", len(keys)) as advance:
             for key, placed in placed_copies(_read_all(truth, keys), self.known, truth.assembly_of, self.read):

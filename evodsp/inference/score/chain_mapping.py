@@ -223,7 +223,7 @@ class Likeness:
     pairs: Int64[np.ndarray, "P 2"]
     """The residues that correspond, from 0."""
     by: str = "alignment"
-    """What says which residues correspond: alignment or number."""
+    """Rule by which residues correspond: alignment or number."""
 
 
 @lru_cache(maxsize=512)

@@ -72,7 +72,7 @@ class Judged:
     family: str
     before: StructureScores
     after: StructureScores
-    """With the scores of the copy of the nearest training structure, if there is one."""
+    """Scores of the model after, with those of the copy of the nearest training structure, if there is one."""
 
     def value(self, of: str, score: str) -> float | None:
         """A score of one of the models, or of the copy."""

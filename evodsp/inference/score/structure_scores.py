@@ -163,7 +163,7 @@ class ScoredStructure:
             yield clash_line(self.clashes, predicted.names)
 
     def confidence(self) -> Confidence | None:
-        """Of the residues with a CA in both structures; None without pLDDT."""
+        """Confidence of the residues with a CA in both structures; None without pLDDT."""
         if self.plddt is None:
             return None
         alphas, places = self.comparison.alphas(self.chosen), self.comparison.counterparts(self.chosen)
