@@ -73,6 +73,8 @@ class PassSettings:
     """Communication of the ranks."""
     cuda_graphs: bool = True
     """Whether passes may be recorded: the option of this name."""
+    dropout: bool = False
+    """Whether layers drop as in training: the option of this name."""
 
     @property
     def half(self) -> bool:
@@ -232,6 +234,8 @@ class PredictConfig:
     """Stop recycling when a pass changes CA-CA distances by at most this much (root mean square, Å); null: never stop early."""
     ensembles: int = 1
     """Feature sets drawn for each pass, whose representations are averaged. Time grows with their number."""
+    dropout: bool = False
+    """Dropout as in training, but in the structure module: each seed drops others, so that seeds differ more."""
     format: Literal["cif", "pdb"] = "cif"
     """File format of the structures. PDB holds at most 9,999 residues and 99,998 atoms."""
     pae_in_cif: bool = False
@@ -379,6 +383,7 @@ class PredictConfig:
             self.parallel.sequence,
             self.plan,
             self.cuda_graphs,
+            self.dropout,
         )
 
     @property

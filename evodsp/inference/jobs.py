@@ -373,6 +373,7 @@ def result_settings(
         # None for the default: earlier versions, which had no other, wrote no entry.
         "precision": passes.precision if passes.half else None,
         "matmul_precision": None if passes.matmul_precision == "highest" else passes.matmul_precision,
+        "dropout": passes.dropout or None,
         # Only where rows of different chains can be paired: the files of single chains have no entry.
         **({"pairing": target.pairing} if target.pairs else {}),
     }

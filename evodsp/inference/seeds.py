@@ -56,6 +56,7 @@ from evodsp.model.primitives import use_memory
 from evodsp.model.recordings import CudaRecorder, Recorder
 from evodsp.parallel.group import Group
 from evodsp.printing import counted, progress
+from evodsp.rng import Draws
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class PassRunner:
 
     def __init__(self, model: AlphaFold, settings: PassSettings) -> None:
         self.model, self.settings = model, settings
+        if settings.dropout:  # the structure module has none in predictions, as in AlphaFold's eval_dropout
+            model.structure_module.config = replace(model.structure_module.config, dropout=0.0)
         self.device = next(model.parameters()).device
         self.memory = working_memory(settings.working_memory, self.device)
         self.casts = CastParameters(model)
@@ -159,9 +162,10 @@ def _padded(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def run_passes(
-    runner: PassRunner, batch: dict[str, torch.Tensor], ended: Callable[[ModelOutput], None]
+    runner: PassRunner, batch: dict[str, torch.Tensor], ended: Callable[[ModelOutput], None], seed: int = 0
 ) -> tuple[ModelOutput, tuple[float, ...]]:
-    """Run the model on one batch; its output and the seconds of each pass. `ended`: called with the output of each pass."""
+    """Run the model on one batch; its output and the seconds of each pass. `ended`: called with the output of each pass.
+    `seed`: decides what is dropped, if the settings ask for dropout."""
     model, settings, device = runner.model, runner.settings, runner.device
     clock = PassClock(device)
 
@@ -174,7 +178,8 @@ def run_passes(
     tolerance = settings.stop_tolerance or 0.0
     try:
         with torch.inference_mode(), float32_matmul(settings.matmul_precision), half, runner.casts:
-            output = model(batch, ensembles=settings.ensembles, stop_tolerance=tolerance, ended=mark)
+            draws = [Draws.root(seed).at("dropout", "prediction")] if settings.dropout else []
+            output = model(batch, draws, settings.ensembles, tolerance, mark)
     except Exception:
         runner.free()  # the next target may need the memory
         raise
@@ -417,7 +422,7 @@ def predict_seeds(
             what = f"{target.query.name}, seed {seed}"
             shown = block_progress(model, what, features.recycles + 1, settings.ensembles)
             with shown if _is_rank_0() else nullcontext(_nothing) as ended:
-                structure, passes, change = _predict_seed(target, batch, runner, ended, group, save)
+                structure, passes, change = _predict_seed(target, seed, batch, runner, ended, group, save)
         except UserError as error:
             if structures:
                 yield finished()
@@ -481,6 +486,7 @@ def _features(
 
 def _predict_seed(
     target: Target,
+    seed: int,
     batch: dict[str, torch.Tensor],
     runner: PassRunner,
     ended: Callable[[], None],
@@ -497,7 +503,7 @@ def _predict_seed(
             collector.add(output, is_last=False)
 
     with memory_errors(target.query.name, len(target.query), runner.device, group):
-        output, passes = run_passes(runner, batch, pass_ended)
+        output, passes = run_passes(runner, batch, pass_ended, seed)
         if collector is not None:
             collector.add(output, is_last=True)
         structure = structure_of(target, batch, output, runner.model, {} if collector is None else collector.arrays)

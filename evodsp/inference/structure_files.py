@@ -334,7 +334,7 @@ def _software(origin: Origin) -> modelcif.SoftwareGroup:
 
 _PARAMETERS = {
     "seed", "checkpoint", "raw", "recycles", "msa_clusters", "extra_msa", "ensembles", "stop_tolerance", "templates",
-    "precision", "matmul_precision", "pairing",
+    "precision", "matmul_precision", "dropout", "pairing",
 }  # fmt: skip
 """The settings that are written. `checkpoint` is the fingerprint of the parameters."""
 

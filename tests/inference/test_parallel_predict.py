@@ -77,6 +77,8 @@ STOPS = {"ensembles": 2, "recycles": 3, "stop_tolerance": 1.5, "seeds": 1, **SAV
     [
         pytest.param({"recycles": 1}, 3, id="plain-3"),
         pytest.param({"recycles": 1}, 2, id="plain-2", marks=pytest.mark.verify),
+        pytest.param({"recycles": 1, "seeds": 1, "dropout": True}, 2, id="dropout-2"),
+        pytest.param({"recycles": 1, "dropout": True}, 3, id="dropout-3", marks=pytest.mark.verify),
         pytest.param(STOPS, 2, id="stops-2"),
         pytest.param(STOPS, 3, id="stops-3", marks=pytest.mark.verify),
     ],

@@ -19,6 +19,7 @@ from evodsp.data.samples.dataset import collate
 from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample
+from evodsp.inference import seeds
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
 from evodsp.inference.seeds import PassClock, PassRunner, run_passes, structure_of
@@ -219,3 +220,31 @@ def test_a_clock_on_a_gpu_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == ["record"] * 3
     assert clock.seconds() == (2.0, 2.0)
     assert done == [*["record"] * 3, "wait"]
+
+
+def test_dropout_differs_by_seed_and_is_repeated(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches dropout that is ignored, in the structure module, the same for all seeds, or other when layers compute in pieces;
+    and finished predictions without dropout that are taken for some with it."""
+    workplace.only("alpha_A")
+    monkeypatch.setattr("evodsp.model.structure_module.draw_masks", None)
+
+    def positions(output: str, **options: Any) -> list[np.ndarray]:
+        (result,) = predict(workplace.change(output=workplace.root / output, recycles=1, **options), silent)
+        return [read_chain(result.structure(seed), "A").positions for seed in (0, 1)]
+
+    # The same features for both seeds: what differs is dropout.
+    real = seeds._features
+    monkeypatch.setattr(
+        seeds, "_features", lambda target, msa, features, seed, *rest: real(target, msa, features, 0, *rest)
+    )
+    without, dropped, again = positions("without"), positions("with", dropout=True), positions("again", dropout=True)
+    pieces = positions("pieces", dropout=True, working_memory="0.05MB")
+    np.testing.assert_array_equal(without[0], without[1])
+    for seed in (0, 1):
+        assert np.abs(dropped[seed] - without[seed]).max() > 0.01
+        np.testing.assert_array_equal(dropped[seed], again[seed])
+        np.testing.assert_allclose(dropped[seed], pieces[seed], atol=2e-3)
+    assert np.abs(dropped[0] - dropped[1]).max() > 0.01
+    assert "dropout" in (workplace.root / "with" / "alpha_A" / "seed_0.cif").read_text()
+    with pytest.raises(UserError, match=r"another run \(dropout: None there, True now\)"):
+        positions("without", dropout=True)
