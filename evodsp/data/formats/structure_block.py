@@ -276,7 +276,7 @@ def _left_out(piece: _Piece) -> str:
 def _broken(name: str, found: FoundChain) -> str:
     places = _some([found.sites[index] for index in found.breaks])
     what = f"the file lists no sequence of chain '{quoted(name)}', which breaks behind {places}"
-    return f"{what}; its alignment says which residues are missing, and without one nothing stands for them"
+    return f"{what}: the residues that are missing there are taken from its alignment; without one, nothing stands for them"
 
 
 def _some(sites: Sequence[Site]) -> str:
