@@ -33,6 +33,26 @@ from evodsp.reading.text_files import compose_yaml
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
+OF_OTHERS = {
+    name: option
+    for option, names in {
+        "--output": "o out_dir output_dir",
+        "--relax best": "amber models_to_relax num_relax",
+        "--device": "accelerator use_gpu_relax",
+        "--weights": "num_models model_order model_type model_names",
+        "--msa_server": "use_msa_server msa_server_url host_url",
+        "--recycles": "num_recycle num_recycles recycling_steps",
+        "--seeds": "num_seeds diffusion_samples num_multimer_predictions_per_model",
+        "--first_seed": "random_seed",
+        "--stop_tolerance": "recycle_early_stop_tolerance",
+        "--templates": "custom_template_path use_templates template_mmcif_dir",
+        "--msa_clusters and --extra_msa": "max_msa max_seq max_extra_seq max_msa_seqs",
+    }.items()
+    for name in names.split()
+}
+"""Names of ColabFold's, Boltz's and AlphaFold's options, each with ours for the same thing."""
+
+
 @dataclass(frozen=True)
 class Given:
     """A setting, or a group of them, that the command line or a config file gives."""
@@ -84,7 +104,9 @@ class Names:
             dashes = "--" if place == "--" else ""
             groups = {name.rpartition(".")[0] for name in self.known} - {""}
             close = nearest(key, self.known | groups).replace("'", f"'{dashes}", 1)
-            where = place.removeprefix("--")
+            where, ours = place.removeprefix("--"), OF_OTHERS.get(key, "")
+            if ours and self.has(ours.split()[0][2:]):
+                close, dashes = f" evodsp calls it {ours}.", dashes[: len(key)]
             raise UserError(f"{where}unknown {kind} '{dashes}{key}'.{close} See '{self.prog} --help'")
         if value is not None and "${" not in value and (group := self.group(key)) and not Path(value).is_file():
             raise UserError(f"{place}{key}: expected {group}, found '{value}'; see '{self.prog} --help'")
@@ -333,6 +355,8 @@ def given_settings(words: list[str], names: Names) -> list[Given]:
     options: list[Given] = []
     _refuse_bare_names(words, names)
     for word, after in itertools.pairwise([*words, "--"]):
+        if word[:1] == "-" and word[1:] in OF_OTHERS:
+            names.check(word[1:], "--", "argument", None)
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not key:
             continue

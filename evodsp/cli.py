@@ -46,6 +46,10 @@ class Command(ABC):
     summary: str
     """One line for the overview."""
 
+    def options(self) -> set[str]:
+        """The names of its options, without dashes, for completion."""
+        return set()
+
     @abstractmethod
     def __call__(self, words: list[str]) -> int:
         """Parse the options `words`, run, and return the exit code; or print the help."""
@@ -72,11 +76,13 @@ class SettingsCommand(Command):
     several: frozenset[str] = frozenset()
     """Options that may be given once more for each of several values."""
 
-    def __call__(self, words: list[str]) -> int:
+    def options(self) -> set[str]:
+        return set(self._parser().names.known)
+
+    def _parser(self) -> Any:
         from jsonargparse import ActionConfigFile
 
         from evodsp.argument_parser import Names, OneLineErrors
-        from evodsp.files import check_output, output_errors
 
         parser = OneLineErrors(
             prog=f"evodsp {self.name}",
@@ -100,6 +106,12 @@ class SettingsCommand(Command):
             # A default is an attribute of the class. nargs="*" would replace what a file says by an empty list.
             unnamed.required = not hasattr(settings_class, self.positional)
         parser.add_class_arguments(settings_class, skip={self.positional} - {""})
+        return parser
+
+    def __call__(self, words: list[str]) -> int:
+        from evodsp.files import check_output, output_errors
+
+        parser, settings_class = self._parser(), _imported(self.settings)
         given = parser.instantiate_settings(parser.parse_args(words))
         unset = {"config"} if self.from_files else set()
         if self.positional and given[self.positional] is None:
@@ -118,11 +130,15 @@ class SettingsCommand(Command):
 class TrainingCommand(Command):
     """`fit`, `validate` and `test`: their options include those of Lightning's Trainer, and come from YAML files as well."""
 
+    def options(self) -> set[str]:
+        return set(_imported("evodsp.training.options:names_of")(self.name).known)
+
     def __call__(self, words: list[str]) -> int:
         from evodsp.training import options
 
         if {"-h", "--help"} & set(words) or not words:
-            options.print_help(self.name)  # type: ignore[arg-type]
+            shown = options.print_help if words else options.print_screen
+            shown(self.name)  # type: ignore[arg-type]
             return 0 if words else 2
         from evodsp.packaged import with_packaged_configs
 
@@ -407,6 +423,9 @@ def dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         show(overview(""))
         return 0 if words else 2
+    if words[0] == "--complete":
+        show("\n".join(completions(os.environ.get("COMP_LINE", ""))))
+        return 0
     if words[0] == "--version":
         show(f"evodsp {__version__}")
         return 0
@@ -424,6 +443,17 @@ def dispatch(words: list[str]) -> int:
     raise UserError(
         f"no command '{words[0]}'.{nearest(words[0], {name.split()[0] for name in COMMANDS})} See 'evodsp --help'"
     )
+
+
+def completions(line: str) -> list[str]:
+    """What the last word of a command line may be, for `complete -C 'evodsp --complete' evodsp`; nothing for files."""
+    *before, begun = line.split(" ")
+    given = [word for word in before[1:] if word]
+    command = COMMANDS.get(" ".join(given[:2])) or COMMANDS.get(" ".join(given[:1]))
+    if command is None:
+        names = {" ".join(name.split()[: len(given) + 1]) for name in COMMANDS if name.split()[: len(given)] == given}
+        return sorted(word for name in names if (word := name.split()[-1]).startswith(begun))
+    return sorted(word for name in command.options() if begun[:1] == "-" and (word := f"--{name}").startswith(begun))
 
 
 def overview(group: str) -> str:

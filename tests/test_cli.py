@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import yaml
 from evodsp import __version__
 from evodsp.__main__ import leave
 from evodsp.__main__ import run as program
+from evodsp.argument_parser import OF_OTHERS
 from evodsp.cli import COMMANDS, main
+from evodsp.inference.config import PredictConfig
 from evodsp.launch.environment import STOPPED
 from evodsp.training.options import PresetParser, TrainerOptions, add_arguments, own_names
 from tests.ranks import in_a_fork
@@ -113,6 +116,47 @@ def test_help_imports_neither_torch_nor_lightning() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test"])
+def test_training_without_options_is_a_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches hundreds of lines in answer to a newcomer's first command."""
+    assert main([command]) == 2
+    shown = capsys.readouterr().out
+    assert len(shown.splitlines()) < 24
+    assert f"evodsp {command} --config configs/quickstart.yaml" in shown
+    assert "family, " in shown
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_names_of_other_programs_options_have_a_hint(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a hint to an option that evodsp has no longer, and a name that evodsp has itself."""
+    option = f"{'-' if len(name) == 1 else '--'}{name}"
+    assert main(["predict", "x.fasta", option, "3"]) == 2
+    said, ours = capsys.readouterr().err, OF_OTHERS[name]
+    assert said == f"evodsp: error: unknown argument '{option}'. evodsp calls it {ours}. See 'evodsp predict --help'\n"
+    assert set(re.findall(r"--(\w+)", ours)) <= {one.name for one in fields(PredictConfig)}
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("evodsp da", ["data"]),
+        ("evodsp data ", ["build", "doctor", "fetch", "index"]),
+        ("evodsp predict --rel", ["--relax"]),
+        ("evodsp data doctor --stru", ["--structure_dir"]),
+        ("evodsp fit --config x --trainer.max_s", ["--trainer.max_steps"]),
+        ("evodsp predict fil", []),
+        ("evodsp nothing ", []),
+    ],
+)
+def test_completion(
+    line: str, found: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a command or an option that the shell does not offer, and names where a file is to be offered."""
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["--complete", "evodsp", "x", "y"]) == 0
+    assert capsys.readouterr().out.split() == found
 
 
 def test_help_shows_descriptions_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

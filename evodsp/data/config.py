@@ -80,7 +80,12 @@ class BuildConfig:
 class DoctorConfig:
     """The data to examine, the number of chains to read, and the folder of the report."""
 
-    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType({"train_chains": "chains"})
+    OTHER_NAMES: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "train_chains": "chains", "data.train_chains": "chains", "data.validation_chains": "validation_chains",
+            "data.alignment_dir": "alignment_dir", "data.structure_dir": "structure_dir",
+        }
+    )  # fmt: skip
     """Other names of options, those that other commands have for the same thing, each with its option."""
     output: Path
     """Folder for doctor.html and doctor.json."""

@@ -148,8 +148,10 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if found := sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES):
         return found
-    inside = path / _TELLS_NOTHING
-    instead = f"give {inside}" if inside.is_dir() else "give a file, or a folder of such files"
+    inside, best = path / _TELLS_NOTHING, path / _TELLS_NOTHING / "best.ckpt"
+    instead = (
+        f"give {best if best.is_file() else inside}" if inside.is_dir() else "give a file, or a folder of such files"
+    )
     raise UserError(f"{path}: --checkpoint is a folder without a checkpoint ({', '.join(_SUFFIXES)}); {instead}")
 
 

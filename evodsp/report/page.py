@@ -271,8 +271,8 @@ def lines(
     marks += [band for one, points in drawn for band in _band(one, points, across, up)]
     marks += [part for one, points in drawn for part in _line(one, points, across, up)]
     marks += _levels(levels, frame, up)
-    at = {"x": frame.end, "text_anchor": "end"}
-    marks += [mark("text", y=_TEXT * (number + 1), text=row, **at) for number, row in enumerate(names)]
+    for number, row in enumerate(names):
+        marks.append(mark("text", x=frame.end, y=_TEXT * (number + 1), text_anchor="end", text=row))
     return frame.picture(f"{y_label} by {x_label}", [*marks, frame.x_label(x_label)])
 
 

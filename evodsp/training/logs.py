@@ -42,6 +42,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -566,9 +567,12 @@ class TrainingProgress(ProgressBar):
             f"{count}, {steps}" if left == sum(sizes.values()) else f"{count}, of which {left:,} are trained, {steps}"
         )
         if self.console.is_terminal:
+            # Rich shortens columns in a narrow window, the numbers of steps and times too. A bar has room in a wide one.
+            whole, bar = Column(no_wrap=True), [BarColumn()] * (self.console.width >= _WITH_BAR)
             columns = (
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("left"),
-                TimeRemainingColumn(elapsed_when_finished=True), TextColumn("{task.fields[text]}"),
+                TextColumn("step"), MofNCompleteColumn(table_column=whole), *bar, TimeElapsedColumn(table_column=whole),
+                TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=True, table_column=whole),
+                TextColumn("{task.fields[text]}"),
             )  # fmt: skip
             self._bar = Progress(*columns, console=self.console, refresh_per_second=4)
             self._bar.start()
@@ -576,7 +580,8 @@ class TrainingProgress(ProgressBar):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, completed=trainer.global_step, text=_summary(trainer))
+            text = _summary(trainer, self.console.width - _OF_STEPS)
+            self._bar.update(self._task, completed=trainer.global_step, text=text)
         elif time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
             self._line(trainer)
 
@@ -603,8 +608,16 @@ class TrainingProgress(ProgressBar):
             self._bar = None
 
 
-def _summary(trainer: Trainer) -> str:
-    shown = {"loss": "train/loss", "lDDT-CA": "train/lddt_ca", "samples/s": "train/samples_per_second"}
-    shown |= {"val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
-    values = trainer.callback_metrics
-    return "  ".join(f"{text} {float(values[name]):.3f}" for text, name in shown.items() if name in values)
+_OF_STEPS, _WITH_BAR = 46, 120
+"""Columns of a terminal that steps and times take, and the fewest in which there is room for a bar."""
+
+
+def _summary(trainer: Trainer, room: int = 1000) -> str:
+    """The last numbers that fit into `room` letters, the most important first."""
+    shown = {"loss": "train/loss", "lDDT-CA": "train/lddt_ca", "val lDDT-CA": "val/lddt_ca", "val RMSD": "val/rmsd"}
+    shown |= {"samples/s": "train/samples_per_second"}
+    values, text = trainer.callback_metrics, ""
+    for what, name in shown.items():
+        more = f"{'  ' if text else ''}{what} {float(values[name]):.3f}" if name in values else ""
+        text += more if len(text) + len(more) <= room else ""
+    return text

@@ -15,7 +15,9 @@ from evodsp.argument_parser import Names, OneLineErrors, given_settings, plain_w
 from evodsp.config import LISTED_PRESETS, PRESETS, KernelsConfig, ModelConfig, leaves, started_with
 from evodsp.errors import UserError, nearest
 from evodsp.model.schedule import CommunicationPlan
+from evodsp.packaged import packaged_folder
 from evodsp.parallel.config import ParallelConfig
+from evodsp.printing import show
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
 
 Command = Literal["fit", "validate", "test"]
@@ -183,13 +185,24 @@ def own_names() -> set[str]:
     return {"model.preset"} | {key for settings, group in SETTINGS for key, _ in leaves(settings(), group)}
 
 
-def check_names(command: Command, words: list[str]) -> None:
-    """Raise UserError for the first name on a command line, or in its config files, that is no option. Lightning, which knows
-    the other options of the Trainer, is not imported."""
+def names_of(command: Command) -> Names:
+    """The names of a command's options. Lightning, which knows those of the Trainer, is not imported."""
     trainer = {key for key, _ in leaves(TrainerOptions(), "trainer")}
     trainer |= {f"trainer.{name}" for name in ("help", *OTHER_TRAINER_OPTIONS)}
-    names = Names(f"evodsp {command}", frozenset(own_names() | trainer | {*_OF_THE_PARSER}), former=FORMER)
-    given_settings(plain_words(words, {}), names)
+    return Names(f"evodsp {command}", frozenset(own_names() | trainer | {*_OF_THE_PARSER}), former=FORMER)
+
+
+def check_names(command: Command, words: list[str]) -> None:
+    """Raise UserError for the first name on a command line, or in its config files, that is no option."""
+    given_settings(plain_words(words, {}), names_of(command))
+
+
+def print_screen(command: Command) -> None:
+    """What a newcomer needs, on standard output: the quick help has hundreds of lines."""
+    configs = ", ".join(sorted(file.stem for file in packaged_folder("configs").glob("*.yaml")))
+    examples = "\n".join(f"  {example}" for example in EXAMPLES[command])
+    show(f"usage: evodsp {command} --config FILE [--option value ...]\n\n{SUMMARY[command].capitalize()}.\n")
+    show(f"examples:\n{examples}\n\nconfigs that come with evodsp: {configs}\n\nall options: evodsp {command} --help")
 
 
 def print_help(command: Command) -> None:

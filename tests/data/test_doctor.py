@@ -322,5 +322,8 @@ def test_notes_of_structures(folder: Path) -> None:
     (folder / "alignments" / KEY / "uniref90_hits.a3m").write_text(">q\nGSW\n")
     code, report = doctor(folder, "--config", str(folder / "tiny.yaml"))
     reason = f"residues with N, CA and C that no peptide bond joins to chain '{KEY[-1]}' are left out: GLY 99"
-    assert (code, report["chains"]) == (0, [{"chain": KEY, "state": "good, structure needs a look", "reason": reason}])
-    assert report["counts"]["read, whose structure needs a look"] == 1
+    assert (code, report["chains"]) == (
+        0,
+        [{"chain": KEY, "state": "usable, with a note on its structure", "reason": reason}],
+    )
+    assert report["counts"]["read, with a note on the structure"] == 1

@@ -114,7 +114,7 @@ def test_a_break_is_a_long_bond(tmp_path: Path, form: str, distance: float, brea
     residues = [replace(r, at=r.at + (distance - 1.3) / 3.8 * (r.number > 3)) for r in chain(NAMES)]
     (found,) = read(tmp_path, form, residues).values()
     assert found.sequence == "GSMKWA"
-    said = "chain 'A' has no listed sequence and a gap behind MET 3; its alignment says which residues"
+    said = "chain 'A' has no listed sequence and a gap behind MET 3; the residues that are missing"
     assert [note.startswith(said) for note in found.notes] == [True] * breaks
 
 

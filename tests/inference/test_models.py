@@ -238,8 +238,11 @@ def test_names_tell_models_apart(workplace: Workplace, other_checkpoint: Path) -
         find_models([places[0], places[0].parent])
     run = places[0].parent.parent
     with pytest.raises(
-        UserError, match=rf"{run}: --checkpoint is a folder without a checkpoint .*; give {run}/checkpoints"
+        UserError, match=rf"{run}: --checkpoint is a folder without a checkpoint .*; give {run}/checkpoints/best.ckpt$"
     ):
+        find_models([run])
+    places[0].unlink()
+    with pytest.raises(UserError, match=rf"; give {run}/checkpoints$"):
         find_models([run])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from unittest import mock
 
 import pytest
@@ -12,6 +13,26 @@ from rich.console import Console
 
 from evodsp.training import logs
 from evodsp.training.logs import TrainingProgress
+
+
+@pytest.mark.parametrize(("width", "end"), [(80, "lDDT-CA 0.020"), (160, "samples/s 1.168")])
+def test_a_narrow_terminal_shows_steps_and_times(width: int, end: str) -> None:
+    """Catches a terminal of 80 columns in which the last step and the time left are cut, and a bar is not."""
+    numbers = {"train/loss": 56.463, "train/lddt_ca": 0.02, "train/samples_per_second": 1.168, "val/lddt_ca": 0.5}
+    metrics = {name: torch.tensor(value) for name, value in numbers.items()}
+    trainer = mock.Mock(
+        spec=Trainer, global_step=17000, estimated_stepping_batches=78125, callback_metrics=metrics, callbacks=[]
+    )
+    written = io.StringIO()
+    console, module = Console(file=written, force_terminal=True, width=width, color_system=None), LightningModule()
+    shown = TrainingProgress(console)
+    shown.on_train_start(trainer, module)
+    shown.on_train_batch_end(trainer, module)
+    shown.on_train_end(trainer, module)
+    line = next(line for line in reversed(written.getvalue().splitlines()) if "step" in line)
+    assert re.search(r"step 17000/78125 .*0:00:00 left -:--:-- loss 56.463  lDDT-CA 0.020", line)
+    assert line.endswith(end)
+    assert ("━" in line) == (width > 100)
 
 
 def test_a_log_file_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ def _bad_rows(found: Diagnosis) -> list[tuple[str, str, str]]:
         ),
         *((chain.key, chain.state, chain.reason) for chain in found.bad),
         *((key, "missing", f"no {lacking}") for key, lacking in found.missing.items()),
-        *((key, "good, structure needs a look", note) for key, note in dict.fromkeys(notes)),
-        *((key, "good, rows for pairing need a look", note) for key, note in dict.fromkeys(pairing)),
+        *((key, "usable, with a note on its structure", note) for key, note in dict.fromkeys(notes)),
+        *((key, "usable, with a note on its rows for pairing", note) for key, note in dict.fromkeys(pairing)),
         *((one.key, "good, one chain only", "nothing is paired") for one in found.of_one_chain),
     ]
 
@@ -165,14 +165,14 @@ def _add_set(page: Page, found: Diagnosis) -> None:
         else f"No filter is applied. The defaults, which sampling: alphafold2 turns on, would leave out these {units}"
     )
     page.note(
-        f"{applied}, of {len(found.table):,}, by reason. Of {units} that a reason calls unknown the value is missing. "
-        f"Values come from: {found.known_from}."
+        f"{applied}, of {len(found.table):,}, by reason. 'unknown' counts the {units} whose value could not be looked up; a "
+        f"structure whose file states no resolution has none, and is kept. The values come from: {found.known_from}."
     )
     page.table(["reason", units], filter_reasons(found).items())
     page.heading("Distributions")
     page.charts(_charts(found))
     rows = _bad_rows(found)
-    page.heading(f"{units.capitalize()} with problems")
+    page.heading(f"{units.capitalize()} with problems, or with notes")
     if len(rows) > _SHOWN:
         page.note(f"The first {_SHOWN} of {len(rows):,}; doctor.json lists all.")
     page.table([found.data.examiner.unit, "state", "reason"], rows[:_SHOWN]) if rows else page.note("None.")

@@ -185,7 +185,7 @@ class Diagnosis:
         examiner = self.data.examiner
         of_stores = {"without a record": lacking["record"]} if examiner.store.unknown == "record" else {}
         of_complexes = {
-            "read, whose rows for pairing need a look": sum(bool(chain.pairing_notes) for chain in self.examined),
+            "read, with a note on rows for pairing": sum(bool(chain.pairing_notes) for chain in self.examined),
             "read, of one chain only": len(self.of_one_chain),
         }
         return {
@@ -197,7 +197,7 @@ class Diagnosis:
             "read": len(self.examined),
             "read, alignments of another sequence": states["mismatching"],
             "read, unreadable": states["unreadable"],
-            "read, whose structure needs a look": sum(bool(chain.notes) for chain in self.examined),
+            "read, with a note on the structure": sum(bool(chain.notes) for chain in self.examined),
             **(of_complexes if examiner.unit == "complex" else {}),
             "unreadable header or first alignment (index)": len(self.unreadable_headers),
         }
