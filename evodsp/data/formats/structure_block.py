@@ -276,7 +276,9 @@ def _left_out(piece: _Piece) -> str:
 def _broken(name: str, found: FoundChain) -> str:
     places = _some([found.sites[index] for index in found.breaks])
     what = f"chain '{quoted(name)}' has no listed sequence and a gap behind {places}"
-    return f"{what}; the residues that are missing there are taken from its alignment, and without one they stay missing"
+    return (
+        f"{what}; the residues that are missing there are taken from its alignment, and without one they stay missing"
+    )
 
 
 def _some(sites: Sequence[Site]) -> str:
