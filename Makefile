@@ -62,7 +62,7 @@ $(READY): pyproject.toml constraints.txt
 	PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $(READY)
 
-DEMO_STEPS ?= 600
+DEMO_STEPS ?= 500
 demo: $(READY)
 	@echo "1/4  Predicting a protein by the small trained model that comes with evodsp"
 	$(BIN)/evodsp predict --example --output $(RUNS)/demo/example --overwrite

@@ -53,7 +53,7 @@ from tests.builders.pages import (
 from tests.shared import SHARED
 
 NOT_RUN = {
-    "make demo": "10 to 15 minutes; tests/test_demo.py runs its steps in the verify tier",
+    "make demo": "5 minutes; tests/test_demo.py runs its steps in the verify tier",
     "make test": "this very suite",
     "make verify": "the verify tier",
     "make resolve": "CI runs it before the tests",

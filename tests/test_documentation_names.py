@@ -30,6 +30,7 @@ from tests.builders.pages import INCLUDED, PAGES, ROOT, UNLISTED, check_make, ex
 
 OPTIONS_OF_OTHERS = {
     "--trainer.help",
+    "--complete",
     "--help",
     "--master-port",
     "--max-restarts",

@@ -350,20 +350,18 @@ class PredictConfig:
 
     def _take_example(self) -> None:
         """Put the packaged protein, its alignment and the packaged model in the places of the options that name them."""
-        given = [*self.inputs, *([self.fasta] if self.fasta else []), *([self.alignments] if self.alignments else [])]
-        if given:
+        if given := [one for one in (*self.inputs, self.fasta, self.alignments) if one is not None]:
             raise UserError(
-                f"--example is given beside {given[0]}; it brings a protein and its alignment: leave one of them out"
+                f"--example is given beside {given[0]}; it brings a protein with its alignment: leave one out"
             )
         data = packaged_folder("data")
-        taken: dict[str, object] = {
-            "example": False,  # what it stands for is in the other options from here on
-            "inputs": (data / "fasta" / f"{EXAMPLE}.fasta",),
-            "alignments": data / "alignments" / EXAMPLE,
-        }
+        taken = {"inputs": (data / "fasta" / f"{EXAMPLE}.fasta",), "alignments": data / "alignments" / EXAMPLE}
         if self.checkpoint is None and not self.weights:
             taken["checkpoint"] = data / "example_model"
-        for name, value in taken.items():
+        for name, value in {
+            **taken,
+            "example": False,
+        }.items():  # what it stands for is in the other options from here on
             object.__setattr__(self, name, value)
 
     @property

@@ -64,8 +64,7 @@ class PlanConfig:
     gpus_per_node: int | None = None
     """Devices of a node; null: the usual number."""
     output: Path | None = None
-    """Page with tables and charts; the same numbers are written beside it as JSON. null: nothing is written. With --measure,
-    the file of the device."""
+    """Page with tables and charts, and beside it the numbers as JSON; null: no file. With --measure, the device's file."""
 
     def __post_init__(self) -> None:
         sizes = ("gpus", "residues", "msa", "extra_msa", "global_batch", "samples", "sequence", "gpus_per_node")
