@@ -225,6 +225,14 @@ def test_a_planted_worse_model_is_found_worse(place: Place, monkeypatch: pytest.
     assert forgotten.startswith("The model has forgotten nothing: ")
 
 
+def test_a_sentence_counts_chains_and_families() -> None:
+    """Catches 'better on 4 of 4 in 3 families chains'."""
+    found = Difference.of([(0.5, 0.6 + 0.01 * number) for number in range(4)], ["a", "a", "b", "c"])
+    row = judgement.Row("chains", "before", "lddt_ca", found)
+    assert row.count == "4 in 3 families"
+    assert row.sentence("chains").endswith(", better on 4 of 4 chains in 3 families")
+
+
 def test_few_chains_give_no_interval(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a verdict on one chain or two, and a list of general chains that is needed."""
     monkeypatch.setattr(judgement, "predict_records", planted({"before": 0.2, "after": 2.0}))

@@ -105,8 +105,12 @@ class Row:
     @property
     def count(self) -> str:
         """Structures, and their families where these are fewer."""
+        return f"{self.found.count:,}{self._families}"
+
+    @property
+    def _families(self) -> str:
         count, families = self.found.count, self.found.families
-        return f"{count:,}" + ("" if families == count else f" in {families:,} famil{'y' if families == 1 else 'ies'}")
+        return "" if families == count else f" in {families:,} famil{'y' if families == 1 else 'ies'}"
 
     def cells(self) -> list[str]:
         """Cells of a row, named by `_CELLS`."""
@@ -126,7 +130,7 @@ class Row:
             return f"Too few {kind} ({self.count}) to tell whether {whether}: {numbers}, better on {one.better:,}"
         verdict = {1: up, -1: down, 0: unclear}[one.sign]
         sure = f"95 % confidence interval {one.interval}"
-        return f"{what} {verdict}: {numbers} ({sure}), better on {one.better:,} of {self.count} {kind}"
+        return f"{what} {verdict}: {numbers} ({sure}), better on {one.better:,} of {one.count:,} {kind}{self._families}"
 
 
 def run(settings: ScoreConfig, words: list[str]) -> int:
