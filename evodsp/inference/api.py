@@ -19,7 +19,7 @@ from evodsp.printing import tell
 from evodsp.weights.checkpoint import save_model
 
 _PATHS = ("templates", "obsolete", "template_chains", "weights_folder")
-_OWN = ("inputs", "fasta", "alignments", "checkpoint", "output")
+_OWN = ("inputs", "example", "fasta", "alignments", "checkpoint", "output")
 _SEQUENCE = "a sequence is in upper-case letters, such as 'MKTAYIAK'"
 ALONE = "sequence"
 """The name of a sequence that is given without one; several of them are sequence_1, sequence_2, …"""

@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from evodsp.cli import main as evodsp
 from evodsp.config import ModelConfig
@@ -41,6 +42,7 @@ MOVED = 1e-3
 def begin(model: str, seed: int, path: Path) -> None:
     """Write weights like trained ones: initial ones, and a tenth of dense random ones, so that no layer is zero."""
     config = ModelConfig.preset(model)
+    torch.manual_seed(seed)
     initial, dense = export_deepmind(AlphaFold(config)), random_parameters(config, seed, fused=False)
     write_npz(path, {key: value + np.float32(0.1) * dense[key] for key, value in initial.items()})
 

@@ -129,14 +129,14 @@ def test_each_fault_is_named(tmp_path: Path) -> None:
     found = {row["chain"]: (row["state"], row["reason"]) for row in report["chains"]}
     assert (code, list(found)) == (1, ["d1", "d4", "d5", "d2", "d3", "d6"])
     assert "no alignments of d1_B; run the search" in found["d1"][1]
-    assert found["d2"][0] == found["d3"][0] == "good, rows for pairing need a look"
+    assert found["d2"][0] == found["d3"][0] == "usable, with a note on its rows for pairing"
     assert found["d2"][1].startswith("chain B: no rows to pair with other chains (uniprot_hits.sto or .a3m")
     assert found["d3"][1] == "chain A: 2 of 47 rows have no name to be paired by"
     assert "truncated" in found["d4"][1]
     assert "assembly 1 needs the operator '7', which the file does not list" in found["d5"][1]
     assert found["d6"] == ("good, one chain only", "nothing is paired")
     assert report["counts"]["read, of one chain only"] == 1
-    assert report["counts"]["read, whose rows for pairing need a look"] == 2
+    assert report["counts"]["read, with a note on rows for pairing"] == 2
     assert report["obstacles"] == ["3 of 7 training complexes read are bad (more than 5%)"]
 
 

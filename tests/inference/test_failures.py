@@ -192,10 +192,10 @@ def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
     """Catches a target that is too large for the memory and takes the targets behind it along."""
     real = seeds.run_passes
 
-    def full(model: Any, batch: dict[str, torch.Tensor], config: Any) -> Any:
+    def full(model: Any, batch: dict[str, torch.Tensor], *given: Any) -> Any:
         if batch["aatype"].shape[-1] == len(QUERY):
             raise error
-        return real(model, batch, config)
+        return real(model, batch, *given)
 
     monkeypatch.setattr(seeds, "run_passes", full)
     found = predict_records(workplace.config, silent)

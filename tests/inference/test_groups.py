@@ -155,10 +155,10 @@ def fail_with_long(handle: Any, config: PredictConfig) -> Any:
     """Predict in groups of one rank, on a machine that is too small for the longest record."""
     real = seeds.run_passes
 
-    def full(model: Any, batch: dict[str, torch.Tensor], given: Any) -> Any:
+    def full(model: Any, batch: dict[str, torch.Tensor], *given: Any) -> Any:
         if batch["aatype"].shape[-1] == len(LONG):
             raise MemoryError
-        return real(model, batch, given)
+        return real(model, batch, *given)
 
     seeds.run_passes = full
     try:

@@ -77,7 +77,7 @@ def test_arrays_and_texts_are_those_of_the_files(with_pae: AlphaFold, tmp_path: 
     one = found["x"]
     assert [ranked.key for ranked in one.ranked] == list(one.mean_plddt)
     assert one.ptm == one.ranked[0].ptm
-    assert one.ranked[0].ptm >= one.ranked[1].ptm
+    assert one.ranked[0].mean_plddt >= one.ranked[1].mean_plddt
     for ranked in one.ranked:
         [chain] = read_structure(one.structure(ranked.key)).chains.values()
         np.testing.assert_array_equal(ranked.positions, chain.positions)

@@ -154,6 +154,18 @@ def test_replayed_passes_are_the_passes(recorder: Silent, multimer: bool, precis
     assert recorder.recorded == 1
 
 
+def test_a_replay_drops_what_its_seed_drops(recorder: Silent) -> None:
+    """Catches dropout of the first seed in the recording, which all others would repeat."""
+    model, batch, found = model_of(False), batch_of(14, 6, 8, 0, False), []
+    runner, usual = (PassRunner(model, PassSettings(cuda_graphs=graphs, dropout=True)) for graphs in (True, False))
+    for seed in range(2):
+        found.append(run_passes(runner, runner.sized(batch), lambda _: None, seed)[0].structure.positions.clone())
+        expected, _ = run_passes(usual, usual.sized(batch), lambda _: None, seed)
+        assert torch.equal(found[seed], expected.structure.positions)
+    assert not torch.equal(*found)
+    assert recorder.recorded == 1
+
+
 @pytest.mark.parametrize("multimer", [False, True])
 def test_early_stopping_and_ensembles(recorder: Silent, multimer: bool) -> None:
     """Catches a change of distances that padding adds to, a pass too many or too few, and feature sets of another pass."""

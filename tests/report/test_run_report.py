@@ -65,9 +65,9 @@ def test_the_bar_is_a_line_with_a_name(tmp_path: Path, capsys: pytest.CaptureFix
     write_bar(runs[1], 0.7484, chains=3)
     assert main(["report", *words]) == 0
     html = page.read_text()
-    assert f">··· one: {name}</text>" in html
+    assert ">··· one: copying the nearest training chain:</text>" in html
     assert "<title>two: copying the nearest training chain (1 of 3 chains): 0.748</title>" in html
-    assert ">··· two: copying the nearest training chain (1 of</text>" in html
+    assert ">··· two: copying the nearest training chain (1</text>" in html
     (runs[0] / "baseline.json").unlink()
     capsys.readouterr()
     assert main(["report", *words]) == 0
