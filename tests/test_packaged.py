@@ -138,5 +138,7 @@ def test_a_wheel_trains_and_predicts_outside_of_a_checkout(wheel: Path, tmp_path
     fasta = tmp_path / "site" / "evodsp" / "packaged" / "data" / "fasta" / "s005_A.fasta"
     python("-m", "evodsp", "predict", str(fasta), "--checkpoint=run/checkpoints/last.ckpt", "--output=out")
     assert (work / "out" / "s005_A" / "report.html").is_file()
+    python("-m", "evodsp", "predict", "--example", "--output=example")
+    assert (work / "example" / "index.html").is_file()
     python("-m", "evodsp", "slurm", "--output=scripts")
     assert (work / "scripts" / "fit.sbatch").is_file()

@@ -355,13 +355,12 @@ class PredictConfig:
                 f"--example is given beside {given[0]}; it brings a protein with its alignment: leave one out"
             )
         data = packaged_folder("data")
-        taken = {"inputs": (data / "fasta" / f"{EXAMPLE}.fasta",), "alignments": data / "alignments" / EXAMPLE}
+        taken: dict[str, object] = {"inputs": (data / "fasta" / f"{EXAMPLE}.fasta",)}
+        taken["alignments"] = data / "alignments" / EXAMPLE
         if self.checkpoint is None and not self.weights:
             taken["checkpoint"] = data / "example_model"
-        for name, value in {
-            **taken,
-            "example": False,
-        }.items():  # what it stands for is in the other options from here on
+        taken["example"] = False  # what it stands for is in the other options from here on
+        for name, value in taken.items():
             object.__setattr__(self, name, value)
 
     @property

@@ -193,6 +193,9 @@ class _Seed:
     highest: float
     """The largest error that the head can predict, Å."""
     relaxed: PredictedStructure | None = None
+    """The structure after relaxation; None if it was not relaxed."""
+    relaxed_file: str = ""
+    """Name of its file."""
 
     @property
     def plddt(self) -> Float[np.ndarray, " R"]:
@@ -333,7 +336,7 @@ def _read_seed(result: PredictionResult, entry: Mapping[str, Any], number: int) 
         raise UserError(f"{path}: has other atoms than {result.structure(key).name}; {FIX}")
     if pae is not None and len(pae) != len(structure.plddt):
         raise UserError(f"{result.structure(key)}: has another number of residues than its scores; {FIX}")
-    return _Seed(number, structure, pae, highest, relaxed)
+    return _Seed(number, structure, pae, highest, relaxed, path.name)
 
 
 def _chain_colour(number: int) -> str:
@@ -375,8 +378,7 @@ def _clashes(structure: PredictedStructure) -> dict[tuple[int, int], int]:
 
 def _links(entry: Mapping[str, Any], one: _Seed) -> Markup:
     """Links to the files of a prediction's structures, which lie beside the page."""
-    path = Path(entry["structure"])
-    names = {"predicted": path.name, "relaxed": relaxed_name(path.stem, path.suffix[1:])}  # type: ignore[arg-type]
+    names = {"predicted": str(entry["structure"]), "relaxed": one.relaxed_file}
     files = [(quote(names[shape]), names[shape]) for shape in one.shapes]
     return render("inference/pages/files.html.j2", files=files)
 
