@@ -418,7 +418,7 @@ class PredictConfig:
     @property
     def weights_names(self) -> list[str]:
         """The models that `weights` names. Raises UserError for an unknown name."""
-        return models_of([self.weights] if isinstance(self.weights, str) else list(self.weights or ()))
+        return models_of([self.weights] if isinstance(self.weights, str) else self.weights) if self.weights else []
 
     @property
     def checkpoints(self) -> list[Path]:

@@ -43,11 +43,13 @@ def check(
     fixed: dict[str, Any],
     layout: Callable[[str, Tensor], Tensor] = lambda name, x: x,
     peer: Callable[..., Tensor] | None = None,
+    least: float = 0.0,
 ) -> Tensor:
     """Compares the operator's result and the gradients of all `inputs` with the formula's in fp64; returns the result.
 
     `fixed`: arguments without a gradient. `layout(name, x)`: the same numbers in another layout. `peer`: of torch,
-    the same operator, whose error is allowed where it is above the tolerance: some inputs leave fewer digits.
+    the same operator, whose error is allowed where it is above the tolerance: some inputs leave fewer digits. `least`: an error
+    that is allowed whatever the tolerance.
     """
     given = {n: None if x is None else layout(n, x).detach().requires_grad_() for n, x in inputs.items()}
     exact = {n: None if x is None else x.double().requires_grad_() for n, x in inputs.items()}
@@ -56,7 +58,7 @@ def check(
     names = [n for n, x in given.items() if x is not None]
     got = torch.autograd.grad(result, [given[n] for n in names], upstream)
     wanted = torch.autograd.grad(expected, [exact[n] for n in names], upstream.double())
-    allowed = [TOLERANCE[result.dtype]] * (1 + len(names))
+    allowed = [max(TOLERANCE[result.dtype], least)] * (1 + len(names))
     if peer is not None:
         own = peer(**given, **fixed)
         found = [own, *torch.autograd.grad(own, [given[n] for n in names], upstream)]
