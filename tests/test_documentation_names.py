@@ -24,7 +24,7 @@ import yaml
 import evodsp
 from evodsp.config import EvoformerConfig
 from evodsp.parallel.config import WHEN_TO_RAISE
-from evodsp.planner.traffic import StackSizes, inner_block
+from scripts.benchmarks.traffic import StackSizes, inner_block
 from scripts.examples.synthetic.config import SynthesisConfig
 from tests.builders.pages import INCLUDED, PAGES, ROOT, UNLISTED, check_make, extras, prose, run_quietly, spans, text_of
 

@@ -2,7 +2,6 @@
 
 A sub-layer (`evodsp.model.primitives.SubLayer`) says along which axes it takes and leaves its representation. Where and when a
 block sends a representation from one axis to another follows from that.
-`evodsp.planner.traffic` runs a block on shapes alone and lists what it communicates.
 """
 
 from __future__ import annotations

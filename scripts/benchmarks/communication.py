@@ -26,11 +26,11 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Entry, Ledger, Phase
-from evodsp.planner.traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
 
 from . import pair_volume
 from .fake_ranks import fake_group
 from .pair_volume import MIB, PHASES
+from .traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
 
 RANKS = (2, 4, 8, 16, 64)
 DIVISIBLE = 128

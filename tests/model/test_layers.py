@@ -21,8 +21,8 @@ from evodsp.model.primitives import SubLayer
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.sharded import Sharded, Update
 from evodsp.parallel.testing import dense
-from evodsp.planner.traffic import StackSizes, inner_block
 from evodsp.rng import Draws
+from scripts.benchmarks.traffic import StackSizes, inner_block
 from tests.builders.sharded_stacks import Case, check
 from tests.ranks import RankPool
 

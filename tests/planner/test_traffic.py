@@ -15,7 +15,7 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group, Ledger
-from evodsp.planner.traffic import (
+from scripts.benchmarks.traffic import (
     CollectiveCall,
     StackSizes,
     evoformer_calls,
