@@ -1,4 +1,4 @@
-"""What the program that started this process tells it: its place among the ranks, by variables, and messages from and to
+"""Variables of the program that started this process, which say its place among the ranks, and messages from and to
 `evodsp`'s launcher.
 
 `STARTERS` is the table of these programs. Of several, the first that tells everything counts: torchrun may run in a step of

@@ -261,7 +261,7 @@ def archive_damage(path: Path) -> str | None:
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error about a damaged file says, without PyTorch's advice."""
+    """Text of an error about a damaged file, without PyTorch's advice."""
     return str(error).partition(". ")[0] or "cut short"
 
 
