@@ -1,4 +1,4 @@
-"""Where a model's parameters are: in a file of NumPy or of PyTorch, told apart by its content; in a folder of DeepSpeed;
+"""Places of a model's parameters: in a file of NumPy or of PyTorch, told apart by its content; in a folder of DeepSpeed;
 in a model folder as on the Hugging Face hub; or on the hub itself, `hf:organisation/name` or
 `hf:organisation/name@revision`.
 

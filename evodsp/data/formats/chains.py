@@ -499,7 +499,7 @@ class ChainPart(NamedTuple):
 
 
 class PartPlace(NamedTuple):
-    """Where a record belongs. `repeat`: residues of one number that follow each other differ in it."""
+    """Place of a record. `repeat`: residues of one number that follow each other differ in it."""
 
     part: ChainPart
     repeat: int = 0

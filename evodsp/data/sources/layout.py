@@ -1,4 +1,4 @@
-"""Where the files of chains are: names of chains and places of structure files, the files of one chain in a folder of
+"""Places of the files of chains: names of chains and places of structure files, the files of one chain in a folder of
 alignments, and OpenFold's alignment databases.
 
 A chain key is `<entry>_<chain>`, split at its last underscore; the chain is the author's id. A key without an underscore,
