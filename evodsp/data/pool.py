@@ -73,7 +73,7 @@ class LocalProcesses:
 def with_progress(
     what: str, function: Callable[..., Any], pieces: Sequence[Piece], workers: int
 ) -> Iterator[tuple[int, Any]]:
-    """What `LocalProcesses(workers)` yields of the pieces, with a line of progress, which calls them `what`."""
+    """Results of `LocalProcesses(workers)` for the pieces, with a line of progress, which calls the pieces `what`."""
     with progress(what, len(pieces)) as advance:
         for done in LocalProcesses(workers).map(function, pieces):
             yield done

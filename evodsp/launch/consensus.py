@@ -35,7 +35,7 @@ class Members:
 
 
 _WORD_EVERY_S = 1.0
-"""How often a rank that works long tells the others that it is still at it: far within any time-out."""
+"""Interval at which a rank that works long tells the others that it is still at it: far within any time-out."""
 
 
 def from_first(make: Callable[[], T], group: Group | Members | None) -> T:

@@ -1,4 +1,4 @@
-"""What the program that started this process tells it: its place among the ranks, by variables, and messages from and to
+"""Variables of the program that started this process, which say its place among the ranks, and messages from and to
 `evodsp`'s launcher.
 
 `STARTERS` is the table of these programs. Of several, the first that tells everything counts: torchrun may run in a step of
@@ -67,7 +67,7 @@ class Starter:
     needs: tuple[str, ...]
     """Variables beside `rank` and `ranks` without which this is not a whole address."""
     host: Callable[[Environment], str | None] = lambda _: None
-    """Where the ranks meet if MASTER_ADDR does not say it; None: there is no place that all of them know."""
+    """Meeting place of the ranks if MASTER_ADDR names none; None: there is no place that all of them know."""
     job: tuple[str, ...] = ()
     """Variables that are equal for all ranks and differ between runs on a machine: the port is made of them."""
     starts_one: bool = False
@@ -111,14 +111,14 @@ def first_host(nodes: str) -> str:
 
 
 def _first_of_step(environment: Environment) -> str:
-    """Where the ranks of an `srun` step meet: on its first host. If it has no other, nobody outside has to reach it."""
+    """Meeting place of the ranks of an `srun` step: its first host. If it has no other, nobody outside has to reach it."""
     if environment.get("SLURM_STEP_NUM_NODES") == "1":
         return "localhost"
     return first_host(environment.get("SLURM_STEP_NODELIST", "localhost"))
 
 
 def _this_machine(local_ranks: str, ranks: str) -> Callable[[Environment], str | None]:
-    """Where ranks meet that are all on one machine. mpirun names no hosts, so ranks of several are to be told one."""
+    """Meeting place of ranks that are all on one machine. mpirun names no hosts, so ranks of several are to be told one."""
     return lambda environment: "localhost" if environment.get(local_ranks) == environment[ranks] else None
 
 

@@ -174,7 +174,7 @@ def _claim_gpu(store: dist.Store, here: RankAddress, device: torch.device) -> No
 
 
 def own_address() -> str:
-    """Where gloo tells the other ranks to connect: the network that GLOO_SOCKET_IFNAME names, otherwise the first address of
+    """Address of gloo for the other ranks: the network that GLOO_SOCKET_IFNAME names, otherwise the first address of
     the host's own name that is this machine's; 127.0.0.1 if there is none."""
     if network := os.environ.get("GLOO_SOCKET_IFNAME"):
         return "127.0.0.1" if network == "lo" else network

@@ -220,7 +220,7 @@ class RecordedLoss(Recorded):
         super().__init__()
         self.config, self.heads = config, heads
         self._tree: TreeSpec | None = None
-        """How the inputs of a call belong together."""
+        """Structure of a call's inputs."""
 
     def __call__(self, output: ModelOutput, batch: dict[str, Tensor]) -> Any:
         read = _read(output, batch, self.config)

@@ -161,7 +161,7 @@ def _distances(points: Float[Tensor, "B R 3"]) -> Float[Tensor, "B R R"]:
 
 
 TORSIONS = "template_torsions"
-"""What the embedder of the templates' torsion angles reads: a feature that the model makes itself, once for all passes."""
+"""Input of the embedder of the templates' torsion angles: a feature that the model makes itself, once for all passes."""
 EXTRA_MSA_FEATURES = ("extra_msa", "extra_has_deletion", "extra_deletion_value")
 
 

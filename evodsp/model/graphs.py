@@ -85,7 +85,7 @@ class Graphs:
         self.enabled = True
         """Whether calls are recorded and replayed. If False, every call runs as usual."""
         self.given_up = ""
-        """Why all calls run as usual, in words; '' as long as graphs work."""
+        """Reason why all calls run as usual, in words; '' as long as graphs work."""
         self._recordings: dict[Hashable, Recording] = {}
         """By call; the one that was used last is the last."""
         self._seen: Counter[Hashable] = Counter()

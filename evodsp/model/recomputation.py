@@ -44,8 +44,7 @@ class Recomputed(NamedTuple):
 
 
 class Recomputation:
-    """What a stack recomputes. It must be the same on all ranks that share a sample, because a recomputed block communicates
-    again.
+    """Blocks that a stack recomputes: the same on all ranks that share a sample, because a recomputed block communicates again.
 
     With `auto`, all blocks but the last are recomputed at first. The bytes of the last one are counted, and `settle` then fixes
     the numbers.

@@ -154,7 +154,7 @@ _LEAST = 0.1
 a fraction of at least this share of the largest of all parameters' gradients."""
 
 OF_PARAMETER = "the gradient of the parameter "
-"""What the name of a parameter's gradient begins with."""
+"""Beginning of the name of a parameter's gradient."""
 
 
 def upstream(x: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ class Recording(ABC):
         gradients = torch.is_grad_enabled()
         self.inputs = [x.detach().clone().requires_grad_(x.requires_grad and gradients) for x in inputs.tensors]
         self._tree: TreeSpec | None = None
-        """How the tensors of a result belong together."""
+        """Structure of a result's tensors."""
 
     @property
     def waits(self) -> bool:

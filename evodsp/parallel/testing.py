@@ -262,7 +262,7 @@ def _difference(found: Sequence[Tensor], expected: Sequence[Tensor], n: int, tol
 
 
 _WAITED = re.compile("Timed out waiting|Connection closed by peer")
-"""What gloo says on a rank that waited for another."""
+"""Messages of gloo on a rank that waited for another."""
 
 
 def _failed(n: int, rank: int, trace: str) -> Exception:

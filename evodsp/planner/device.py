@@ -1,4 +1,4 @@
-"""What a device and a link can do: numbers of a data file, and the times that follow from them.
+"""Speed and memory of a device and a link: numbers of a data file, and the times that follow from them.
 
 Files are below `devices/` and `links/`; a user's own file has the same keys. `evodsp plan --measure` writes one, and the report
 of `evodsp selftest --scaling` holds a device and its links.

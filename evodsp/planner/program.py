@@ -170,7 +170,7 @@ def program(step: PlannedStep) -> Program:
 
 
 def parameters(config: ModelConfig, few: AlphaFold | None = None) -> int:
-    """How many numbers the model's parameters are. `few`: the model with few blocks, if it is there."""
+    """Number of values in the model's parameters. `few`: the model with few blocks, if it is there."""
     if few is None:
         with torch.device("meta"):
             few = AlphaFold(reduced(config)[0])
@@ -222,8 +222,8 @@ def without_recomputation(config: ModelConfig) -> ModelConfig:
 
 
 def _confidence(model: AlphaFold, batch: dict[str, Tensor], output: ModelOutput, chains: int) -> None:
-    """What a prediction computes from the logits, which are still there (`evodsp.inference.seeds.structure_of`). `chains`: the
-    number of chains of the complex."""
+    """Compute a prediction's confidence from the logits, which are still there (`evodsp.inference.seeds.structure_of`).
+    `chains`: the number of chains of the complex."""
     heads = model.config.heads
     compute_plddt(output.logits["plddt"].float())
     edges = heads.distogram_min_distance, heads.distogram_max_distance

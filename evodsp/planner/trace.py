@@ -1,4 +1,4 @@
-"""What a program would do on a device: its operators, collectives and memory, one after another, seen without a device.
+"""Trace of a program on a device: its operators, collectives and memory, one after another, found without a device.
 
 The program is run on tensors without numbers (the meta device). So what is planned cannot differ from what runs: operators
 are those of the model, collectives those of the exchange. Each event carries the *place* of the program that it belongs to,

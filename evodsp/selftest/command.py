@@ -146,7 +146,7 @@ class Suite:
 _ENDING_S = 40.0
 """Seconds that an ended launcher has to end its ranks."""
 _COLUMN = " " * 17
-"""What stands before the third column of the table."""
+"""Text before the third column of the table."""
 
 
 @dataclass(frozen=True)

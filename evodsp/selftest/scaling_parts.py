@@ -377,7 +377,7 @@ def _planned_device(run: ScalingRun) -> tuple[Device, Links]:
 
 
 def _planned(run: ScalingRun, crop: SampleSizes, size: int, device: Device, links: Links) -> Row:
-    """What a plan says of a step on the mesh (ranks / `size`, `size`): ms and GiB."""
+    """Planned step on the mesh (ranks / `size`, `size`): ms and GiB."""
     config, data = _recomputed(run.sizes, crop), run.group.size // size
     plain = Training(
         config,

@@ -116,7 +116,7 @@ UNSEEN = (
     "graphs of torch.compile or CUDA that contain collectives",
     "zero1 and fsdp2, whose exchanges are torch's, over several ranks",
 )
-"""What only several GPUs can show."""
+"""Checks that need several GPUs."""
 
 
 @dataclass
@@ -143,7 +143,7 @@ class HostGroup(Group):
         super().__init__(handle)
         self._host = Group(handle)
         self.exchanges = 0
-        """How many it has begun."""
+        """Number of those begun."""
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
         return self._copied(received, sent, lambda to, values: self._host.all_to_all(to, values, arriving, leaving))
@@ -186,7 +186,7 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """How a rank computes."""
+    """Setting of a rank's computation."""
 
     exchange: Exchange
     device: torch.device

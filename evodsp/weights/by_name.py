@@ -58,7 +58,7 @@ _MIB = 1 << 20
 _MOST_MEMBERS = 1000
 """Most files of an archive; one that has more, or no end, is not DeepMind's."""
 _NO_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, NotImplementedError, RuntimeError, ValueError, struct.error)
-"""What the standard library raises for zip archives that are none: also a password, an unknown method, a wrong number."""
+"""Errors of the standard library for zip archives that are none: also a password, an unknown method, a wrong number."""
 
 
 def weights_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Where a model's parameters are: in a file of NumPy or of PyTorch, told apart by its content; in a folder of DeepSpeed;
+"""Places of a model's parameters: in a file of NumPy or of PyTorch, told apart by its content; in a folder of DeepSpeed;
 in a model folder as on the Hugging Face hub; or on the hub itself, `hf:organisation/name` or
 `hf:organisation/name@revision`.
 
@@ -261,7 +261,7 @@ def archive_damage(path: Path) -> str | None:
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error about a damaged file says, without PyTorch's advice."""
+    """Text of an error about a damaged file, without PyTorch's advice."""
     return str(error).partition(". ")[0] or "cut short"
 
 

@@ -108,7 +108,7 @@ def merge(
 
 
 def _span(numbers: Int32[np.ndarray, " n"], number: int) -> slice:
-    """Where `number` stands in ascending numbers."""
+    """Position of `number` in ascending numbers."""
     return slice(*np.searchsorted(numbers, (number, number + 1)))
 
 

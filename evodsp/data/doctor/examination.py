@@ -1,4 +1,4 @@
-"""What reading a chain or a complex as training does shows about it, the overlap of training, validation and test chains
+"""Faults of chains and complexes, found by reading them as training does, the overlap of training, validation and test chains
 (shared chains, equal sequences, likeness of the others), and the bar before a training: what copies of the nearest
 training chains score on held-out chains.
 

@@ -473,7 +473,7 @@ def _by_letter(found: FoundChain, own: list[set[str]], letters: list[set[str]]) 
 
 
 class AtomRecord(NamedTuple):
-    """What an atom record says about its place. `chain`: the author's name. `entity_chain`: the label_asym_id, if the file
+    """Place of an atom, as its record states it. `chain`: the author's name. `entity_chain`: the label_asym_id, if the file
     lists its sequence. `end`: how many TER records stand before it."""
 
     model: str
@@ -499,7 +499,7 @@ class ChainPart(NamedTuple):
 
 
 class PartPlace(NamedTuple):
-    """Where a record belongs. `repeat`: residues of one number that follow each other differ in it."""
+    """Place of a record. `repeat`: residues of one number that follow each other differ in it."""
 
     part: ChainPart
     repeat: int = 0

@@ -51,7 +51,7 @@ SUBSTITUTES: dict[str, str] = {letter: RESTYPES_WITH_X[ALIGNMENT_CODES[letter]] 
 """The replacements of letters that are no amino acid in a query: the same as in alignments, so that both agree."""
 _REPLACE = "write X, or the amino acid it stands for (U: C, O: K, B: D or N, Z: E or Q, J: I or L)"
 _REPLACED = "a sequence has letters only, one for each residue; write X for an unknown one"
-"""What to do about an illegal letter; the second where letters that are no amino acid are replaced, so it is none of them."""
+"""Advice about an illegal letter; the second where letters that are no amino acid are replaced, so it is none of them."""
 _STOP = b"*"
 _LISTED = rb"(\d{1,9}(?:[ \t]*,[ \t]*\d{1,9})*)"
 _COPIES = re.compile(rb"[ \t]*#[ \t]*" + _LISTED + rb"[ \t]+" + _LISTED + rb"\s*$")

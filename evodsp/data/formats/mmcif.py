@@ -64,7 +64,7 @@ _RANGE = re.compile(r"(\d{1,9})-(\d{1,9})")
 
 @dataclass(frozen=True)
 class Motion:
-    """Where a copy of a chain lies: x becomes `rotation` x + `translation`, in Å."""
+    """Place of a copy of a chain: x becomes `rotation` x + `translation`, in Å."""
 
     rotation: Float64[np.ndarray, "3 3"]
     translation: Float64[np.ndarray, "3"]

@@ -41,7 +41,7 @@ Record = ChainRecord | ComplexRecord
 AddedEntries = Callable[[str, Sample], Sample]
 """Makes entries of one's own for the sample of a key; it is sent to the processes that make samples."""
 RECIPES: dict[Kind, type[Record]] = {CHAINS: ChainRecord, COMPLEXES: ComplexRecord}
-"""How records are made: as in AlphaFold2 of single chains, as in AlphaFold-Multimer of complexes."""
+"""Classes of records: as in AlphaFold2 of single chains, as in AlphaFold-Multimer of complexes."""
 
 
 def load_record(

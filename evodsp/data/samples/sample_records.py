@@ -1,4 +1,4 @@
-"""What samples are made of: of a single chain as AlphaFold2 makes them, and of the chains of an assembly side by side, as
+"""Records of samples: of a single chain as AlphaFold2 makes them, and of the chains of an assembly side by side, as
 AlphaFold-Multimer does.
 
 A record is parsed once and cached. Each of its samples is a random crop with random templates; the device makes the features

@@ -242,7 +242,7 @@ def chains_and_lines(path: str) -> list[tuple[str, int | None]]:
 
 
 def exclusion(source: str | list[str] | None, share: float, comparison: Compared) -> Exclusion | None:
-    """What `data.exclude_like` names: keys of the run's data, or a FASTA file. `share`: `data.exclude_identity`."""
+    """Chains that `data.exclude_like` excludes: keys of the run's data, or a FASTA file. `share`: `data.exclude_identity`."""
     if source is None:
         return None
     listed = sequences_of_fasta(str(source)) if is_fasta(source) else sequences_of_keys(chain_list(source), comparison)

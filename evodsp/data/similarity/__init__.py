@@ -1,1 +1,1 @@
-"""How alike chains are: alignments of two sequences, the sequences of chains, and what copying the nearest chain scores."""
+"""Similarity of chains: alignments of two sequences, the sequences of chains, and scores of copies of the nearest chain."""

@@ -342,7 +342,7 @@ def _exchanged(entities: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _kinds(sequences: Sequence[str]) -> list[int]:
-    """How many chains each sequence has, ascending: 1, 2 of a homodimer with another chain."""
+    """Numbers of chains of each sequence, ascending: 1, 2 of a homodimer with another chain."""
     return sorted(Counter(sequences).values())
 
 

@@ -454,7 +454,7 @@ class FeatureStore:
         self.obsolete: dict[str, str | None] = entry_of(address, description, "obsolete", dict)
         """Withdrawn entries among the templates, with their successors."""
         self.plan: dict[str, Any] = entry_of(address, description, "plan", dict)
-        """What the store was made of."""
+        """Sources of the store."""
         self._records = Table(system, f"{folder}/{self.kind}", entry_of(address, tables, self.kind, str))
         self.structures = None
         """The templates' structures; None if the store was built without them."""

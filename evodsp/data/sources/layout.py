@@ -1,4 +1,4 @@
-"""Where the files of chains are: names of chains and places of structure files, the files of one chain in a folder of
+"""Places of the files of chains: names of chains and places of structure files, the files of one chain in a folder of
 alignments, and OpenFold's alignment databases.
 
 A chain key is `<entry>_<chain>`, split at its last underscore; the chain is the author's id. A key without an underscore,
@@ -249,8 +249,8 @@ _SEARCHED = (
 _PAIRED = "uniprot_hits"
 _NOT_FOR_THE_MSA = (_PAIRED, *_HMMSEARCH)  # for pairing chains of a complex; for templates
 _MOST_ROWS = {"uniref90_hits": 10_000, "bfd_": None, "small_bfd_": None, "mgnify_hits": 501}
-"""How the names of AlphaFold's alignments begin, in the order in which its code joins them, and the most rows that it takes of
-each, the query included. Other alignments follow."""
+"""Beginnings of the names of AlphaFold's alignments, in the order of its code, and the most rows that it takes of each,
+the query included. Other alignments follow."""
 _FIRST_BYTES = 1 << 16
 """Number of first bytes in which an A3M file's first record is looked for before the whole file is parsed."""
 

@@ -56,7 +56,7 @@ def check_query(
 
 
 def _differ(found: Int8[np.ndarray, " L"], expected: Int8[np.ndarray, " L"]) -> Bool[np.ndarray, " L"]:
-    """Where codes differ. X on either side matches all."""
+    """Mask of the codes that differ. X on either side matches all."""
     return (found != expected) & (found != UNKNOWN) & (expected != UNKNOWN)
 
 

@@ -62,7 +62,7 @@ def _placed(pieces: Sequence[Int8[np.ndarray, " _"]], whole: Int8[np.ndarray, " 
 
 
 def _starts(piece: Int8[np.ndarray, " P"], whole: Int8[np.ndarray, " M"]) -> Int64[np.ndarray, " n"]:
-    """Where the piece lies in the whole sequence, in ascending order."""
+    """Positions of the piece in the whole sequence, in ascending order."""
     at = np.arange(max(0, len(whole) - len(piece) + 1))
     for place, code in enumerate(piece):  # all windows at once would be as large as the product of the lengths
         if code != UNKNOWN:

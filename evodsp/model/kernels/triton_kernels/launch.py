@@ -1,4 +1,4 @@
-"""How evodsp's kernels become torch operators, and the one way in which they are launched.
+"""Torch operators made of evodsp's kernels, and the one way in which they are launched.
 
 An operator is written once, as a *body*: a function that allocates its results and passes each grid to a function `launch`.
 The body has three uses, which differ in `launch`:

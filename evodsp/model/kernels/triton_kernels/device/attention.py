@@ -84,7 +84,7 @@ def _mask_bias(keys, columns, stride, length):
 @no_type_check
 @triton.jit
 def _complete(keys, own, there, stride, count, BLOCK: tl.constexpr):
-    """How many of `count` positions, `stride` apart, come before the first one that lacks a key.
+    """Number of positions, of `count` that lie `stride` apart, before the first one that lacks a key.
 
     `own`: offsets of the keys of a position. One that is not `there` counts as absent. The loop carries the result: Triton 3.7
     and 3.9 forget alignments of what follows from a reduction alone, and then load no tile ahead.
