@@ -72,7 +72,7 @@ demo: $(READY)
 	  --model.optimizer.lr 2.0e-3 --model.loss.violation 0.3 --parallel.sequence 2 --output $(RUNS)/demo/model --overwrite
 	@echo "3/4  Predicting them, and three members of their families that it has not seen"
 	$(BIN)/evodsp predict data/fasta --alignments data/alignments \
-	  --checkpoint $(RUNS)/demo/model/checkpoints/last.ckpt --output $(RUNS)/demo/predictions --overwrite
+	  --checkpoint $(RUNS)/demo/model/checkpoints/best.ckpt --output $(RUNS)/demo/predictions --overwrite
 	@echo "4/4  Comparing the predictions with the true structures"
 	$(BIN)/evodsp score --predictions $(RUNS)/demo/predictions --structures data/mmcif_files \
 	  --train data/train.txt --held_out data/validation.txt --output $(RUNS)/demo

@@ -5,6 +5,7 @@ before torch: waiting threads then sleep, as in the commands (OMP_WAIT_POLICY, u
 
     evodsp.predict(sequence, alignment, model, **options)               predict a structure: arrays, files, 3D view
     evodsp.predict(fasta, alignments, checkpoint, output, **options)    predict structures and write their files
+    evodsp.fit(config, folder, max_steps=…, **options)                  train a model: checkpoints and scores
     evodsp.embed(fasta, checkpoint=model)   representations of many sequences, several at a time
     evodsp.Prediction.read(folder)          a finished prediction of the command
     evodsp.load_model(path)                 the model of a checkpoint: evodsp's, DeepMind's .npz, OpenFold's .pt or folder
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from evodsp.inference.embedding import embed
     from evodsp.inference.prediction import Prediction
     from evodsp.model.alphafold import AlphaFold
+    from evodsp.training.api import fit
     from evodsp.weights.checkpoint import load_model
     from evodsp.weights.deepmind import load_deepmind
     from evodsp.weights.openfold import load_openfold
@@ -48,6 +50,7 @@ __all__ = [
     "Prediction",
     "__version__",
     "embed",
+    "fit",
     "from_pretrained",
     "load_deepmind",
     "load_model",
@@ -63,6 +66,7 @@ _MODULE_OF = {
     "ModelConfig": "evodsp.config",
     "Prediction": "evodsp.inference.prediction",
     "embed": "evodsp.inference.embedding",
+    "fit": "evodsp.training.api",
     "from_pretrained": "evodsp.weights.pretrained",
     "load_deepmind": "evodsp.weights.deepmind",
     "load_model": "evodsp.weights.checkpoint",

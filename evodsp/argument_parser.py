@@ -12,17 +12,19 @@ quote; for settings of a plain type the message is evodsp's.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
-from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, Union, cast, get_args, get_origin
 
 import yaml  # type: ignore[import-untyped]
 from jsonargparse import ActionConfigFile, ArgumentParser, DefaultHelpFormatter, set_parsing_settings
@@ -51,6 +53,33 @@ OF_OTHERS = {
     for name in names.split()
 }
 """Names of ColabFold's, Boltz's and AlphaFold's options, each with ours for the same thing."""
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checks_names(aliases: Mapping[str, str] = MappingProxyType({}), also: Iterable[str] = ()) -> Callable[[F], F]:
+    """A decorator: an argument whose name the function does not have is a UserError with the nearest name, or with ours for
+    another program's name and those of `aliases`. `also`: names that the function takes without a parameter of their own.
+    """
+
+    def of(function: F) -> F:
+        parameters = inspect.signature(function).parameters.values()
+        known = {*also, *(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)}
+
+        @wraps(function)
+        def checked(*args: Any, **options: Any) -> Any:
+            for name in options.keys() - known:
+                ours = aliases.get(name) or OF_OTHERS.get(name, "").replace("--", "")
+                is_ours = ours.partition(" ")[0] in known
+                close = f" evodsp calls it {ours}." if is_ours else nearest(name, known)
+                where = f"evodsp.{function.__name__}"
+                raise UserError(f"{where}: no option '{name}'.{close} See help({where})")
+            return function(*args, **options)
+
+        return cast(F, checked)
+
+    return of
 
 
 @dataclass(frozen=True)

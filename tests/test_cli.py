@@ -138,6 +138,12 @@ def test_names_of_other_programs_options_have_a_hint(name: str, capsys: pytest.C
     assert set(re.findall(r"--(\w+)", ours)) <= {one.name for one in fields(PredictConfig)}
 
 
+def test_a_hint_names_options_of_the_command_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a hint to --relax, which a search does not have."""
+    assert main(["search", "x.fasta", "--amber", "--output", "y"]) == 2
+    assert "calls it" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("line", "found"),
     [
@@ -146,7 +152,8 @@ def test_names_of_other_programs_options_have_a_hint(name: str, capsys: pytest.C
         ("evodsp predict --rel", ["--relax"]),
         ("evodsp data doctor --stru", ["--structure_dir"]),
         ("evodsp fit --config x --trainer.max_s", ["--trainer.max_steps"]),
-        ("evodsp predict fil", []),
+        ("evodsp  predict  --rel", ["--relax"]),
+        ("evodsp predict ", []),
         ("evodsp nothing ", []),
     ],
 )

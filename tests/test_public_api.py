@@ -17,8 +17,8 @@ def test_every_public_name_can_be_imported() -> None:
     exec("from evodsp import *", namespace)
     assert set(evodsp.__all__) <= namespace.keys()
     assert set(evodsp.__all__) == {
-        "AlphaFold", "ModelConfig", "Prediction", "embed", "from_pretrained", "load_deepmind", "load_model", "load_openfold",
-        "metrics", "parallel", "predict", "save_pretrained", "__version__",
+        "AlphaFold", "ModelConfig", "Prediction", "embed", "fit", "from_pretrained", "load_deepmind", "load_model",
+        "load_openfold", "metrics", "parallel", "predict", "save_pretrained", "__version__",
     }  # fmt: skip
     assert dir(evodsp) == sorted(evodsp.__all__)
     assert all(name in (evodsp.__doc__ or "") for name in evodsp.__all__ if name[0] != "_")

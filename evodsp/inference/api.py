@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal
 
+from evodsp.argument_parser import checks_names
+from evodsp.config import KernelsConfig, LayerPrecision, MatmulPrecision
 from evodsp.errors import UserError, nearest
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import Pairing, PredictConfig
 from evodsp.inference.predict import predict_records
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import none_usable
 from evodsp.inference.targets import InputRecord, clean_name, exists, is_sequence, read_inputs
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.schedule import CommunicationPlan
+from evodsp.parallel.config import SequenceConfig
 from evodsp.printing import tell
+from evodsp.search.config import ServerLimits
 from evodsp.weights.checkpoint import save_model
 
 _PATHS = ("templates", "obsolete", "template_chains", "weights_folder")
-_OWN = ("inputs", "example", "fasta", "alignments", "checkpoint", "output")
+OWN = ("inputs", "example", "fasta", "alignments", "checkpoint", "output")
+"""Fields of `PredictConfig` that are no options of `predict`, or have other types there."""
 _SEQUENCE = "a sequence is in upper-case letters, such as 'MKTAYIAK'"
 ALONE = "sequence"
 """The name of a sequence that is given without one; several of them are sequence_1, sequence_2, …"""
@@ -38,29 +44,7 @@ class GivenFiles:
     checkpoint: Path | list[Path] | None
 
 
-@overload
-def predict(
-    inputs: Mapping[str, str],
-    alignments: Alignments = None,
-    checkpoint: Checkpoints | None = None,
-    output: str | Path | None = None,
-    report: Callable[[str], None] | None = None,
-    **options: Any,
-) -> dict[str, Prediction]: ...
-
-
-@overload
-def predict(
-    inputs: str | Path | Sequence[str | Path] = (),
-    alignments: Alignments = None,
-    checkpoint: Checkpoints | None = None,
-    output: str | Path | None = None,
-    report: Callable[[str], None] | None = None,
-    fasta: str | Path | Sequence[str | Path] = (),
-    **options: Any,
-) -> Any: ...
-
-
+@checks_names(PredictConfig.OTHER_NAMES)
 def predict(
     inputs: Inputs = (),
     alignments: Alignments = None,
@@ -68,8 +52,50 @@ def predict(
     output: str | Path | None = None,
     report: Callable[[str], None] | None = None,
     fasta: str | Path | Sequence[str | Path] = (),
-    **options: Any,
-) -> Prediction | dict[str, Prediction] | list[Prediction]:
+    *,
+    weights: str | list[str] | None = None,
+    weights_folder: str | Path | None = None,
+    weights_url: str | None = None,
+    weights_hours: float = 6.0,
+    seeds: int = 1,
+    first_seed: int = 0,
+    recycles: int | None = None,
+    stop_tolerance: float | None = None,
+    ensembles: int = 1,
+    dropout: bool = False,
+    msa_clusters: int | None = None,
+    extra_msa: int | None = None,
+    templates: str | Path | None = None,
+    max_template_date: str | None = None,
+    obsolete: str | Path | None = None,
+    template_chains: str | Path | None = None,
+    complex: bool = False,
+    pairing: Pairing = "species",
+    msa_server: str | None = None,
+    msa_server_limits: ServerLimits = ServerLimits(),
+    retry: bool = False,
+    format: Literal["cif", "pdb"] = "cif",
+    pae_in_cif: bool = False,
+    relax: Literal["none", "best", "all"] = "none",
+    plots: bool = False,
+    save: str | None = None,
+    save_format: Literal["npz", "safetensors"] = "npz",
+    save_dtype: Literal["float32", "float16", "bfloat16"] = "float32",
+    save_passes: Literal["last", "all"] = "last",
+    preset: str | None = None,
+    layers: Sequence[str] = (),
+    raw: bool = False,
+    device: str = "auto",
+    precision: LayerPrecision = "fp32",
+    matmul_precision: MatmulPrecision = "highest",
+    working_memory: str = "auto",
+    try_anyway: bool = False,
+    overwrite: bool = False,
+    parallel: SequenceConfig = SequenceConfig(),
+    plan: CommunicationPlan = CommunicationPlan(),
+    kernels: KernelsConfig = KernelsConfig(),
+    cuda_graphs: bool = True,
+) -> Any:
     """Predict structures in this process.
 
     inputs: a sequence in upper-case letters, {name: sequence}, or FASTA, A3M or CSV files or folders, as the command's inputs
@@ -84,7 +110,7 @@ def predict(
         until the result is no longer used; `Prediction.save` keeps them.
     report: receives one line of progress per stage, such as `print`. None: nothing is printed but records that fail.
     fasta: `inputs`, under the name of earlier versions.
-    options: any other option of `evodsp predict`, under its name: seeds, recycles, templates, format, preset, device, ….
+    The others are the options of `evodsp predict`, described in `PredictConfig`; a path may be text.
 
     Returns a `Prediction` for a sequence; a dictionary for {name: sequence}; and a list, in the order of the records, for all
     else. Records that fail are told and left out. Raises UserError if an input or an option is wrong, or nothing could be
@@ -94,29 +120,26 @@ def predict(
         prediction = evodsp.predict("MKTAYIAKQR", checkpoint=model, seeds=3)
         prediction.plddt, prediction.positions, prediction.save("x.cif")
     """
+    options = {name: value for name, value in locals().items() if name in PredictConfig.__annotations__.keys() - OWN}
     if fasta:
         if inputs:
             raise UserError("evodsp.predict: fasta is given beside inputs; give all inputs without fasta")
         inputs = fasta
-    if checkpoint is None and not options.get("weights"):
+    if checkpoint is None and not weights:
         raise UserError(
             "evodsp.predict: no model is given; add checkpoint=, a model or a path, or weights='model_1_ptm'"
         )
-    names = [field.name for field in fields(PredictConfig) if field.name not in _OWN]
-    if unknown := [name for name in options if name not in names]:
-        option = PredictConfig.OTHER_NAMES.get(unknown[0])
-        close = nearest(unknown[0], names) if option is None else f" Give it as {option}=."
-        raise UserError(f"evodsp.predict: no option '{unknown[0]}'.{close} See PredictConfig")
     for name in _PATHS:
-        if options.get(name) is not None:
+        if options[name] is not None:
             options[name] = Path(options[name])
+    options["layers"] = list(layers)
     # Settings are checked before a model is copied.
     holder = tempfile.TemporaryDirectory(prefix="evodsp_") if output is None else None
     folder = Path(holder.name) / "results" if holder is not None else Path(str(output))
-    placeholder = PredictConfig(inputs=(folder,), checkpoint=folder, output=folder, **options)
-    if placeholder.parallel.sequence > 1:
+    PredictConfig(inputs=(folder,), checkpoint=folder, output=folder, **options)
+    if parallel.sequence > 1:
         raise UserError(
-            f"evodsp.predict: parallel.sequence is {placeholder.parallel.sequence}, but a function call runs in one process; "
+            f"evodsp.predict: parallel.sequence is {parallel.sequence}, but a function call runs in one process; "
             "use the command evodsp predict --parallel.sequence, which starts the ranks"
         )
     with tempfile.TemporaryDirectory(prefix="evodsp_") as made:

@@ -12,6 +12,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from evodsp.argument_parser import checks_names
 from evodsp.config import FeatureConfig, LayerPrecision, computes_in_half
 from evodsp.data.records import columns_of, entities_of
 from evodsp.data.samples.dataset import Sample, collate
@@ -33,6 +34,7 @@ _OF_TRUNK = ("single", "pair", "msa")
 Embedded = tuple[str, dict[str, Tensor]]
 
 
+@checks_names()
 def embed(
     inputs: Inputs,
     alignments: Alignments = None,

@@ -12,15 +12,17 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO
 
+from evodsp.errors import UserError
 from evodsp.launch.environment import GIVEN_UP, LAUNCHER, OWN_RUN, STOPPED
 from evodsp.launch.watch import local_store
-from evodsp.printing import tell
+from evodsp.printing import counted, tell
 
 POLL_S = 0.05
 GRACE_S = 300.0
@@ -63,6 +65,14 @@ def launch(ranks: int, words: list[str]) -> int:
     of a command that saves nothing. 1: a rank failed or died; standard error names it.
     The output of rank 0 is shown as it comes, the output of another rank only if that rank failed first.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError(
+            "several ranks are started by a program's main thread only; use the command `evodsp fit` instead"
+        )
+    if ranks > (cores := _cores()):
+        tell(
+            f"evodsp: warning: {ranks} ranks share {counted(cores, 'core')} and take turns; {cores} would be no slower"
+        )
     # Created here, so that it outlives every rank and uses a port that is certainly free.
     store = local_store()
     with _signals_noted() as asked, ExitStack() as stack:

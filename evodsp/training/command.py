@@ -40,6 +40,7 @@ from evodsp.training.logs import CurveLogger, Throughput, TrainingProgress, Util
 from evodsp.training.module import TrainingModule
 from evodsp.training.options import SUMMARY, Command, PresetParser, TrainerOptions, add_arguments
 from evodsp.training.run_end import EarlyStop, Interruption, LastValidation, RunStopped, StopRequest, deadline
+from evodsp.training.run_folder import RunFolder
 from evodsp.training.scores import score_table, warn_of_overlap, write_baseline, write_scores
 from evodsp.training.trainer import DSPStrategy, check_callbacks, hush, tell_first
 from evodsp.training.world import MeshWorld, World
@@ -236,8 +237,13 @@ def _throughput(run: CheckedRun, module: TrainingModule, data: ChainDataModule) 
 
 
 def run(command: Command, words: list[str]) -> int:
-    """Run `evodsp fit`, `validate` or `test` with the options `words`, and return the exit code: STOPPED if the run was asked
-    to stop before its end, and has saved.
+    """The exit code of `trained`."""
+    return trained(command, words)[0]
+
+
+def trained(command: Command, words: list[str]) -> tuple[int, RunFolder]:
+    """Run `evodsp fit`, `validate` or `test` with the options `words`, and return the exit code, STOPPED if the run was asked
+    to stop before its end and has saved, and the output folder.
 
     Raises UserError, or KeyboardInterrupt with a message that says how to resume.
     """
@@ -253,14 +259,14 @@ def run(command: Command, words: list[str]) -> int:
         world = _met(cli)
         checked = check_run(command, cli.settings, world.group)
     if checked.ranks > 1 and not under_launcher():
-        return launch(checked.ranks, [command, *words])
+        return launch(checked.ranks, [command, *words]), checked.folder
     built = build(checked, world, begun)
     # A rank failed at the end, and torchrun started all again.
     if command == "fit" and built.stop.deadline <= time.time():
         tell_stopped()
         stop()
         tell_first("evodsp: the time limit is over; nothing was trained")
-        return STOPPED
+        return STOPPED, checked.folder
     for line in unapplied_filters(checked.settings.data, cli.parser.places) if command == "fit" else ():
         tell_first(f"evodsp: warning: {line}")
     stopped = False
@@ -285,10 +291,10 @@ def run(command: Command, words: list[str]) -> int:
         raise KeyboardInterrupt(_resume_hint(built.last))
     if stopped:
         tell_first(f"evodsp: stopped by {built.stop.reason}; {_resume_hint(built.last)}")
-        return STOPPED
+        return STOPPED, checked.folder
     if built.trainer.is_global_zero and not checked.settings.run.dry_run:
         _report(checked, built)
-    return 0
+    return 0, checked.folder
 
 
 def _met(cli: TrainingCLI) -> World:

@@ -15,7 +15,7 @@ from evodsp.argument_parser import Names, OneLineErrors, given_settings, plain_w
 from evodsp.config import LISTED_PRESETS, PRESETS, KernelsConfig, ModelConfig, leaves, started_with
 from evodsp.errors import UserError, nearest
 from evodsp.model.schedule import CommunicationPlan
-from evodsp.packaged import packaged_folder
+from evodsp.packaged import packaged_folder, with_packaged_configs
 from evodsp.parallel.config import ParallelConfig
 from evodsp.printing import show
 from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
@@ -192,9 +192,12 @@ def names_of(command: Command) -> Names:
     return Names(f"evodsp {command}", frozenset(own_names() | trainer | {*_OF_THE_PARSER}), former=FORMER)
 
 
-def check_names(command: Command, words: list[str]) -> None:
-    """Raise UserError for the first name on a command line, or in its config files, that is no option."""
+def checked_words(command: Command, words: list[str]) -> list[str]:
+    """A command line with packaged configs as files. Raises UserError for the first name in it or in a file that is no
+    option."""
+    words = with_packaged_configs(words)
     given_settings(plain_words(words, {}), names_of(command))
+    return words
 
 
 def print_screen(command: Command) -> None:

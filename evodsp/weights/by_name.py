@@ -70,6 +70,8 @@ def weights_folder() -> Path:
 
 def check_name(name: str) -> None:
     """Raise UserError if there is no published model of this name."""
+    if name in GROUPS:
+        raise UserError(f"{name} is five models, but one is wanted here; name it, such as {GROUPS[name][0]}")
     if name not in NAMES:
         raise UserError(
             f"no published parameters are called '{name}'.{nearest(name, (*NAMES, *GROUPS))} There are {', '.join(NAMES)}, and "
@@ -78,11 +80,10 @@ def check_name(name: str) -> None:
 
 
 def models_of(names: Sequence[str]) -> list[str]:
-    """The models that these names stand for: all_ptm for model_1_ptm to model_5_ptm. Raises UserError for an unknown name."""
-    for name in names:
-        if name not in GROUPS:
-            check_name(name)
-    return [model for name in names for model in GROUPS.get(name, [name])]
+    """The models of these names, each once: all_ptm is model_1_ptm to model_5_ptm. Raises UserError for an unknown name."""
+    for name in (one for one in names if one not in GROUPS):
+        check_name(name)
+    return list(dict.fromkeys(model for name in names for model in GROUPS.get(name, [name])))
 
 
 def find_weights(name: str, folder: Path | None = None) -> Path | None:

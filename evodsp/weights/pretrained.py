@@ -173,7 +173,11 @@ def _of_run(run: Run, checkpoint: Mapping[str, Any], raw: bool) -> Iterable[str]
     excludes = run.settings.get("data.exclude_like", "null") != "null"
     data = _chosen(run.settings, (*_DATA, *(["data.exclude_like", "data.exclude_identity"] if excludes else [])))
     yield from ("## Data", "", *_table("setting", data), "")
-    yield from ("## Recipe", "", *_table("setting", _chosen(run.settings, _RECIPE)), "")
+    other = (
+        "max_samples" if run.settings.get("trainer.max_steps", "-1") != "-1" else None
+    )  # the limit that ended nothing
+    recipe = _chosen(run.settings, [name for name in _RECIPE if name != other])
+    yield from ("## Recipe", "", *_table("setting", recipe), "")
     steps, samples = (value if type(value := checkpoint.get(key)) is int else None for key in _COUNTS)
     if steps is not None:
         each = "" if samples is None else f" of {counted(samples, 'sample')} each"

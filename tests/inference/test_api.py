@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 import evodsp
 from evodsp.errors import UserError
+from evodsp.inference.api import OWN
+from evodsp.inference.config import PredictConfig
 from evodsp.inference.results import read_result
 from evodsp.parallel.config import SequenceConfig
 
@@ -35,8 +39,9 @@ def test_predict_from_python(workplace: Workplace) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"recycle": 3}, "no option 'recycle'. Did you mean 'recycles'?"),
-        ({"template_structure_dir": "x"}, "no option 'template_structure_dir'. Give it as templates=. See"),
+        ({"recycle": 3}, "evodsp.predict: no option 'recycle'. Did you mean 'recycles'? See help(evodsp.predict)"),
+        ({"template_structure_dir": "x"}, "no option 'template_structure_dir'. evodsp calls it templates. See"),
+        ({"num_recycles": 3}, "no option 'num_recycles'. evodsp calls it recycles. See"),
         ({"recycles": -1}, "--recycles is -1"),
         ({"fasta": "y.fasta"}, "fasta is given beside inputs"),
         ({"checkpoint": None}, "no model is given"),
@@ -49,6 +54,29 @@ def test_a_wrong_option_is_a_user_error(tmp_path: Path, options: dict[str, Any],
         evodsp.predict("x.fasta", "alignments", **{"checkpoint": "x.ckpt", "output": tmp_path / "out", **options})
     assert expected in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_editors_know_the_options_of_the_command() -> None:
+    """Catches an option of the command that `evodsp.predict` lacks, and one with another default or type there. (An editor
+    completes the names of a signature only: not those of a dictionary.)"""
+    hints = get_type_hints(evodsp.predict)
+    ours = {
+        name: one for name, one in inspect.signature(evodsp.predict).parameters.items() if one.kind is one.KEYWORD_ONLY
+    }
+    for option in fields(PredictConfig):
+        if option.name not in OWN:
+            default = option.default if option.default is not MISSING else option.default_factory()  # type: ignore[misc]
+            found, taken = ours.pop(option.name).default, str(hints[option.name]).replace("str | pathlib.", "pathlib.")
+            assert (list(found) if found == () else found) == default, option.name
+            if option.name != "layers":
+                assert taken == str(get_type_hints(PredictConfig)[option.name]), option.name
+    assert not ours
+
+
+def test_embed_refuses_names_that_it_does_not_have() -> None:
+    """Catches Python's TypeError, which names no other."""
+    with pytest.raises(UserError, match=r"evodsp\.embed: no option 'recycle'\. Did you mean 'recycles'"):
+        evodsp.embed("MKTA", **{"recycle": 3})
 
 
 def test_results_and_alignments_have_the_names_that_were_given(workplace: Workplace) -> None:

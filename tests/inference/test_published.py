@@ -18,6 +18,7 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig
 from evodsp.errors import UserError
 from evodsp.inference import jobs
+from evodsp.inference.config import EstimateConfig
 from evodsp.inference.jobs import feature_config
 from evodsp.inference.predict import predict
 from evodsp.model.alphafold import AlphaFold
@@ -100,9 +101,18 @@ def test_all_five_models_by_one_name(workplace, tmp_path):
     assert {entry["model"] for entry in entries} == {f"params_model_{number}_ptm" for number in range(1, 6)}
     plddt = [entry["mean_plddt"] for entry in entries]
     assert plddt == sorted(plddt, reverse=True)
-    assert models_of(["model_3", "all_monomer"]) == ["model_3", *(f"model_{number}" for number in range(1, 6))]
     with pytest.raises(UserError, match=r"'all_pmt'.*all_ptm"):
         replace(config, weights="all_pmt")
+
+
+def test_names_of_all_models_of_a_kind():
+    """Catches a kind that has no name, a model that is predicted twice, and 'Did you mean' the very name that was given."""
+    numbers = range(1, 6)
+    assert models_of(["model_3", "all_monomer"]) == ["model_3", *(f"model_{n}" for n in numbers if n != 3)]
+    assert models_of(["all_ptm"]) == [f"model_{n}_ptm" for n in numbers]
+    assert models_of(["all_multimer_v3"]) == [f"model_{n}_multimer_v3" for n in numbers]
+    with pytest.raises(UserError, match="all_ptm is five models, but one is wanted here; name it, such as model_1_ptm"):
+        EstimateConfig(residues=10, weights="all_ptm")
 
 
 def test_published_sizes_are_the_default(workplace, tmp_path, monkeypatch):

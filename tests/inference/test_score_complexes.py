@@ -504,7 +504,7 @@ def test_mistakes_with_complexes_are_one_line(folders: Path, capsys: pytest.Capt
     for words, said in (
         (("--held_out", "9zzz"), "looked for 9zzz/ranking.json and 9zzz.cif, .mmcif or .pdb"),
         (("--held_out", "9abc"), "iptm is 7, not a number from 0 to 1"),
-        ((), "no complexes to compare; name at least one"),
+        (("--held_out", ","), "no complexes to compare: the list of names is empty"),
         (("--held_out", "9xyz", "--assembly", "2"), "--assembly is 2, but single chains are compared"),
     ):
         assert score_command(folders, *words, complexes=str("--assembly" not in words).lower()) == 2

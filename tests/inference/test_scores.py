@@ -379,6 +379,24 @@ def test_the_command_reports_mistakes_in_one_line(cases, capsys, tmp_path):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_without_names_all_predictions_are_scored_that_have_a_structure(cases, capsys):
+    """Catches a list that a user has to type although the folder says it, files of the folder taken for predictions, and
+    another prediction that costs all scores."""
+    root, _ = cases
+    (root / "predictions" / "_alignments").mkdir()
+    (root / "predictions" / "predictions.csv").write_text("name\n")
+    (root / "predictions" / "9ccc_A.cif").write_text("data_x\n")  # has no structure
+    (root / "predictions" / "9aaa_B" / "ranking.json").unlink()  # is not finished
+    words = ["score", *(f"--{name}={root / name}" for name in ("predictions", "structures")), f"--output={root}"]
+    assert main(words) == 0
+    assert "predicted: mean lDDT-CA" in capsys.readouterr().out
+    (row,) = csv.DictReader((root / "scores.csv").read_text().splitlines())
+    assert (row["chain"], row["split"]) == ("9bbb_B", "predicted")
+    (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
+    assert main(words) == 2
+    assert "no finished prediction has the name of a structure in" in capsys.readouterr().err
+
+
 def test_a_prediction_of_the_entrys_name(cases, capsys):
     """Catches a prediction called 9aaa that is not found for 9aaa_B, the only chain of its structure, that is taken for another
     chain, and a message that does not say which files were looked for."""

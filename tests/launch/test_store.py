@@ -51,6 +51,23 @@ def test_the_store_of_a_local_launch_listens_on_loopback_only(monkeypatch: pytes
     assert found == [{"0100007F"}] * 2
 
 
+@pytest.mark.parametrize(
+    ("cores", "said"), [(3, ""), (1, "evodsp: warning: 3 ranks share 1 core and take turns; 1 would be")]
+)
+def test_more_ranks_than_cores_are_named(
+    cores: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches eight ranks on two cores, which take an hour without a word, and a warning where each has its own."""
+
+    def one(number: int, *_: object) -> Mock:
+        return Mock(spec=launcher._Rank, number=number, process=Mock(poll=lambda: 0))
+
+    monkeypatch.setattr(launcher, "_cores", lambda: cores)
+    monkeypatch.setattr(launcher, "_start", one)
+    assert launcher.launch(3, []) == 0
+    assert capsys.readouterr().err[: len(said) or None] == said
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_ranks_that_meet_on_loopback_listen_there_only(host: str) -> None:
     """Catches a store of rank 0 (srun, or ranks started by hand) that is open to other machines, though all ranks are here; and

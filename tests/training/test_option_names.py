@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from evodsp.errors import UserError
 from evodsp.training import trainer
-from evodsp.training.options import OTHER_TRAINER_OPTIONS, TrainerOptions, check_names
+from evodsp.training.options import OTHER_TRAINER_OPTIONS, TrainerOptions, checked_words
 
 
 def test_the_trainers_names_are_those_of_lightning() -> None:
@@ -49,6 +49,6 @@ def test_a_misspelt_option_of_the_trainer_is_found_without_lightning() -> None:
 def test_options_that_the_quick_help_leaves_out_are_taken() -> None:
     """Catches options of Lightning, and those of its classes, that are refused."""
     names = ("barebones", "logger.class_path", "callbacks+", "callbacks.monitor", "strategy.init_args.x", "help")
-    check_names("fit", [word for name in names for word in (f"--trainer.{name}", "1")])
+    checked_words("fit", [word for name in names for word in (f"--trainer.{name}", "1")])
     with pytest.raises(UserError, match=r"write --trainer\.max_steps 3"):
-        check_names("fit", ["trainer.max_steps=3"])
+        checked_words("fit", ["trainer.max_steps=3"])

@@ -71,6 +71,15 @@ def test_data_recipe_and_scores_are_those_of_the_run(model: AlphaFold, run: Path
     assert "best.ckpt: the moving average of the weights." in card
 
 
+def test_a_card_names_the_limit_that_ended_the_run(model: AlphaFold, run: Path) -> None:
+    """Catches ten million samples, the default of the other limit, beside 40 steps."""
+    for steps, row in (40, "| trainer.max_steps | 40 |"), (-1, "| max_samples | 10000000 |"):
+        (run / "config.yaml").write_text(f"max_samples: 10000000\ntrainer: {{max_steps: {steps}}}\n")
+        card = model_card("a", model, run / "checkpoints" / "best.ckpt", {})
+        assert row in card
+        assert card.count("max_") - card.count("max_steps | -1") == 1
+
+
 def test_raw_weights_are_not_given_the_scores_of_the_average(model: AlphaFold, run: Path) -> None:
     """Catches a card that praises weights for the scores of others."""
     card = model_card(

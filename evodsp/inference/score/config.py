@@ -25,7 +25,8 @@ class ScoreConfig:
     """
 
     predictions: Path | None = None
-    """Output folder of `evodsp predict`, or a folder of structure files of any program, <name>.cif or .pdb."""
+    """Output folder of `evodsp predict`, or a folder of structure files of any program, <name>.cif or .pdb. Without train and
+    held_out all that have a structure are scored."""
     structures: Path
     """Folder of the true structures, <pdbid>.cif or .pdb, also gzipped."""
     output: Path

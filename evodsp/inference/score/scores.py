@@ -11,7 +11,7 @@ from typing import Any
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import CHAINS, COMPLEXES, ONE_OF, Assembly, Kind
 from evodsp.data.samples.selection import chain_list
-from evodsp.data.sources.layout import names_of, structure_file
+from evodsp.data.sources.layout import entry_of, names_of, structure_file
 from evodsp.data.sources.structures import StructureFolder
 from evodsp.errors import UserError
 from evodsp.files import write_rows, write_text
@@ -38,9 +38,11 @@ Splits = Mapping[str, Sequence[str]]
 def run(settings: ScoreConfig, words: list[str]) -> int:
     """`evodsp score`: the exit code. `words`: the command line (not needed here)."""
     assert settings.predictions is not None, "checked by the settings"
+    structures = structures_in(settings, settings.structures)
     splits = {"train": _keys(settings.train), "held-out": _keys(settings.held_out)}
     training = None if settings.baseline is None else training_set(settings, splits["train"])
-    structures = structures_in(settings, settings.structures)
+    if settings.train is None and settings.held_out is None:
+        splits = {"predicted": _predicted(settings.predictions, structures)}
     write_report(settings.predictions, structures, splits, settings.output, training=training)
     return 0
 
@@ -50,6 +52,20 @@ def _keys(chains: str | None) -> list[str]:
     if chains is None or Path(chains).is_file():
         return [] if chains is None else chain_list(chains)
     return [key for key in chains.split(",") if key]
+
+
+def _predicted(predictions: Path, structures: StructureFolder) -> list[str]:
+    """The names of all finished predictions that have a structure. Raises UserError if there is none."""
+    names = {path.name if path.is_dir() else entry_of(path) for path in predictions.glob("[!._]*")}
+    found = [
+        one for one in sorted(names) if _prediction(predictions, structures, one) and structures.has_structure(one)
+    ]
+    if not found:
+        raise UserError(
+            f"{predictions}: no finished prediction has the name of a structure in {structures.directory}; check both "
+            f"folders, or name {structures.kind} with --held_out"
+        )
+    return found
 
 
 def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> StructureScores:
@@ -170,7 +186,7 @@ def _finished(predictions: Path, structures: StructureFolder, splits: Splits) ->
         split: [one for one in names if _prediction(predictions, structures, one)] for split, names in splits.items()
     }
     if (first := next((name for names in splits.values() for name in names), None)) is None:
-        raise UserError(f"no {structures.kind} to compare; name at least one (--held_out or --train)")
+        raise UserError(f"no {structures.kind} to compare: the list of names is empty")
     if not any(found.values()):
         raise UserError(
             f"{predictions}: no finished prediction of '{first}' or another one; looked for {_looked_for(structures, first)}; "
