@@ -7,7 +7,7 @@ import json
 import re
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
@@ -98,8 +98,8 @@ def packed(members: Members) -> bytes:
 
 def hit_table(hits: list[str]) -> bytes:
     """The table of templates as MMseqs2 writes it. `hits`: of each sequence, as `StandIn.hits` has them."""
-    found = [(number, *hit.split(":")) for number, own in enumerate(hits, 101) for hit in own.split()]
-    lines = [f"{number}\t{name}\t0.4\t10\t6\t0\t1\t10\t1\t10\t{value}\t50\t10M\n" for number, name, value in found]
+    found = [(number, *hit.partition(":")) for number, own in enumerate(hits, 101) for hit in own.split()]
+    lines = [f"{number}\t{name}\t0.4\t10\t6\t0\t1\t10\t1\t10\t{value}\t50\t10M\n" for number, name, _, value in found]
     return "".join(lines).encode()
 
 
@@ -123,8 +123,11 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
         def do_GET(self) -> None:
             place, _, ticket = self.path[1:].rpartition("/")
-            made = {"result/download": stand_in.archive, "template": stand_in.template}.get(place, stand_in.status)
-            self.answer(lambda: made(ticket))  # type: ignore[operator]
+            makers: dict[str, Callable[[str], object]] = {
+                "result/download": stand_in.archive,
+                "template": stand_in.template,
+            }
+            self.answer(lambda: makers.get(place, stand_in.status)(ticket))
 
         def answer(self, make: object) -> None:
             stand_in.agents.add(self.headers["User-Agent"])

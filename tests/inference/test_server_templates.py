@@ -87,8 +87,8 @@ def test_a_latest_date_of_the_servers_templates(
 ) -> None:
     """Catches a date that does not limit what the server has found, and a hit left out because the record has its name."""
     said: list[str] = []
-    given = {"msa_server_templates": True, "max_template_date": "2011-01-01"}
-    (result,) = predict(settings(tmp_path, multimer, f">1abc_A\n{A}\n", msa_server=address, **given), said.append)
+    config = settings(tmp_path, multimer, f">1abc_A\n{A}\n", msa_server=address, msa_server_templates=True)
+    (result,) = predict(replace(config, max_template_date="2011-01-01"), said.append)
     assert read_json(result.folder / "ranking.json")["settings"]["templates"] == ["1abc_A"]
     assert any("1 hit: released too late (2abc_A)" in line for line in said)
 
