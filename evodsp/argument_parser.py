@@ -47,7 +47,9 @@ OF_OTHERS = {
         "--seeds": "num_seeds diffusion_samples num_multimer_predictions_per_model",
         "--first_seed": "random_seed",
         "--stop_tolerance": "recycle_early_stop_tolerance",
-        "--templates": "custom_template_path use_templates template_mmcif_dir",
+        "--templates": "custom_template_path template_mmcif_dir",
+        "--msa_server_templates": "use_templates",
+        "--msa_server_pairing": "pair_strategy pairing_strategy msa_pairing_strategy",
         "--msa_clusters and --extra_msa": "max_msa max_seq max_extra_seq max_msa_seqs",
     }.items()
     for name in names.split()

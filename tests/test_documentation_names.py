@@ -90,6 +90,7 @@ ELSEWHERE = {
         "config.yaml",
         "train.txt",
         "chains.txt",
+        "templates.txt",
         "judgement.md",
         "downloaded/missing.txt",
         "video.py",

@@ -23,8 +23,7 @@ from evodsp.model.kernels.backends import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.packaged import packaged_folder
 from evodsp.parallel.config import SequenceConfig
-from evodsp.reading.answers import check_address
-from evodsp.search.config import PUBLIC, ServerLimits
+from evodsp.search.config import ServerLimits, ServerPairing, check_server
 from evodsp.weights.by_name import check_name, models_of
 
 Pairing = Literal["species", "entry", "none"]
@@ -103,6 +102,8 @@ class TemplateSettings:
     """The PDB's list of withdrawn entries."""
     chains: Path | None = None
     """List of the chains that serve as templates; None: those that search programs have found."""
+    of_server: bool = False
+    """Whether they are those that a server's searches have kept beside the alignments of each chain."""
 
 
 SavedArray = Literal["single", "pair", "msa", "distogram", "structure_module"]
@@ -192,6 +193,12 @@ class PredictConfig:
     password may stand before the host (https://name:password@host); they are shown nowhere."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the time and of the bytes that the server may take."""
+    msa_server_pairing: ServerPairing = "greedy"
+    """How the server pairs rows of a complex's chains: rows of a species that at least two of the sequences have (greedy), or
+    that all of them have (complete)."""
+    msa_server_templates: bool = False
+    """Use templates that the server finds, as ColabFold does: its best 20 chains of the PDB for each sequence, which evodsp
+    aligns itself. Without --msa_server: those that `evodsp search` with this option has kept beside the alignments."""
     retry: bool = False
     """Ask the server again for records of which it found no related sequence. Without it they are asked for again after a day,
     unless they have been predicted."""
@@ -308,8 +315,9 @@ class PredictConfig:
         check_numbers(self, ranges, "--")
         if self.example:
             self._take_example()
-        if self.msa_server is not None:
-            check_address("--msa_server", self.msa_server, PUBLIC)
+        check_server(self.msa_server, self.msa_server_pairing, self.msa_server_templates and self.alignments is None)
+        if self.msa_server_templates and self.templates is not None:
+            raise UserError(f"--msa_server_templates is given beside --templates {self.templates}; leave one out")
         if not self.sources:
             raise UserError(
                 "nothing to predict: give FASTA or A3M files, folders of them, or '-' for standard input; --example predicts a "
@@ -321,7 +329,8 @@ class PredictConfig:
             )
         _ = self.weights_names
         for name in ("max_template_date", "obsolete", "template_chains"):
-            if getattr(self, name) is not None and self.templates is None:
+            has_source = self.templates is not None or (name == "max_template_date" and self.msa_server_templates)
+            if getattr(self, name) is not None and not has_source:
                 raise UserError(f"--{name} is given without --templates; add the folder of template structures")
         for name in ("max_template_date", "obsolete"):
             if getattr(self, name) is not None and self.template_chains is not None:
@@ -391,7 +400,9 @@ class PredictConfig:
     @property
     def template_settings(self) -> TemplateSettings:
         """Source of the templates."""
-        return TemplateSettings(self.templates, self.latest_template, self.obsolete, self.template_chains)
+        return TemplateSettings(
+            self.templates, self.latest_template, self.obsolete, self.template_chains, self.msa_server_templates
+        )
 
     @property
     def saved(self) -> SaveSettings | None:

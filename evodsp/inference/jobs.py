@@ -82,6 +82,7 @@ from evodsp.inference.targets import Target, content_digest, find_targets, finge
 from evodsp.launch.consensus import from_first, on_first
 from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
+from evodsp.search.server import MsaServer
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
 from evodsp.weights.checkpoint import load_config, load_features, load_model
 from evodsp.weights.parameter_file import CONFIG, is_pretrained, located, parameter_file
@@ -486,12 +487,13 @@ def read_run(config: PredictConfig) -> PredictionRun:
     models = [_with_sizes(model, config.preset) for model in find_models(_model_files(config))]
     for model in models:
         feature_config(config.sizes, model.trained)  # checks the sizes
-    if config.templates is not None and not any(model.takes_templates for model in models):
-        raise takes_no_templates(config.templates, models[0].path)
+    if (config.templates or config.msa_server_templates) and not any(model.takes_templates for model in models):
+        raise takes_no_templates("--templates" if config.templates else "--msa_server_templates", models[0].path)
     failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
     targets = [target for target in targets if target.query.name not in _OURS]
     if config.msa_server is not None:
-        searched = with_searched(targets, config.output, config.msa_server, config.msa_server_limits, config.retry)
+        server = MsaServer(config.msa_server, config.msa_server_limits, pairing=config.msa_server_pairing)
+        searched = with_searched(targets, config.output, server, config.retry, config.msa_server_templates)
         targets, failures = searched[0], failures + searched[1]
     return PredictionRun(
         targets=targets,
@@ -603,6 +605,7 @@ def _jobs(
         templates, lines = find_templates(source, target, features.max_templates)
         seconds = time.perf_counter() - start
         settings = result_settings(run.passes, run.raw, features, target, model, templates)
+        settings["templates_from"] = "server" if run.templates.of_server and model.takes_templates else None
         stored = find_earlier(files.output / name, settings, model.name, files.overwrite and name not in done)
         missing = run.seeds if stored is None else stored.missing(run.seeds, files.save)
         if missing:

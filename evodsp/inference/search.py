@@ -15,10 +15,10 @@ from evodsp.errors import UserError
 from evodsp.files import output_errors
 from evodsp.inference.results import RecordFailure
 from evodsp.inference.targets import AlignmentFolder, Target, read_inputs
-from evodsp.printing import counted, progress, show, tell
-from evodsp.search.config import SearchConfig, ServerLimits
+from evodsp.printing import counted, progress, quoted, show, tell
+from evodsp.search.config import SearchConfig
 from evodsp.search.programs import LocalProgram
-from evodsp.search.searcher import NoAnswerError, Searcher, is_kept, search
+from evodsp.search.searcher import TEMPLATES, NoAnswerError, Searcher, is_kept, listed_templates, origin_of, search
 from evodsp.search.server import MsaServer, NotPairedError
 
 SEARCHED = "_alignments"
@@ -46,6 +46,9 @@ def run(settings: SearchConfig, words: list[str]) -> int:
                 unfound[f"pairs of {name}"] = (
                     error if isinstance(error, NoAnswerError) else UserError(f"{name}: {error}")
                 )
+        if settings.msa_server_templates:
+            names = [query.name for query in queries if query.name not in unfound]
+            fetch_templates(names, AlignmentFolder(settings.output), searcher)
     failed = [failure.reason for failure in broken]
     failed += [str(error) for error in unfound.values() if not isinstance(error, NoAnswerError)]
     for reason in failed:
@@ -87,11 +90,16 @@ def search_pairs(
     reasons for those that have none now: a NoAnswerError for each that was not asked for any more. With `retry` a complex is
     asked for again whose rows none was paired of."""
     failed: dict[str, UserError] = {}
-    wanted = {
-        name: [chain.letters for chain in chains]
-        for name, chains in complexes.items()
-        if len(chains) > 1 and not _has_pairs(file_of_pairs(folder, name), retry)
-    }
+    wanted: dict[str, list[str]] = {}
+    for name, chains in complexes.items():
+        file = file_of_pairs(folder, name)
+        if len(chains) > 1 and not _has_pairs(file, retry):
+            wanted[name] = [chain.letters for chain in chains]
+        elif file.is_file() and (mode := origin_of(file.parent).get("mode", server.pairing)) != server.pairing:
+            failed[name] = UserError(
+                f"{file.parent} holds rows of the server's mode '{quoted(mode)}', but --msa_server_pairing asks for "
+                f"{server.pairing}; remove that folder, or give another --output"
+            )
     if wanted:
         tell(
             f"rows of {counted(len(wanted), 'complex')} will be paired by {server.address}, which is sent the sequences"
@@ -104,6 +112,23 @@ def search_pairs(
         except UserError as error:
             failed[name] = error
     return failed
+
+
+def fetch_templates(names: Sequence[str], folder: AlignmentFolder, server: MsaServer) -> None:
+    """Ask for the structures of the template hits of records whose alignments are in `folder`, and keep them there. Says which
+    records get none: that costs no record."""
+    places = [place for name in names if (place := folder.of(name)) is not None and not (place / TEMPLATES).is_dir()]
+    wanted = {place: listed for place in places if (listed := listed_templates(place)) is not None}
+    with progress("fetched templates of", len(wanted)) as advance:
+        for number, (place, listed) in enumerate(wanted.items()):
+            try:
+                server.keep_templates(listed, place / TEMPLATES, tell)
+            except NoAnswerError as error:
+                tell(f"{error}; {counted(len(wanted) - number, 'record')} get no templates ({place.name}, …)")
+                return
+            except UserError as error:
+                tell(f"{place.name} gets no templates: {error}")
+            advance(1)
 
 
 def _has_pairs(file: Path, retry: bool) -> bool:
@@ -138,29 +163,31 @@ def _not_under_headers(
 
 def _searcher(settings: SearchConfig) -> Searcher:
     if settings.msa_server is not None:
-        return MsaServer(settings.msa_server, settings.msa_server_limits)
+        return MsaServer(settings.msa_server, settings.msa_server_limits, pairing=settings.msa_server_pairing)
     assert settings.program is not None, "checked by the settings"
     assert settings.database is not None, "checked by the settings"
     return LocalProgram(settings.program, settings.database, settings.threads)
 
 
 def with_searched(
-    targets: Sequence[Target], output: Path, address: str, limits: ServerLimits, retry: bool = False
+    targets: Sequence[Target], output: Path, searcher: MsaServer, retry: bool = False, templates: bool = False
 ) -> tuple[list[Target], list[RecordFailure]]:
-    """The targets, each with alignments if the server at `address` found some; and the records whose search failed.
+    """The targets, each with alignments if the server found some; and the records whose search failed.
 
-    A complex of whose sequences none had alignments gets rows that the server has paired, too. What is found is kept in
-    <output>/_alignments, where a later run reads it; that of a target with results stands unless `retry` is set.
+    A complex of whose sequences none had alignments gets rows that the server has paired, too. `templates`: whether structures
+    of template hits are fetched. What is found is kept in <output>/_alignments, where a later run reads it; that of a target
+    with results stands unless `retry` is set.
     """
-    folder, searcher = output / SEARCHED, MsaServer(address, limits)
+    folder = output / SEARCHED
     kept = AlignmentFolder(folder)
     missing = {target.query.name: _lacking(target) for target in targets}
+    is_open = {name: retry or not (output / name).is_dir() for name in missing}
     wanted = [
         query
         for name, queries in missing.items()
         for query in queries
         if not is_kept(folder / query.name, retry)
-        if retry or not (has_files(folder / query.name) and (output / name).is_dir())
+        if is_open[name] or not has_files(folder / query.name)
     ]
     with output_errors(output):
         failed = search_missing(wanted, folder, searcher, retry) if wanted else {}
@@ -170,8 +197,11 @@ def with_searched(
             if target.rule is BY_SPECIES and len(missing[name := target.query.name]) == len(target.distinct)
             if not any(query.name in failed for query in missing[name])
         }
-        asked = {name: chains for name, chains in whole.items() if retry or not (output / name).is_dir()}
+        asked = {name: own for name, own in whole.items() if is_open[name] or file_of_pairs(folder, name).is_file()}
         unpaired = search_pairs(asked, folder, searcher, retry) if asked else {}
+        if templates:
+            names = [query.name for name in missing if is_open[name] for query in missing[name]]
+            fetch_templates([name for name in names if name not in failed], kept, searcher)
     found: list[Target] = []
     failures: list[RecordFailure] = []
     for target in targets:
@@ -188,9 +218,13 @@ def with_searched(
         target = _with_alignments(target, places)
         if name in whole and (paired := file_of_pairs(folder, name)).is_file():
             target = replace(target, paired=paired)
-        notes = (
-            () if error is None else (f"{error}; its queries alone are paired, so its interfaces are less reliable",)
-        )
+        notes = [] if error is None else [f"{error}; its queries alone are paired, so its interfaces are less reliable"]
+        if names and name not in whole and target.rule is BY_SPECIES:
+            own = ", ".join(one.query.name for one in target.distinct.values() if one.query.name not in names)
+            notes.append(
+                f"no paired rows are asked of {searcher.address}: sequences with alignments of your own ({own}) are not sent "
+                "to it; without these in --alignments it searches and pairs all chains"
+            )
         found.append(replace(target, notes=(*target.notes, *notes)))
     return found, failures
 

@@ -33,7 +33,8 @@ from evodsp.features.batch import complex_sample, prediction_sample
 from evodsp.inference.config import TemplateSettings
 from evodsp.inference.structure_files import chain_name
 from evodsp.inference.targets import Target
-from evodsp.printing import counted
+from evodsp.printing import counted, quoted
+from evodsp.search.searcher import TEMPLATES, listed_templates, origin_of
 
 Templates = Mapping[str, TemplateFeatures]
 """The templates of each distinct sequence of a target, best first; of none without a source of templates."""
@@ -41,10 +42,16 @@ Templates = Mapping[str, TemplateFeatures]
 _STRUCTURES = (".cif", ".cif.gz", ".pdb", ".pdb.gz")
 
 
-def template_source(settings: TemplateSettings) -> TemplateSource | None:
-    """The source of templates; None without --templates. Raises UserError if the folder holds no structure, or a file is
-    missing or broken."""
+AnySource = TemplateSource | TemplateSettings
+"""One source of templates for all chains; or the settings, where each chain has templates of its own beside its alignments."""
+
+
+def template_source(settings: TemplateSettings) -> AnySource | None:
+    """The source of templates; None without any. Raises UserError if the folder holds no structure, or a file is missing or
+    broken."""
     folder = settings.folder
+    if settings.of_server:
+        return settings
     if folder is None:
         return None
     if folder.is_file():
@@ -73,15 +80,15 @@ def _template_chains(folder: Path, listed: Path) -> TemplateSource:
     return TemplateSource(structures, chains=TemplateChains(letters, max_identity=1.0))
 
 
-def takes_no_templates(folder: Path, checkpoint: Path) -> UserError:
-    """The error for --templates with a model that was trained without templates."""
+def takes_no_templates(option: str, checkpoint: Path) -> UserError:
+    """The error for templates, asked for by an option, with a model that was trained without."""
     return UserError(
-        f"{checkpoint}: its model takes no templates, but --templates is {folder}; "
+        f"{checkpoint}: its model takes no templates, but {option} is given; "
         "leave it out, or use a model with templates (of the published models, model_1, model_2 and the multimers)"
     )
 
 
-def find_templates(source: TemplateSource | None, target: Target, most: int) -> tuple[Templates, tuple[str, ...]]:
+def find_templates(source: AnySource | None, target: Target, most: int) -> tuple[Templates, tuple[str, ...]]:
     """Up to `most` templates of each distinct sequence of the target, and lines for the log that account for every hit.
 
     Raises UserError, or FileFormatError with file and line, if a search result or a structure is broken or of another chain.
@@ -96,9 +103,17 @@ def find_templates(source: TemplateSource | None, target: Target, most: int) -> 
     return found, tuple(lines)
 
 
-def _of_chain(source: TemplateSource, part: Target, most: int) -> tuple[TemplateFeatures, str]:
+def _of_chain(source: AnySource, part: Target, most: int) -> tuple[TemplateFeatures, str]:
     """The templates of a chain, and what became of the hits."""
-    folder, none = part.folder, TemplateFeatures.none(len(part.query))
+    folder, none, by = part.folder, TemplateFeatures.none(len(part.query)), ""
+    if isinstance(source, TemplateSettings):
+        listed = None if folder is None else listed_templates(folder)
+        if folder is None or listed is None:
+            return none, "none; no server's search has kept a list of template hits beside the alignments"
+        if not (folder / TEMPLATES).is_dir():
+            return none, f"none; structures of {counted(len(listed), 'hit')} have not been fetched"
+        source = TemplateSource.of_search(folder / TEMPLATES, listed, source.latest)
+        by = f"; hits and structures by {quoted(origin_of(folder).get('server'))}"
     if not source.reads_hits:
         found = source.find([], part.query)
     elif folder is None:
@@ -109,7 +124,7 @@ def _of_chain(source: TemplateSource, part: Target, most: int) -> tuple[Template
         found = source.find(folder, part.query)
     used = found.features.select(slice(most))
     taken = f"the best {len(used)} are used: {', '.join(used.names)}" if len(used) else "none is used"
-    return used, f"{found.log_line.removeprefix(f'{found.name}: ')}; {taken}"
+    return used, f"{found.log_line.removeprefix(f'{found.name}: ')}; {taken}{by}"
 
 
 def template_names(target: Target, templates: Templates) -> list[str]:

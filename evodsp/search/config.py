@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from evodsp.errors import POSITIVE, SIZE, UserError, check_numbers
 from evodsp.reading.answers import check_address
@@ -33,7 +33,20 @@ class ServerLimits:
         check_numbers(self, {"search_s": POSITIVE, "answer_s": POSITIVE, "answer_mib": SIZE}, "--msa_server_limits.")
 
 
+ServerPairing = Literal["greedy", "complete"]
+"""Which species give a paired row: those that at least two of the sequences have, or those that all have."""
 Program = Literal["jackhmmer", "hhblits", "mmseqs"]
+
+
+def check_server(address: str | None, pairing: str, templates: bool) -> None:
+    """Raise UserError if the options that are about a server are wrong. `templates`: whether it is to be asked for some."""
+    if address is not None:
+        check_address("--msa_server", address, PUBLIC)
+    if pairing not in get_args(ServerPairing):
+        raise UserError(f"--msa_server_pairing is '{pairing}', but must be 'greedy' or 'complete'")
+    if address is None and (templates or pairing != "greedy"):
+        option = "--msa_server_templates" if templates else "--msa_server_pairing"
+        raise UserError(f"{option} is given without --msa_server; add the server's address")
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,12 @@ class SearchConfig:
     host (https://name:password@host); they are shown nowhere. null: search with a local program."""
     msa_server_limits: ServerLimits = field(default_factory=ServerLimits)
     """Limits of the time and of the bytes that the server may take."""
+    msa_server_pairing: ServerPairing = "greedy"
+    """How the server pairs rows of a complex's chains: rows of a species that at least two of the sequences have (greedy), or
+    that all of them have (complete)."""
+    msa_server_templates: bool = False
+    """Also fetch the structures of chains of the PDB that the server finds like the sequences, for `evodsp predict` with this
+    option."""
     retry: bool = False
     """Ask the server again for records of which it found no related sequence, not only after a day."""
     program: Program | None = None
@@ -62,8 +81,7 @@ class SearchConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, {"threads": SIZE}, "--")
-        if self.msa_server is not None:
-            check_address("--msa_server", self.msa_server, PUBLIC)
+        check_server(self.msa_server, self.msa_server_pairing, self.msa_server_templates)
         if (self.msa_server is None) == (self.program is None):
             given = "neither is given" if self.program is None else "both are given"
             raise UserError(

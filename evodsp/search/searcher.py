@@ -1,8 +1,11 @@
-"""Searches for alignments, and keeps them: <folder>/<name>/ holds .a3m or .sto files, and search.json their origin."""
+"""Searches for alignments, and keeps them: <folder>/<name>/ holds .a3m or .sto files, and search.json their origin. Where a
+server has looked for templates, templates.txt there names chains of the PDB, best first, and templates/ holds their structures.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +21,14 @@ from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.printing import counted
 from evodsp.reading.answers import BadAnswerError
-from evodsp.reading.text_files import read_json
+from evodsp.reading.text_files import read_json, text_of
 from evodsp.version import __version__
 
 ORIGIN = "search.json"
+TEMPLATES = "templates"
+"""Folder of the structures of templates, and with .txt the list of their chains."""
+TEMPLATE = re.compile(r"[A-Za-z0-9]{4}_[A-Za-z0-9.]{1,8}", re.ASCII)
+"""The name of a chain of the PDB, as servers write it."""
 _MOST_BAD = 5
 """Sequences one after another of which the answer cannot be used, before nobody is asked any more."""
 ASKED_AGAIN_S = 86_400.0
@@ -45,6 +52,8 @@ class Found:
     """Content of each file by its name, whose suffix says the format."""
     is_alone: bool = False
     """Whether all rows are the sequence itself."""
+    templates: Sequence[str] | None = None
+    """Chains of the PDB that are like it, best first; None: these were not looked for."""
 
 
 class Searcher(ABC):
@@ -81,11 +90,24 @@ def is_kept(place: Path, retry: bool) -> bool:
     if not (retry or time.time() - said.stat().st_mtime > ASKED_AGAIN_S):
         return True
     with suppress(UserError):  # what is wrong with its files is said when they are read
-        origin = read_json(said, "remove the folder")
         is_small = sum(path.stat().st_size for path in alignment_files(place)) <= _LARGEST_ALONE
-        is_server = isinstance(origin, dict) and "server" in origin
-        return not (is_server and is_small and holds_query_alone(read_alignment_dir(place)))
+        return not ("server" in origin_of(place) and is_small and holds_query_alone(read_alignment_dir(place)))
     return True
+
+
+def origin_of(place: Path) -> Mapping[str, Any]:
+    """What `keep` has written about the alignments at `place`; nothing if they are others, or the file is broken."""
+    with suppress(UserError, OSError):
+        origin = read_json(place / ORIGIN, "remove the folder")
+        return origin if isinstance(origin, dict) else {}
+    return {}
+
+
+def listed_templates(place: Path) -> list[str] | None:
+    """The chains of the PDB that a server has found for the record at `place`, best first; None if it looked for none."""
+    file = place / f"{TEMPLATES}.txt"
+    listed = text_of(file).decode("utf-8", "replace").split() if file.is_file() else None
+    return None if listed is None else [name for name in listed if TEMPLATE.fullmatch(name)]
 
 
 def search(
@@ -159,5 +181,7 @@ def keep(folder: Path, found: Found, origin: Mapping[str, Any]) -> None:
     with whole_folder(folder) as new:
         for name, content in found.files.items():
             (new / name).write_bytes(content)
+        if found.templates is not None:
+            (new / f"{TEMPLATES}.txt").write_text("".join(f"{chain}\n" for chain in found.templates), encoding="utf-8")
         text = json.dumps({"evodsp_version": __version__, **origin}, indent=2)
         (new / ORIGIN).write_text(f"{text}\n", encoding="utf-8")

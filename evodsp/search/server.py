@@ -4,9 +4,10 @@ gzipped tar, of A3M files for several sequences.
 POST <address>/ticket/msa hands in FASTA records called 101, 102, …; GET <address>/ticket/<id> says how far the search is;
 and GET <address>/result/download/<id> is a gzipped tar archive. In each of its A3M files a zero byte ends the alignment of a
 record. After POST <address>/ticket/pair, with the different sequences of a complex, there is a pair.a3m with as many rows of
-each sequence: those with one number are of one species and belong together. Whatever the server sends ends within
-`ServerLimits`. The standard library talks to the server: requests and httpx would be one more dependency for three kinds of
-request.
+each sequence: those with one number are of one species and belong together. pdb70.m8 is a table of chains of the PDB that are
+like the sequences, and GET <address>/template/<chains> an archive of their structures, <entry>.cif. Whatever the server sends
+ends within `ServerLimits`. The standard library talks to the server: requests and httpx would be one more dependency for four
+kinds of request.
 
 Nothing is written while it is taken apart, and names of files in it have no effect. The headers are read here, not by
 tarfile's reader, which follows extended headers of any size and depth, fills gaps of sparse files with zeros, and goes back
@@ -21,6 +22,7 @@ import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,9 @@ from urllib.parse import urlencode
 from evodsp.data.formats import parse_a3m
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.msa import check_alignments
+from evodsp.data.templates.source import MOST_HITS
 from evodsp.errors import FileFormatError, UserError
+from evodsp.files import whole_folder
 from evodsp.printing import counted, duration, quoted
 from evodsp.reading.answers import (
     PASSING,
@@ -42,15 +46,23 @@ from evodsp.reading.answers import (
     without_login,
 )
 from evodsp.reading.text_files import TooLargeError, unpack
-from evodsp.search.config import PUBLIC, ServerLimits
-from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher, keep
+from evodsp.search.config import PUBLIC, ServerLimits, ServerPairing
+from evodsp.search.searcher import TEMPLATE, Found, NoAnswerError, Say, Searcher, keep
 
 FIRST = 101
 """The number of the first sequence of a request."""
 _BLOCK = 512
 _MOST_FILES = 100
 """A3M files of an archive; ColabFold's servers send three."""
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]{0,99}\.a3m", re.ASCII)
+_HITS = "pdb70.m8"
+_LARGEST_HITS = 1 << 23
+"""Bytes that are read of the table of templates: its first 70,000 lines."""
+_NAME = re.compile(rf"[A-Za-z0-9_][\w.-]{{0,99}}\.a3m|{re.escape(_HITS)}", re.ASCII)
+_CIF = re.compile(r"[A-Za-z0-9]{4}\.cif", re.ASCII)
+_HIT = re.compile(
+    rb"(?m)^(\d{1,9})[ \t]+(%s)(?:[ \t]+[^ \t\n]+){8}[ \t]+([0-9.eE+-]{1,30})\b" % TEMPLATE.pattern.encode()
+)
+"""A line of that table: the number of a sequence, a chain, eight other columns, the E-value."""
 _QUERY = re.compile(rb"\s*>(\d{1,9})\s*\n")
 _ROW = re.compile(rb">([^\n]*)\n([^>]*)")
 _PAIRS = "pair.a3m"
@@ -66,8 +78,12 @@ def split(archive: bytes, sequences: int, most: int, address: str) -> list[Found
     `most`: bytes that it may unpack to. `address`: of the server, for messages. Raises BadAnswerError if it is something else.
     """
     files: list[dict[str, bytes]] = [{} for _ in range(sequences)]
+    templates: Sequence[Sequence[str] | None] = [None] * sequences
     names = set()
-    for name, content in _alignments(archive, most, address):
+    for name, content in _files(archive, _NAME, most, address):
+        if name == _HITS:
+            templates = _best_hits(content, sequences)
+            continue
         names.add(name)
         if len(names) > _MOST_FILES:
             raise BadAnswerError(f"{address}: the answer holds more than {_MOST_FILES} alignment files; try again")
@@ -75,25 +91,35 @@ def split(archive: bytes, sequences: int, most: int, address: str) -> list[Found
             if not 0 <= number < sequences:
                 raise BadAnswerError(f"{address}: {name} holds the record {number + FIRST}, which was not asked for")
             files[number][name] = alignment
-    return [Found(found) for found in files]
+    return [Found(found, templates=own) for found, own in zip(files, templates, strict=True)]
 
 
-def _alignments(archive: bytes, most: int, address: str) -> Iterator[tuple[str, bytes]]:
-    """The A3M files of an archive with their names, without folders."""
+def _best_hits(table: bytes, sequences: int) -> list[list[str]]:
+    """The chains that the table of templates has for each sequence, at most `MOST_HITS`, by rising E-value. Lines of another
+    form are passed over."""
+    found: list[dict[str, float]] = [{} for _ in range(sequences)]
+    for line in _HIT.finditer(table[:_LARGEST_HITS]):
+        number, name = int(line[1]) - FIRST, line[2].decode()
+        with suppress(ValueError):
+            if 0 <= number < sequences:
+                found[number].setdefault(name, float(line[3]))
+    return [sorted(own, key=lambda name: own[name])[:MOST_HITS] for own in found]
+
+
+def _files(archive: bytes, wanted: re.Pattern[str], most: int, address: str) -> Iterator[tuple[str, bytes]]:
+    """The plain files of an archive whose names, without folders, are as `wanted`."""
     try:
         if not archive.startswith(b"\x1f\x8b"):
             raise tarfile.HeaderError("not gzipped")
         for name, content in _members(unpack(address, archive, most)):
-            if _NAME.fullmatch(name := name.rpartition("/")[2]):
+            if wanted.fullmatch(name := name.rpartition("/")[2]):
                 yield name, content
     except TooLargeError as error:
         limit = f"{most / 2**20:,.0f} MiB (--msa_server_limits.answer_mib)"
         raise BadAnswerError(f"{address}: the answer unpacks to more than {limit}") from error
     except (tarfile.TarError, FileFormatError) as error:
         why = quoted(str(error).removeprefix(f"{address}: "))
-        raise BadAnswerError(
-            f"{address}: the answer is no gzipped tar archive of alignments ({why}); try again"
-        ) from error
+        raise BadAnswerError(f"{address}: the answer is no gzipped tar archive ({why}); try again") from error
 
 
 def _members(content: bytes) -> Iterator[tuple[str, bytes]]:
@@ -146,8 +172,6 @@ def side_by_side(parts: Sequence[bytes], sequences: Sequence[str], address: str)
 ATTEMPTS = 5
 _MODE = "env"
 """UniRef and environmental sequences, filtered: what ColabFold asks for."""
-_PAIRING = "pairgreedy"
-"""Rows of a species that at least two of the sequences have: what ColabFold asks for."""
 _MOST_OF_STATUS = 1 << 20
 """Bytes of an answer that is no archive."""
 _POLL_S = 5.0
@@ -173,8 +197,11 @@ class MsaServer(Searcher):
         limits: ServerLimits | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
+        pairing: ServerPairing = "greedy",
     ) -> None:
         """`address`: may hold a user name and a password, which only this server is sent. Raises UserError if it is none."""
+        self.pairing = f"pair{pairing}"
+        """ColabFold's word for the way in which it pairs rows."""
         check_address("--msa_server", address, PUBLIC)
         self._asked, self._limits = address.rstrip("/"), limits or ServerLimits()
         self.address = without_login(self._asked)
@@ -202,14 +229,27 @@ class MsaServer(Searcher):
         """
         until = self._clock() + self._limits.search_s
         try:
-            ticket = self._wait(self._submit("pair", _PAIRING, sequences, say, until), say, until)
+            ticket = self._wait(self._submit("pair", self.pairing, sequences, say, until), say, until)
         except NoAnswerError:
             raise
         except UserError as error:
             raise NotPairedError(f"{self.address} pairs no rows of different chains ({error})") from error
         parts = [found.files.get(_PAIRS, b"") for found in self._download(ticket, len(sequences), say, until)]
         content = side_by_side(parts, sequences, self.address)
-        keep(folder, Found({_PAIRS: content}), {**self.origin, "mode": _PAIRING})
+        keep(folder, Found({_PAIRS: content}), {**self.origin, "mode": self.pairing})
+
+    def keep_templates(self, chains: Sequence[str], folder: Path, say: Say) -> None:
+        """Ask for the structures of chains of the PDB, and keep in `folder` those that the server sends, as <entry>.cif.
+
+        Raises NoAnswerError if the server does not answer, UserError for a wrong answer.
+        """
+        most, until = self._limits.answer_mib << 20, self._clock() + self._limits.search_s
+        entries = {chain.partition("_")[0].lower() for chain in chains}
+        answer = self._ask(f"template/{','.join(chains)}", say, until, most) if chains else b""
+        with whole_folder(folder) as new:
+            for name, content in _files(answer, _CIF, most, self.address) if chains else ():
+                if (entry := name.removesuffix(".cif").lower()) in entries:
+                    (new / f"{entry}.cif").write_bytes(content)
 
     def _download(self, ticket: str, sequences: int, say: Say, until: float) -> list[Found]:
         most = self._limits.answer_mib << 20

@@ -7,7 +7,7 @@ import json
 import re
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs
@@ -39,9 +39,17 @@ class StandIn:
         """What pair.a3m is; or the HTTP code of a server without pairs."""
         self.paired: list[list[str]] = []
         """The sequences of each ticket for pairs."""
+        self.pairing = "pairgreedy"
+        """The only mode of them that it takes."""
+        self.hits: dict[str, str] | None = None
+        """For each sequence the chains of the PDB that it finds, each with its E-value: 1abc_A:1e-9. None: it has no table."""
+        self.structures: Members | int = {}
+        """What an archive of templates holds; or an HTTP code."""
+        self.templates: list[str] = []
+        """The chains of each request for templates."""
 
     def ticket(self, form: dict[str, list[str]], kind: str = "msa") -> dict[str, str] | int:
-        assert form["mode"] == [{"msa": "env", "pair": "pairgreedy"}[kind]]
+        assert form["mode"] == [{"msa": "env", "pair": self.pairing}[kind]]
         if kind == "pair" and isinstance(self.pairs, int):
             return self.pairs
         if self.refusals:
@@ -60,20 +68,39 @@ class StandIn:
     def archive(self, ticket: str) -> bytes:
         if self.raw is not None:
             return self.raw
-        packed, sequences = io.BytesIO(), self._sequences(ticket)
+        sequences = self._sequences(ticket)
         members = self.members or {name: alignments(sequences, name) for name in FILES}
         if ticket.startswith("pair"):
             members = {"pair.a3m": self.pairs if isinstance(self.pairs, bytes) else alignments(sequences, "species")}
-        with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-            for name, content in members.items():
-                entry = tarfile.TarInfo(name)
-                entry.size = len(content)
-                archive.addfile(entry, io.BytesIO(content))
-        return packed.getvalue()
+        elif self.hits is not None:
+            members["pdb70.m8"] = hit_table([self.hits.get(letters, "") for letters in sequences])
+        return packed(members)
+
+    def template(self, chains: str) -> bytes | int:
+        self.templates.append(chains)
+        return self.structures if isinstance(self.structures, int) else packed(self.structures)
 
     def _sequences(self, ticket: str) -> list[str]:
         kind, _, number = ticket.partition("-")
         return (self.paired if kind == "pair" else self.asked)[int(number)]
+
+
+def packed(members: Members) -> bytes:
+    """A gzipped tar archive."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w:gz") as archive:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return written.getvalue()
+
+
+def hit_table(hits: list[str]) -> bytes:
+    """The table of templates as MMseqs2 writes it. `hits`: of each sequence, as `StandIn.hits` has them."""
+    found = [(number, *hit.partition(":")) for number, own in enumerate(hits, 101) for hit in own.split()]
+    lines = [f"{number}\t{name}\t0.4\t10\t6\t0\t1\t10\t1\t10\t{value}\t50\t10M\n" for number, name, _, value in found]
+    return "".join(lines).encode()
 
 
 def alignments(sequences: list[str], name: str) -> bytes:
@@ -96,7 +123,11 @@ def serving(stand_in: StandIn) -> Iterator[str]:
 
         def do_GET(self) -> None:
             place, _, ticket = self.path[1:].rpartition("/")
-            self.answer(lambda: stand_in.archive(ticket) if place == "result/download" else stand_in.status(ticket))
+            makers: dict[str, Callable[[str], object]] = {
+                "result/download": stand_in.archive,
+                "template": stand_in.template,
+            }
+            self.answer(lambda: makers.get(place, stand_in.status)(ticket))
 
         def answer(self, make: object) -> None:
             stand_in.agents.add(self.headers["User-Agent"])

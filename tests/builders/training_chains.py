@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def write_chains(folder: Path) -> Path:
     return folder
 
 
-def write_chain(folder: Path, key: str, letters: str) -> None:
+def write_chain(folder: Path, key: str, letters: str, released: date | None = None) -> None:
     """Write a chain, whose atoms lie near a straight line, and its alignment of three sequences."""
     pdb_id, chain_id = key.split("_")
     generator = np.random.default_rng(0)
@@ -58,6 +59,7 @@ def write_chain(folder: Path, key: str, letters: str) -> None:
         positions=positions.astype(np.float32),
         mask=RESTYPE_ATOM37_MASK[[RESTYPE_ORDER[letter] for letter in letters]].astype(np.float32),
         resolution=2.0,
+        release_date=released,
     )
     (folder / "mmcif_files").mkdir(exist_ok=True)
     (folder / "alignments" / key).mkdir(parents=True)

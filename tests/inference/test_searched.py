@@ -12,7 +12,6 @@ from evodsp.data.records import ProteinSequence
 from evodsp.inference import search
 from evodsp.inference.search import with_searched
 from evodsp.inference.targets import Target, find_targets
-from evodsp.search.config import ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError
 from evodsp.search.server import MsaServer, NotPairedError
 
@@ -28,18 +27,15 @@ class Dying(MsaServer):
         return [Found({"x.a3m": b">q\nGST\n"})]
 
 
-def test_a_server_that_is_gone_costs_only_what_it_would_have_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_gone_costs_only_what_it_would_have_found(tmp_path: Path) -> None:
     """Catches records that have alignments, and those found before, which are not predicted because a server is down."""
-    monkeypatch.setattr(search, "MsaServer", Dying)
     (tmp_path / "own.a3m").write_text(">q\nMKT\n")
     records = {"own": "MKT", "found": "GST", "lost": "AAA", "lost_too": "CCC"}
     targets = [
         Target(ProteinSequence(name, letters), tmp_path / "own.a3m" if name == "own" else None, ("none",))
         for name, letters in records.items()
     ]
-    usable, failures = with_searched(targets, tmp_path, "http://host", ServerLimits())
+    usable, failures = with_searched(targets, tmp_path, Dying("http://host"))
     assert [target.query.name for target in usable] == ["own", "found"]
     assert usable[1].alignments == tmp_path / "_alignments" / "found"
     assert [(failure.name, failure.reason) for failure in failures] == [
@@ -60,30 +56,27 @@ class Finding(MsaServer):
         raise NotPairedError("http://host pairs no rows")
 
 
-def test_chains_of_a_complex_are_searched_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_a_complex_are_searched_alone(tmp_path: Path) -> None:
     """Catches chains that are searched as one sequence, copies that are searched twice, and found rows that are not read."""
-    monkeypatch.setattr(search, "MsaServer", Finding)
     (tmp_path / "x.fasta").write_text(">x\nMKT:GST:MKT:AAA\n")
     write = tmp_path / "given" / "x_D"
     write.mkdir(parents=True)
     (write / "x.a3m").write_text(">q\nAAA\n")
     targets, _ = find_targets([tmp_path / "x.fasta"], tmp_path / "given")
-    (target,), failures = with_searched(targets, tmp_path, "http://host", ServerLimits())
+    (target,), failures = with_searched(targets, tmp_path, Finding("http://host"))
     assert not failures
     assert sorted(Finding.asked) == ["GST", "MKT"]
     found = tmp_path / "_alignments"
     assert [chain.alignments for chain in target.chains] == [found / "x_A", found / "x_B", None, write]
     assert target.alignments is None
-    (note,) = target.notes
-    assert note.startswith("alignments of a server's search")
+    assert target.notes[0].startswith("alignments of a server's search")
 
 
-def test_a_chain_with_the_name_of_its_complex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_with_the_name_of_its_complex(tmp_path: Path) -> None:
     """Catches the alignments of a chain that are taken for one of the whole complex, because the file has its name."""
-    monkeypatch.setattr(search, "MsaServer", Finding)
     (tmp_path / "a.fasta").write_text(">a\nMKT\n>b\nGST\n")
     targets, _ = find_targets([tmp_path / "a.fasta"], None, one_complex=True)
-    (target,), failures = with_searched(targets, tmp_path, "http://host", ServerLimits())
+    (target,), failures = with_searched(targets, tmp_path, Finding("http://host"))
     found = tmp_path / "_alignments"
     assert not failures
     assert target.alignments is None
@@ -136,7 +129,7 @@ def test_alignments_under_a_header_are_not_searched_again(
     assert "sp|P00698|X and tr|P00698|Y may both be those of 'P00698'" in said.err
     assert said.out == f"2 records have alignments in {kept}, 1 failed\n"
     targets, _ = find_targets([tmp_path / "in.fasta"], None)
-    usable, (failure,) = with_searched(targets, tmp_path, "http://host", ServerLimits())
+    usable, (failure,) = with_searched(targets, tmp_path, Finding("http://host"))
     assert [target.alignments for target in usable] == [kept / "sp|P61823|RNAS1_BOVIN", kept / "new"]
     assert (failure.name, Finding.asked) == ("P00698", ["AAA"])
 
@@ -145,14 +138,13 @@ def test_what_was_predicted_without_relatives_is_asked_for_only_with_retry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches a batch that goes on after a day and whose finished records fail, because their alignments have changed."""
-    monkeypatch.setattr(search, "MsaServer", Finding)
     monkeypatch.setattr("evodsp.search.searcher.ASKED_AGAIN_S", -1.0)
     (tmp_path / "in.fasta").write_text(">a\nMKT\n>b\nGST\n")
     targets, _ = find_targets([tmp_path / "in.fasta"], None)
-    with_searched(targets, tmp_path, "http://host", ServerLimits())
+    with_searched(targets, tmp_path, Finding("http://host"))
     (tmp_path / "a").mkdir()
     for retry, asked in ((False, ["GST"]), (True, ["GST", "MKT"])):
         Finding.asked.clear()
-        with_searched(targets, tmp_path, "http://host", ServerLimits(), retry)
+        with_searched(targets, tmp_path, Finding("http://host"), retry)
         assert sorted(Finding.asked) == asked
     assert "no related sequence was found for 2 records (a, b)" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from evodsp.inference.predict import predict, predict_records
 from evodsp.inference.search import with_searched
 from evodsp.inference.target_msas import ComplexMsa
 from evodsp.inference.targets import find_targets
-from evodsp.search.config import ServerLimits
+from evodsp.search.server import MsaServer
 from tests.builders.msa_server import StandIn, serving
 from tests.builders.prediction import read_json, silent
 
@@ -140,9 +141,39 @@ def test_the_sequences_of_own_alignments_are_not_sent(stand_in: StandIn, address
     (own / "x.a3m").write_text(f">q\n{A}\n")
     (tmp_path / "x.fasta").write_text(f">x\n{B}:{A}:GSTA\n")
     targets, _ = find_targets([tmp_path / "x.fasta"], tmp_path / "own")
-    with_searched(targets, tmp_path / "out", address, ServerLimits())
+    (target,), _ = with_searched(targets, tmp_path / "out", MsaServer(address))
     assert stand_in.asked == [[B, "GSTA"]]
     assert not stand_in.paired
+    assert target.notes[-1].startswith(
+        f"no paired rows are asked of {address}: sequences with alignments of your own (x_B)"
+    )
+
+
+def test_pairs_of_species_that_all_chains_have(
+    stand_in: StandIn,
+    address: str,
+    multimer: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Catches an option that does not reach the server, and rows of the other mode that stand for it, in silence, before and
+    after the complex is predicted."""
+    stand_in.pairing = "paircomplete"
+    config = settings(tmp_path, multimer, TRIMER, msa_server=address, msa_server_pairing="complete")
+    predict(config, silent)
+    assert stand_in.paired == [[B, A]]
+    assert predict(config, silent)[0].kept
+    with pytest.raises(
+        UserError, match=r"x_paired holds rows of the server's mode 'paircomplete', .* asks for pairgreedy;"
+    ):
+        predict(replace(config, msa_server_pairing="greedy"), silent)
+    words = ["search", str(tmp_path / "given.fasta"), "--output", str(config.output / "_alignments")]
+    assert main([*words, "--msa_server", address]) == 1
+    assert "asks for pairgreedy; remove that folder" in capsys.readouterr().err
+    assert main([*words, "--msa_server", address, "--msa_server_pairing", "complete"]) == 0
+    assert main([*words, "--program", "mmseqs", "--database", "x", "--msa_server_pairing", "complete"]) == 2
+    assert "--msa_server_pairing is given without --msa_server" in capsys.readouterr().err
+    assert len(stand_in.paired) == 1
 
 
 def test_pairs_of_other_sequences(stand_in: StandIn, address: str, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, che
     words = last_options([*words, "--checkpoint", str(checkpoints[name])])
     assert main([*words, "--templates", str(real_data / "mmcif_files")]) == 2
     error = capsys.readouterr().err
-    assert f"{name}.ckpt: its model takes no templates, but --templates is " in error
+    assert f"{name}.ckpt: its model takes no templates, but --templates is given; " in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert main(words) == 0

@@ -12,10 +12,11 @@ import pytest
 from evodsp.data.records import ProteinSequence
 from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
+from evodsp.reading.answers import BadAnswerError
 from evodsp.search.config import ServerLimits
 from evodsp.search.searcher import NoAnswerError, search
-from evodsp.search.server import MsaServer, NotPairedError
-from tests.builders.msa_server import FILES, StandIn, alignments, serving
+from evodsp.search.server import MsaServer, NotPairedError, split
+from tests.builders.msa_server import FILES, StandIn, alignments, hit_table, packed, serving
 
 RECORDS = [ProteinSequence(name, letters) for name, letters in (("a", "MKTAYIAK"), ("b", "GSTLLK"), ("c", "MKTAYIAK"))]
 
@@ -267,3 +268,70 @@ def test_a_server_without_pairs_is_told_from_one_that_does_not_answer(
     stand_in.broken = [503] * 5
     with pytest.raises(NoAnswerError):
         paired(address, tmp_path / "x_paired")
+
+
+def hits_of(table: bytes) -> list[list[str] | None]:
+    """The hits of both sequences of `QUERY` in a table."""
+    members = {"uniref.a3m": alignments(QUERY, "x"), "pdb70.m8": table}
+    return [
+        None if one.templates is None else [*one.templates] for one in split(packed(members), 2, 1 << 26, "http://host")
+    ]
+
+
+def test_the_best_template_hits_of_each_sequence() -> None:
+    """Catches hits of another sequence, in the order of the table, twice, or more of them than a request should name."""
+    many = " ".join(f"{number:04d}_A:{number}e-9" for number in range(1, 30))
+    table = hit_table([f"1abc_B:1e-3 2ABC_C:1e-20 1abc_B:1e-4 3abc_AA:0.5 {many}", "4abc_D:10"])
+    first, second = hits_of(table)
+    assert first == ["2ABC_C", *(f"{number:04d}_A" for number in range(1, 20))]
+    assert second == ["4abc_D"]
+    assert hits_of(hit_table(["", ""])) == [[], []]
+
+
+BAD = b"102\t%s\t0.4\t10\t6\t0\t1\t10\t1\t10\t%s\t50\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        BAD % (b"../../x_A", b"1"),
+        BAD % (b"1abc_A,2abc_B", b"1"),
+        BAD % (b"1abc_A/../", b"1"),
+        BAD % (b"1abc_" + b"A" * 9, b"1"),
+        BAD % (b"1abc_A", b"nan"),
+        BAD % (b"1abc_A", b"1e-"),
+        BAD % (b"1ab\xc3_A", b"1"),
+        (BAD % (b"1abc_A", b"1")).replace(b"102", b"103"),
+        (BAD % (b"1abc_A", b"1")).replace(b"102", b"9" * 5000),
+        b"102\t1abc_A\t0.4\n",
+        b"102\t" * 2_000_000,
+        b"\0" * (1 << 24) + BAD % (b"1abc_A", b"1"),
+    ],
+)
+def test_a_line_that_is_no_hit(line: bytes) -> None:
+    """Catches names that lead to other addresses or files, tracebacks, and a table that takes minutes or gigabytes."""
+    assert hits_of(line + hit_table(["", "4abc_D:1"]))[1] in (["4abc_D"], [])
+    assert hits_of(hit_table(["", "4abc_D:1"]) + line)[1] == ["4abc_D"]
+
+
+def test_structures_of_templates_stay_in_their_folder(stand_in: StandIn, address: str, tmp_path: Path) -> None:
+    """Catches files that an archive names elsewhere or that were not asked for, links, and half of an answer that is kept."""
+    server, kept = MsaServer(address, ServerLimits(answer_mib=1), sleep=Rests()), tmp_path / "x" / "templates"
+    stand_in.structures = {
+        "../../1abc.cif": b"one",
+        "/tmp/9abc.cif": b"",
+        "2ABC.cif": b"two",
+        "2abc.cif.gz": b"",
+        ".cif": b"",
+    }
+    server.keep_templates(["1ABC_A", "2abc_B", "3abc_C"], kept, print)
+    assert stand_in.templates == ["1ABC_A,2abc_B,3abc_C"]
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == {"1abc.cif": b"one", "2abc.cif": b"two"}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    stand_in.structures = {"1abc.cif": bytes(2 << 20)}
+    with pytest.raises(BadAnswerError, match="unpacks to more than 1 MiB"):
+        server.keep_templates(["1abc_A"], tmp_path / "y" / "templates", print)
+    assert not (tmp_path / "y").exists()
+    server.keep_templates([], tmp_path / "z" / "templates", print)
+    assert len(stand_in.templates) == 2
+    assert not any((tmp_path / "z" / "templates").iterdir())

@@ -24,7 +24,7 @@ from evodsp.data.formats.mmcif import read_header
 from evodsp.data.records import ProteinSequence
 from evodsp.data.similarity.sequences import MOST_CELLS, Words, identity, paired, plain, score
 from evodsp.data.sources.layout import read_template_hits, split_key
-from evodsp.data.sources.structures import StructureFolder, TemplateStructures
+from evodsp.data.sources.structures import KeptStructures, StructureFolder, TemplateStructures
 from evodsp.data.templates.features import MAX_TEMPLATES, TemplateFeatures, TemplateRejection, template_features
 from evodsp.data.templates.hits import HitLimits, Rejection, TemplateHit, select_hits
 from evodsp.errors import UserError
@@ -40,24 +40,29 @@ MOST_ALIGNED = 1000
 class TemplateChains:
     """Chains whose structures serve as templates.
 
-    `sequences`: by chain key, in the user's order; of chains with equal sequences the first serves. `max_identity`: a query
-    that is one of these chains gets no hit with a larger share of identical residues, 0 to 1, of the shorter of the two
-    sequences. Otherwise near copies of training chains would teach a model to copy, and held-out chains have none.
+    `sequences`: by chain key, in the user's order; '' of a chain that cannot be read. Of chains with equal sequences the first
+    serves. `max_identity`: a query that is one of these chains gets no hit with a larger share of identical residues, 0 to 1,
+    of the shorter of the two sequences. Otherwise near copies of training chains would teach a model to copy, and held-out
+    chains have none. `are_ranked`: a search has found them for the query, so they are its hits, the first one is the best, and
+    one may be of the query's entry.
     """
 
     sequences: Mapping[str, str]
     max_identity: float
+    are_ranked: bool = False
 
     def hits(self, query: ProteinSequence) -> list[TemplateHit]:
-        """The chains of other entries by falling alignment score, at most `MOST_HITS`, each with its alignment."""
-        entry, limit = _entry(query.name), self.max_identity if self.lists(query.name) else 1.0
+        """The chains of other entries by falling alignment score, or as they are ranked, at most `MOST_HITS`, each with its
+        alignment."""
+        limit = self.max_identity if self.lists(query.name) else 1.0
+        entry = None if self.are_ranked else _entry(query.name)
         letters = plain(query.letters)
         candidates = [
             (sequence, owner)
             for sequence in self._likeliest(letters)
             if (owner := next((key for key in self._owners[sequence] if _entry(key) != entry), None)) is not None
         ]
-        ranked = sorted(candidates, key=lambda one: -score(letters, one[0]))
+        ranked = candidates if self.are_ranked else sorted(candidates, key=lambda one: -score(letters, one[0]))
         found: list[TemplateHit] = []
         for sequence, owner in ranked:
             if len(found) == MOST_HITS:
@@ -81,6 +86,11 @@ class TemplateChains:
         return sorted(sequences, key=lambda sequence: -shared[sequence])[:MOST_ALIGNED]
 
     @cached_property
+    def unreadable(self) -> tuple[str, ...]:
+        """The chains without a sequence."""
+        return tuple(key for key, sequence in self.sequences.items() if not sequence)
+
+    @cached_property
     def _entries(self) -> frozenset[str]:
         return frozenset(split_key(key)[0] for key in self.sequences)
 
@@ -99,7 +109,7 @@ class TemplateChains:
 
     def __getstate__(self) -> dict[str, object]:
         """Worker processes list sequences and words themselves: sending them takes longer."""
-        return {"sequences": self.sequences, "max_identity": self.max_identity}
+        return {name: getattr(self, name) for name in ("sequences", "max_identity", "are_ranked")}
 
 
 def listed_chains(structures: StructureFolder, names: Iterable[str]) -> dict[str, str]:
@@ -214,6 +224,15 @@ class TemplateSource:
         replaced = {} if obsolete is None else parse_obsolete(obsolete)
         return cls(StructureFolder(structure_dir), HitLimits(max_date=max_date), replaced)
 
+    @classmethod
+    def of_search(cls, structure_dir: Path, chains: Iterable[str], max_date: date | None) -> TemplateSource:
+        """A source whose templates are `chains`, which a search has found for the query, best first; they are aligned with it
+        here. A warning names one whose structure cannot be read."""
+        structures = KeptStructures(structure_dir)
+        present = {key: structures.has_structure(key) and _is_readable(structures, key) for key in chains}
+        letters = {key: structures.chain(key).sequence if is_there else "" for key, is_there in present.items()}
+        return cls(structures, HitLimits(max_date=max_date), chains=TemplateChains(letters, 1.0, are_ranked=True))
+
     def find(
         self,
         hits: str | Path | list[TemplateHit],
@@ -225,8 +244,8 @@ class TemplateSource:
 
         `hits`: a chain's folder (`read_template_hits`), or the hits read from it; not used unless `reads_hits`. `pdb_id`,
         `release_date`: the entry and the release date of a query of known structure (training); its templates must be
-        `limits.days_before_query` days older. If its date is unknown and `limits` has no latest date either, it gets none. No
-        date limits the templates of `chains`.
+        `limits.days_before_query` days older. If its date is unknown and `limits` has no latest date either, it gets none. The
+        query's date does not limit the templates of `chains`.
         Raises UserError if the search was made with another query, FileFormatError for a broken search result or structure.
         """
         if self.chains is not None:
@@ -246,7 +265,9 @@ class TemplateSource:
             query_pdb_id=pdb_id,
             obsolete=self.obsolete,
         )
-        rejected: dict[Rejection | TemplateRejection, tuple[str, ...]] = {}
+        lost = () if self.chains is None else self.chains.unreadable
+        rejected: dict[Rejection | TemplateRejection, tuple[str, ...]]
+        rejected = {TemplateRejection.NO_STRUCTURE: lost} if lost else {}
         for hit, reason in selection.rejected:
             # Without its file an entry has no date; the user can add the file, so that is the reason to show.
             lacks_file = reason is Rejection.UNKNOWN_DATE and not self.structures.has_structure(hit.key)
@@ -255,12 +276,12 @@ class TemplateSource:
         kept = selection.kept
         if not self.reads_hits:  # a broken structure among the user's chains must not cost all chains that are like it
             kept = tuple(hit for hit in selection.kept if _is_readable(self.structures, hit.key))
-            if lost := tuple(hit.key for hit in selection.kept if hit not in kept):
-                rejected[TemplateRejection.NO_STRUCTURE] = (*rejected.get(TemplateRejection.NO_STRUCTURE, ()), *lost)
+            if broken := tuple(hit.key for hit in selection.kept if hit not in kept):
+                rejected[TemplateRejection.NO_STRUCTURE] = (*rejected.get(TemplateRejection.NO_STRUCTURE, ()), *broken)
         features, unusable = template_features(query, kept, self.structures, self.limit)
         for unused, keys in unusable.items():
             rejected[unused] = (*rejected.get(unused, ()), *keys)
-        return FoundTemplates(query.name, features, len(hits), rejected)
+        return FoundTemplates(query.name, features, len(hits) + len(lost), rejected)
 
     def _is_known(self, pdb_id: str) -> bool:
         return self.structures.has_structure(f"{pdb_id}_A")  # any chain id will do: only the entry's file is looked for

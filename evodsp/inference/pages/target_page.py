@@ -259,6 +259,14 @@ def target_page(
     figures["sequences in the alignments" if found else "no alignments"] = (
         f"{found.sequences:,}" if found else "1 sequence"
     )
+    # Of several models: the settings of each, under its name.
+    every = ranking.get("models") or {"": ranking["settings"]}
+    named = [own["templates"] for own in every.values() if isinstance(own.get("templates"), list) and own["templates"]]
+    if named:
+        by = (
+            "templates found by the server" if any(own.get("templates_from") for own in every.values()) else "templates"
+        )
+        figures[by] = f"{max(map(len, named))}"
     figures["seconds in the model"] = f"{timings['model_seconds']:,.1f}"
     page.figures(figures)
     if len(entries) > 1:
@@ -302,8 +310,6 @@ def target_page(
     page.heading("Timings")
     page.table(["what", "value"], _plain_rows(timings))
     page.heading("Settings")
-    # Of several models: the settings of each, under its name.
-    every = ranking.get("models") or {"": ranking["settings"]}
     settings = {f"{model} {name}".strip(): value for model, own in every.items() for name, value in own.items()}
     page.table(["setting", "value"], _plain_rows({"evodsp_version": ranking.get("evodsp_version"), **settings}))
     page.note(
