@@ -21,6 +21,8 @@ _HEADINGS = (
     "exposed", "launch-bound", "days", "GPU-hours",
 )  # fmt: skip
 _NUMBERS = set(_HEADINGS) - {"data x sequence", "fits", "graphs", "launch-bound"}
+_LESS = {"blocks kept", "without projections", "graphs", "launch-bound"}
+"""Columns that the page lacks where they are the same for all meshes: the table is as wide as the page without them."""
 TIGHT = f"; less than {MARGIN:.0%} of the memory is free, and a run may need more"
 LAUNCH_BOUND = 0.9
 """A pass is launch-bound where launching takes at least this share of its time."""
@@ -142,8 +144,9 @@ def page(compared: Comparison, gpus: int) -> Page:
     """The page."""
     made = Page(f"Plan for {gpus} x {compared.device.name}", f"{_what(compared)}. Times are a model's, not measured.")
     best = compared.best
-    made.verdict(verdict(compared), best is not None and not best.tight)
-    for line in [*([] if best is None else [command(best, compared)]), *advice(compared)]:
+    found, *others = (line[:1].upper() + line[1:] for line in (verdict(compared), *advice(compared)))
+    made.verdict(found, best is not None and not best.tight)
+    for line in [*([] if best is None else [command(best, compared)]), *others]:
         made.note(line)
     shown = best or min(compared.estimates, key=lambda one: one.memory.total)
     made.figures(
@@ -153,29 +156,26 @@ def page(compared: Comparison, gpus: int) -> Page:
             f"days for {compared.training.samples:,} samples": _days(shown, compared),
             "GPU-hours": _gpu_hours(shown, compared),
             "GiB a device": f"{shown.memory.total / GIB:.1f}",
-            "of a pass is exposed communication": f"{shown.one.exposed / shown.one.total:.0%}",
+            "of a pass waits for communication": f"{shown.one.exposed / shown.one.total:.0%}",
         }
     )
     made.heading("Meshes")
-    made.table(_HEADINGS, [_row(one, compared) for one in compared.estimates], _NUMBERS)
+    columns = zip(_HEADINGS, *(_row(one, compared) for one in compared.estimates), strict=True)
+    headings, *rows = zip(*(one for one in columns if one[0] not in _LESS or len(set(one[1:])) > 1), strict=True)
+    made.table(headings, rows, _NUMBERS)
     memory = {part: [getattr(one.memory, part) / GIB for one in compared.estimates] for part in PARTS}
     add_memory(made, [f"{one.data} x {one.sequence}" for one in compared.estimates], memory, shown.usable / GIB)
     if len(compared.estimates) > 2:  # two points are no curve; the table has them
-        x = [one.sequence for one in compared.estimates]
-        made.charts(
-            {
-                "Efficiency of a device": by_ranks(
-                    x, "ranks of a sample", [compared.efficiency(one) for one in compared.estimates], "efficiency"
-                ),
-                "Seconds of a sample": by_ranks(
-                    x, "ranks of a sample", [one.sample_s for one in compared.estimates], "seconds"
-                ),
-            }
-        )
+        ranks = [one.sequence for one in compared.estimates]
+        numbers = {
+            "Efficiency of a device": [compared.efficiency(one) for one in compared.estimates],
+            "Seconds of a sample": [one.sample_s for one in compared.estimates],
+        }
+        label = "ranks of a sample"
+        made.charts({name: by_ranks(ranks, label, y, name.split()[0].lower()) for name, y in numbers.items()})
     add_parts(made, f"Where a pass goes, {shown.data} x {shown.sequence}", shown.one)
-    lanes: dict[str, list[tuple[float, float, str]]] = {"device": [], "link": []}
-    for interval in shown.block.intervals:
-        lanes["device" if interval[2] == "compute" else "link"].append(interval)
+    computed = [one for one in shown.block.intervals if one[2] == "compute"]
+    lanes = {"device": computed, "link": [one for one in shown.block.intervals if one[2] != "compute"]}
     if lanes["link"]:  # a device that never waits is one bar
         made.heading("One Evoformer block, forward pass")
         made.note("Above: what the device computes; where it waits there is a gap. Below: what the link carries.")
@@ -189,14 +189,14 @@ def by_ranks(ranks: Sequence[int], x_label: str, values: Sequence[float], y_labe
 
 
 def add_parts(made: Page, heading: str, times: Times) -> None:
-    """The time that passes in each part of the model, the longest first."""
+    """The time that passes in each part of the model, the longest first; all that take less than 1 % are one row."""
     made.heading(heading)
-    parts = sorted(times.by_part.items(), key=lambda item: -item[1])
-    made.table(
-        ["part", "milliseconds, with waits", "share"],
-        [[part, f"{seconds * 1e3:.1f}", f"{seconds / times.total:.0%}"] for part, seconds in parts if seconds > 0],
-        numbers=("milliseconds, with waits", "share"),
-    )
+    parts = {part.replace("_", " "): seconds for part, seconds in times.by_part.items() if part != "other"}
+    large = {part: seconds for part, seconds in parts.items() if seconds >= 0.01 * times.total}
+    large["other"] = sum(times.by_part.values()) - sum(large.values())
+    rows = sorted(large.items(), key=lambda item: -item[1])
+    headings = ["part", "milliseconds, with waits", "share"]
+    made.table(headings, [[part, f"{s * 1e3:.1f}", f"{s / times.total:.0%}"] for part, s in rows], headings[1:])
 
 
 def add_memory(made: Page, labels: Sequence[str], memory: Mapping[str, Sequence[float]], limit: float) -> None:
@@ -272,7 +272,7 @@ def command(one: Estimate, compared: Comparison) -> str:
 
 def _what(compared: Comparison) -> str:
     training, n = compared.training, compared.training.sizes
-    rows = f"{n.clusters + n.templates} x {n.residues}, extra MSA {n.extra}, {counted(n.templates, 'template')}"
+    rows = f"{n.clusters + n.templates} rows x {n.residues} residues, extra MSA {n.extra}, {counted(n.templates, 'template')}"
     precision = "bf16-mixed" if training.half else "32-true, TF32 products" if training.tf32 else "32-true"
     passes = f"{training.passes:g} pass{'es' * (training.passes != 1)}"  # a mean, no count
     return f"{rows}, {training.samples:,} samples in batches of {training.global_batch}, {passes} a sample, {precision}"

@@ -302,6 +302,13 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     for text in ("2 x 1", "1 x 2", "not measured", "<svg", "Memory of a device"):
         assert text in html
     assert "Time line" not in html, "a time line of one bar"
+    assert "✓ Take 2 x 1 with" in html
+    headings = re.findall(r"<th[^>]*>(.*?)</th>", html)
+    assert headings[:6] == ["data x sequence", "GiB", "fits", "step, s", "samples/s", "efficiency"]
+    assert headings[-4:] == ["GPU-hours", "part", "milliseconds, with waits", "share"]
+    shares = [int(share) for share in re.findall(r">(\d+)%</td></tr>", html.partition("milliseconds, with waits")[2])]
+    assert (sum(shares) == pytest.approx(100, abs=3), shares[0] == max(shares)) == (True, True)
+    assert "extra_msa_stack" not in html
     assert "http://" not in html.replace("http://www.w3.org", "")
 
 

@@ -18,15 +18,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-_SMALLER = [
-    "--data.train.crop_size=16",
-    *(f"--data.{part}.{rows}=4" for part in ("train", "validation") for rows in ("msa_clusters", "extra_msa")),
-    "--data.validation.recycles=0",
-    "--model.evoformer.blocks=1",
-    "--model.structure_module.iterations=1",
-]
+_SMALLER = {
+    "data.train.crop_size": 16,
+    **{f"data.{part}.{rows}": 4 for part in ("train", "validation") for rows in ("msa_clusters", "extra_msa")},
+    "data.validation.recycles": 0,
+    "model.evoformer.blocks": 1,
+    "model.structure_module.iterations": 1,
+}
 # Four rows of clusters are those of the templates.
-_WITH_TEMPLATES = [word.replace("msa_clusters=4", "msa_clusters=6") for word in _SMALLER]
+_WITH_TEMPLATES = {name: 6 if name.endswith("msa_clusters") else value for name, value in _SMALLER.items()}
 # Values that replace those of the cell tagged "parameters" (papermill's convention).
 SMALL: dict[str, dict[str, Any]] = {
     "predict.ipynb": {"steps": 2, "smaller": _SMALLER},
