@@ -20,7 +20,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import SequenceConfig
 from evodsp.printing import tell
-from evodsp.search.config import ServerLimits
+from evodsp.search.config import ServerLimits, ServerPairing
 from evodsp.weights.checkpoint import save_model
 
 _PATHS = ("templates", "obsolete", "template_chains", "weights_folder")
@@ -73,6 +73,8 @@ def predict(
     pairing: Pairing = "species",
     msa_server: str | None = None,
     msa_server_limits: ServerLimits = ServerLimits(),
+    msa_server_pairing: ServerPairing = "greedy",
+    msa_server_templates: bool = False,
     retry: bool = False,
     format: Literal["cif", "pdb"] = "cif",
     pae_in_cif: bool = False,
