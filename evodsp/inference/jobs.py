@@ -488,7 +488,8 @@ def read_run(config: PredictConfig) -> PredictionRun:
     for model in models:
         feature_config(config.sizes, model.trained)  # checks the sizes
     if (config.templates or config.msa_server_templates) and not any(model.takes_templates for model in models):
-        raise takes_no_templates("--templates" if config.templates else "--msa_server_templates", models[0].path)
+        given = f"--templates {config.templates}" if config.templates else "--msa_server_templates true"
+        raise takes_no_templates(given, models[0].path)
     failures += [failure for target in targets for failure in _failure(target.query.name, partial(_check_name, target))]
     targets = [target for target in targets if target.query.name not in _OURS]
     if config.msa_server is not None:

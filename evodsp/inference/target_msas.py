@@ -80,10 +80,10 @@ def _template_chains(folder: Path, listed: Path) -> TemplateSource:
     return TemplateSource(structures, chains=TemplateChains(letters, max_identity=1.0))
 
 
-def takes_no_templates(option: str, checkpoint: Path) -> UserError:
-    """The error for templates, asked for by an option, with a model that was trained without."""
+def takes_no_templates(given: str, checkpoint: Path) -> UserError:
+    """The error for templates with a model that was trained without. `given`: the option that asks for them, with its value."""
     return UserError(
-        f"{checkpoint}: its model takes no templates, but {option} is given; "
+        f"{checkpoint}: its model takes no templates, but {given} is given; "
         "leave it out, or use a model with templates (of the published models, model_1, model_2 and the multimers)"
     )
 

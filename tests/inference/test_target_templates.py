@@ -185,9 +185,10 @@ def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data,
 def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, checkpoints, name):
     """Catches --templates silently ignored by such a model, and the model refused without --templates."""
     words = last_options([*words, "--checkpoint", str(checkpoints[name])])
-    assert main([*words, "--templates", str(real_data / "mmcif_files")]) == 2
+    folder = real_data / "mmcif_files"
+    assert main([*words, "--templates", str(folder)]) == 2
     error = capsys.readouterr().err
-    assert f"{name}.ckpt: its model takes no templates, but --templates is given; " in error
+    assert f"{name}.ckpt: its model takes no templates, but --templates {folder} is given; " in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert main(words) == 0
