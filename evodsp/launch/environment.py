@@ -1,5 +1,5 @@
-"""Variables of the program that started this process, which say its place among the ranks, and messages from and to
-`evodsp`'s launcher.
+"""Place of this process among the ranks, by the variables of the program that started it, and messages from and to `evodsp`'s
+launcher.
 
 `STARTERS` is the table of these programs. Of several, the first that tells everything counts: torchrun may run in a step of
 `srun` or under `mpirun`, and `mpirun` starts its daemons with `srun`. No torch is imported here, because the command reads

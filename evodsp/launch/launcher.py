@@ -67,11 +67,11 @@ def launch(ranks: int, words: list[str]) -> int:
     """
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
-            "several ranks are started by a program's main thread only; use the command `evodsp fit` instead"
+            f"several ranks are started by a program's main thread only; use the command `evodsp {words[0]}` instead"
         )
     if ranks > (cores := _cores()):
         tell(
-            f"evodsp: warning: {ranks} ranks share {counted(cores, 'core')} and take turns; {cores} would be no slower"
+            f"evodsp: warning: {ranks} ranks share {counted(cores, 'core')}; on CPUs more ranks than cores gain nothing"
         )
     # Created here, so that it outlives every rank and uses a port that is certainly free.
     store = local_store()

@@ -154,7 +154,7 @@ _LEAST = 0.1
 a fraction of at least this share of the largest of all parameters' gradients."""
 
 OF_PARAMETER = "the gradient of the parameter "
-"""Beginning of the name of a parameter's gradient."""
+"""Prefix of the names of parameters' gradients."""
 
 
 def upstream(x: Tensor) -> Tensor:

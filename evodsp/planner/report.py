@@ -191,10 +191,10 @@ def by_ranks(ranks: Sequence[int], x_label: str, values: Sequence[float], y_labe
 def add_parts(made: Page, heading: str, times: Times) -> None:
     """The time that passes in each part of the model, the longest first; all that take less than 1 % are one row."""
     made.heading(heading)
-    parts = {part.replace("_", " "): seconds for part, seconds in times.by_part.items() if part != "other"}
-    large = {part: seconds for part, seconds in parts.items() if seconds >= 0.01 * times.total}
-    large["other"] = sum(times.by_part.values()) - sum(large.values())
-    rows = sorted(large.items(), key=lambda item: -item[1])
+    small = {part: s for part, s in times.by_part.items() if part == "other" or s < 0.01 * times.total}
+    shown = {part.replace("_", " ").replace("msa", "MSA"): s for part, s in times.by_part.items() if part not in small}
+    shown |= {"other": sum(small.values())} if small else {}
+    rows = sorted(shown.items(), key=lambda item: -item[1])
     headings = ["part", "milliseconds, with waits", "share"]
     made.table(headings, [[part, f"{s * 1e3:.1f}", f"{s / times.total:.0%}"] for part, s in rows], headings[1:])
 

@@ -143,7 +143,7 @@ class HostGroup(Group):
         super().__init__(handle)
         self._host = Group(handle)
         self.exchanges = 0
-        """Number of those begun."""
+        """Number of exchanges begun."""
 
     def all_to_all(self, received: Tensor, sent: Tensor, arriving: Sequence[int], leaving: Sequence[int]) -> Any:
         return self._copied(received, sent, lambda to, values: self._host.all_to_all(to, values, arriving, leaving))

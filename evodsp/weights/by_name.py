@@ -81,8 +81,9 @@ def check_name(name: str) -> None:
 
 def models_of(names: Sequence[str]) -> list[str]:
     """The models of these names, each once: all_ptm is model_1_ptm to model_5_ptm. Raises UserError for an unknown name."""
-    for name in (one for one in names if one not in GROUPS):
-        check_name(name)
+    for name in names:
+        if name not in GROUPS:
+            check_name(name)
     return list(dict.fromkeys(model for name in names for model in GROUPS.get(name, [name])))
 
 

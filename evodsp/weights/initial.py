@@ -173,7 +173,7 @@ def _own(model: AlphaFold, path: str | Path, raw: bool) -> Found:
 
 
 def _of_another_class(saved: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
-    """Beginnings of the names of parameters whose sub-layer has the same name in both models, but another class."""
+    """Prefixes of the names of parameters whose sub-layer has the same name in both models, but another class."""
     found = []
     for stack, module in (("evoformer", "evoformer"), ("extra_msa", "extra_msa_stack")):
         there, here = (

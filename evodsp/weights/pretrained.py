@@ -173,12 +173,12 @@ def _of_run(run: Run, checkpoint: Mapping[str, Any], raw: bool) -> Iterable[str]
     excludes = run.settings.get("data.exclude_like", "null") != "null"
     data = _chosen(run.settings, (*_DATA, *(["data.exclude_like", "data.exclude_identity"] if excludes else [])))
     yield from ("## Data", "", *_table("setting", data), "")
-    other = (
-        "max_samples" if run.settings.get("trainer.max_steps", "-1") != "-1" else None
-    )  # the limit that ended nothing
-    recipe = _chosen(run.settings, [name for name in _RECIPE if name != other])
-    yield from ("## Recipe", "", *_table("setting", recipe), "")
     steps, samples = (value if type(value := checkpoint.get(key)) is int else None for key in _COUNTS)
+    most_steps, most_samples = (run.settings.get(name, "") for name in ("trainer.max_steps", "max_samples"))
+    are_both = most_steps.isdigit() and most_samples.isdigit()
+    is_reached = not are_both or int(most_steps) * (samples or 1) >= int(most_samples)
+    recipe = _chosen(run.settings, [name for name in _RECIPE if is_reached or name != "max_samples"])
+    yield from ("## Recipe", "", *_table("setting", recipe), "")
     if steps is not None:
         each = "" if samples is None else f" of {counted(samples, 'sample')} each"
         yield from (f"The weights are those after {counted(steps, 'step')}{each}.", "")

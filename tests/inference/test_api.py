@@ -65,7 +65,7 @@ def test_editors_know_the_options_of_the_command() -> None:
     }
     for option in fields(PredictConfig):
         if option.name not in OWN:
-            default = option.default if option.default is not MISSING else option.default_factory()  # type: ignore[misc]
+            default = option.default if option.default is not MISSING else option.default_factory()
             found, taken = ours.pop(option.name).default, str(hints[option.name]).replace("str | pathlib.", "pathlib.")
             assert (list(found) if found == () else found) == default, option.name
             if option.name != "layers":

@@ -52,7 +52,7 @@ def test_the_store_of_a_local_launch_listens_on_loopback_only(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("cores", "said"), [(3, ""), (1, "evodsp: warning: 3 ranks share 1 core and take turns; 1 would be")]
+    ("cores", "said"), [(3, ""), (1, "evodsp: warning: 3 ranks share 1 core; on CPUs more ranks than cores gain")]
 )
 def test_more_ranks_than_cores_are_named(
     cores: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

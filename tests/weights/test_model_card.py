@@ -72,12 +72,15 @@ def test_data_recipe_and_scores_are_those_of_the_run(model: AlphaFold, run: Path
 
 
 def test_a_card_names_the_limit_that_ended_the_run(model: AlphaFold, run: Path) -> None:
-    """Catches ten million samples, the default of the other limit, beside 40 steps."""
+    """Catches ten million samples, the default of the other limit, beside 40 steps; and a limit left out that came first."""
     for steps, row in (40, "| trainer.max_steps | 40 |"), (-1, "| max_samples | 10000000 |"):
         (run / "config.yaml").write_text(f"max_samples: 10000000\ntrainer: {{max_steps: {steps}}}\n")
         card = model_card("a", model, run / "checkpoints" / "best.ckpt", {})
         assert row in card
         assert card.count("max_") - card.count("max_steps | -1") == 1
+    (run / "config.yaml").write_text("max_samples: 100\ntrainer: {max_steps: 40}\n")
+    counts = {"global_step": 13, "samples_per_step": 8}
+    assert "| max_samples | 100 |" in model_card("a", model, run / "checkpoints" / "best.ckpt", counts)
 
 
 def test_raw_weights_are_not_given_the_scores_of_the_average(model: AlphaFold, run: Path) -> None:

@@ -249,7 +249,7 @@ _SEARCHED = (
 _PAIRED = "uniprot_hits"
 _NOT_FOR_THE_MSA = (_PAIRED, *_HMMSEARCH)  # for pairing chains of a complex; for templates
 _MOST_ROWS = {"uniref90_hits": 10_000, "bfd_": None, "small_bfd_": None, "mgnify_hits": 501}
-"""Beginnings of the names of AlphaFold's alignments, in the order of its code, and the most rows that it takes of each,
+"""Prefixes of the names of AlphaFold's alignments, in the order of its code, and the most rows that it takes of each,
 the query included. Other alignments follow."""
 _FIRST_BYTES = 1 << 16
 """Number of first bytes in which an A3M file's first record is looked for before the whole file is parsed."""
