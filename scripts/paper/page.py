@@ -13,7 +13,7 @@ from typing import Any
 
 from evodsp.errors import UserError
 
-from . import modelled_tables, scaling, timing
+from . import modelled_tables, timing
 from .counting import CLAIMS
 from .memory import GIB
 from .methods import method_named
@@ -117,25 +117,6 @@ def layer(tables: Tables) -> str:
     return markdown(["kept by one layer, in M", *(f"N = {n}" for n in ranks)], lines)
 
 
-def weak_memory(tables: Tables) -> str:
-    """Figure 9, the largest groups of each model."""
-    rows = tables["memory_weak"]
-    groups = list(dict.fromkeys((row["model"], row["time"]) for row in rows))
-    lines = []
-    for model, time in groups:
-        mine = [row for row in rows if (row["model"], row["time"]) == (model, time)]
-        for ranks in sorted({row["ranks"] for row in mine})[-2:]:
-            cells = []
-            for method in CLAIMS:
-                [row] = [r for r in mine if (r["method"], r["ranks"]) == (method, ranks)]
-                total = (
-                    f"{row['peak_bytes'] / GIB:.0f} + {row['states_bytes'] / GIB:.0f}" if not row["refused"] else "x"
-                )
-                cells.append(total)
-            lines.append([f"{model.upper()}, T = {time}, N = {ranks}", *cells])
-    return markdown(["GiB: activations + parameters", *(method_named(method).title for method in CLAIMS)], lines)
-
-
 def times(tables: Tables) -> str:
     """Times over DSP's: a step, and collectives alone."""
     lines = []
@@ -152,21 +133,6 @@ def times(tables: Tables) -> str:
     ranks = sorted({row["ranks"] for row in tables["time_steps"]})
     header = [f"{what}, N = {n}" for what in ("training step", "collectives alone") for n in ranks]
     return markdown(["time over DSP's", *header, "the paper's collectives, table 9"], lines)
-
-
-def scaled(tables: Tables) -> str:
-    """Throughput over that of one rank."""
-    rows = tables["scaling"]
-    ranks = [n for n in sorted({row["ranks"] for row in rows}) if n > 1]
-    lines = []
-    for method in CLAIMS:
-        cells = []
-        for experiment in scaling.EXPERIMENTS:
-            one = scaling.throughput(rows, experiment, "one_device", 1).median
-            cells += [f"{scaling.throughput(rows, experiment, method, n).median / one:.2f}" for n in ranks]
-        lines.append([method_named(method).title, *cells])
-    header = [f"{experiment}, N = {n}" for experiment in scaling.EXPERIMENTS for n in ranks]
-    return markdown(["throughput over one rank's", *header], lines)
 
 
 def runs(tables: Tables) -> str:
@@ -186,9 +152,7 @@ WRITERS: dict[str, Callable[[Tables], str]] = {
     "reductions": reductions,
     "smallest": smallest,
     "layer": layer,
-    "weak_memory": weak_memory,
     "times": times,
-    "scaled": scaled,
     "modelled_end_to_end": lambda tables: markdown(*modelled_tables.end_to_end(tables)),
     "modelled_claims": lambda tables: markdown(*modelled_tables.claims(tables)),
     "modelled_alone": lambda tables: markdown(*modelled_tables.alone(tables)),
