@@ -63,29 +63,6 @@ def volumes(tables: Tables) -> str:
     return markdown(header, rows)
 
 
-def reductions(tables: Tables) -> str:
-    """How much less DSP moves than each other method, N = 2, 8 and 64."""
-    found = {(row["model"], row["method"], row["ranks"]): row for row in tables["volumes"] if row["model"] == "720m"}
-
-    def less(method: str, ranks: int, column: str) -> str:
-        row = found["720m", method, ranks]
-        if row["refused"]:
-            return "x"
-        return f"{1 - number(found['720m', 'dsp', ranks][column]) / number(row[column]):.1%}"
-
-    sizes = (2, 8, 64)
-    header = ["DSP moves less than", *(f"{what}, N = {n}" for what in ("forward", "training") for n in sizes)]
-    rows = [
-        [
-            method_named(method).title,
-            *(less(method, n, column) for column in ("forward_m", "training_m") for n in sizes),
-        ]
-        for method in CLAIMS
-        if method != "dsp"
-    ]
-    return markdown(header, rows)
-
-
 def number(cell: Any) -> float:
     """A number or fraction of a CSV file."""
     return float(Fraction(str(cell)))
@@ -149,7 +126,6 @@ def runs(tables: Tables) -> str:
 
 WRITERS: dict[str, Callable[[Tables], str]] = {
     "volumes": volumes,
-    "reductions": reductions,
     "smallest": smallest,
     "layer": layer,
     "times": times,
