@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any
 
 from evodsp.errors import UserError
@@ -61,11 +60,6 @@ def volumes(tables: Tables) -> str:
         "counted",
     ]
     return markdown(header, rows)
-
-
-def number(cell: Any) -> float:
-    """A number or fraction of a CSV file."""
-    return float(Fraction(str(cell)))
 
 
 def smallest(tables: Tables) -> str:
