@@ -15,6 +15,7 @@ from tests.ranks import RankPool
 from tests.selection import (  # noqa: F401  (hooks of pytest)
     pytest_addoption,
     pytest_collection_modifyitems,
+    pytest_mark_verify_but,
     pytest_runtest_call,
     pytest_runtest_setup,
     pytest_terminal_summary,

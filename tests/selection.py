@@ -2,6 +2,8 @@
 
 Tests of the programs under scripts/ are verify tests too. They concern the files that they and their programs import.
 
+A test marked `verify_but` is a verify test, but for the parameters whose ids match one of its patterns, like names of files.
+
 `make verify` runs all of them, which takes longer than CI has. `--changed-since` and `--rotate` reorder the tests.
 `--budget-minutes` stops starting verify tests after that time, and ends a test that is still running a quarter of it (`GRACE`)
 later. Tests not started or not finished are reported as skipped and listed.
@@ -17,6 +19,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -105,6 +108,26 @@ def ordered(tests: Iterable[str], rotate: str, changed: Iterable[str]) -> list[s
     first = [test for test in shuffled if concerns(test, changed)]
     rest = [test for test in shuffled if test not in set(first)]
     return [test for test in chain.from_iterable(zip_longest(first, rest)) if test is not None]
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_mark_verify_but(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark verify tests before `-m` chooses. A pattern that matches nothing is an error. (Hooks are found by their prefix.)"""
+    patterns: dict[tuple[str, str], bool] = {}
+    for item in items:
+        mark = item.get_closest_marker("verify_but")
+        if mark is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        matched = [pattern for pattern in mark.args if fnmatchcase(item.callspec.id, pattern.replace("[", "[[]"))]
+        for pattern in mark.args:
+            name = (item.nodeid.split("[")[0], pattern)
+            patterns[name] = patterns.get(name, False) or pattern in matched
+        if not matched:
+            item.add_marker(pytest.mark.verify)
+    lost = [f"{test}: {pattern}" for (test, pattern), found in patterns.items() if not found]
+    if lost and "::" not in "".join(config.args):
+        raise pytest.UsageError("verify_but names no case of " + "; ".join(lost))
 
 
 @pytest.hookimpl(trylast=True)

@@ -426,6 +426,7 @@ def test_a_misspelt_option(inputs: Path, capsys: pytest.CaptureFixture[str]) -> 
     check_refused(predict("--recyles", "1"), inputs, capsys, "'--recyles'", "'--recycles'")
 
 
+@pytest.mark.verify
 def test_the_installed_program_says_the_same(inputs: Path) -> None:
     """Warnings of imported packages, or an exit code lost between `main` and the shell, show only in a real process."""
     (inputs / A3M).write_text(f">{KEY}\n{QUERY}\n>r1\n{QUERY[:5]}")

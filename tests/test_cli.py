@@ -88,6 +88,7 @@ def test_what_cannot_be_printed_at_the_end(disk: bool, code: int, said: str) -> 
     assert (done.returncode, done.stderr) == (code, said)
 
 
+@pytest.mark.verify
 def test_a_full_disk_behind_standard_output(tmp_path: Path) -> None:
     """Catches a traceback, and the blame on `--output`, which can be written."""
     sizes = "--gpus=2 --preset=test --residues=8 --msa=4 --extra_msa=4 --global_batch=2"

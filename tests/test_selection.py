@@ -11,6 +11,7 @@ import pytest
 
 from tests.selection import concerns, ordered
 
+ROOT = Path(__file__).resolve().parents[1]
 TESTS = [f"tests/model/test_sharded.py::test_it[{n}]" for n in range(4)] + [
     "tests/test_notebooks.py::test_runs",
     "tests/test_demo.py::test_it",
@@ -64,8 +65,7 @@ def test_a_spent_budget_starts_nothing_more_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(f"{hooks}  # noqa: F403\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = verify\n")
     (tmp_path / "test_made_up.py").write_text(MADE_UP.format(imports=""))
-    root = Path(__file__).resolve().parents[1]
-    done = run_with_budget(root, tmp_path, 0.005)
+    done = run_with_budget(tmp_path, 0.005)
     assert done.returncode == 0, done.stdout + done.stderr
     skipped = int(done.stdout.splitlines()[-1].split(" skipped")[0].split()[-1])
     assert 1 <= skipped <= 4
@@ -82,18 +82,43 @@ def test_a_test_that_runs_past_the_budget_is_ended(tmp_path: Path) -> None:
     (tmp_path / "test_long.py").write_text(
         f"import subprocess\nimport pytest\n\n@pytest.mark.verify\ndef test():\n{waits}\n"
     )
-    done = run_with_budget(Path(__file__).resolve().parents[1], tmp_path, 0.02)
+    done = run_with_budget(tmp_path, 0.02)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 skipped" in done.stdout.splitlines()[-1]
     assert "1 verify tests not run to the end" in done.stdout
 
 
-def run_with_budget(root: Path, folder: Path, minutes: float) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("lost", [False, True])
+def test_all_parameters_but_those_that_are_named_are_verify_tests(tmp_path: Path, lost: bool) -> None:
+    """A case that no command runs, or one that both run; a name of no case, with which `make test` would run none."""
+    (tmp_path / "conftest.py").write_text("from tests.selection import *  # noqa: F403\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  verify\n  verify_but\n")
+    names = '"3-*", "[1]-a"' + (', "no such case"' if lost else "")
+    (tmp_path / "test_cases.py").write_text(
+        f"import pytest\n\n@pytest.mark.verify_but({names})\n"
+        '@pytest.mark.parametrize("letter", ["a", "b"])\n@pytest.mark.parametrize("number", ["[1]", "2", "3"])\n'
+        "def test(number, letter):\n    pass\n\ndef test_other():\n    pass\n"
+    )
+    done = [run_pytest(tmp_path, "-m", marks) for marks in ("verify", "not verify")]
+    if lost:
+        assert [run.returncode for run in done] == 2 * [pytest.ExitCode.USAGE_ERROR]
+        assert "verify_but names no case of test_cases.py::test: no such case" in done[0].stderr
+    else:
+        assert [run.stdout.splitlines()[-1].split(" in ")[0] for run in done] == [
+            "3 passed, 4 deselected",
+            "4 passed, 3 deselected",
+        ]
+
+
+def run_with_budget(folder: Path, minutes: float) -> subprocess.CompletedProcess[str]:
+    return run_pytest(folder, "--budget-minutes", str(minutes), "--rotate", "x")
+
+
+def run_pytest(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """pytest on the tests of `folder`, in a process of its own."""
-    words = ["-q", "--budget-minutes", str(minutes), "--rotate", "x", f"--rootdir={folder}", str(folder)]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
-        cwd=root, capture_output=True, text=True, timeout=40, check=False,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *words, str(folder)],
+        cwd=ROOT, capture_output=True, text=True, timeout=40, check=False,
     )  # fmt: skip
 
 

@@ -120,6 +120,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.verify_but("closed")
 @pytest.mark.parametrize(
     ("end", "code"),
     [("pool.close(); leave(0)", 0), ("leave(130)", 130), ("pass", 0)],

@@ -44,6 +44,7 @@ def test_every_block_of_every_pass_counts(
     assert named[1] == f"alpha_A, seed 1: blocks of {2 * ensembles} passes"
 
 
+@pytest.mark.verify
 def test_a_redirected_log_shows_lines_as_they_come(workplace: Workplace) -> None:
     """Catches a log file that stays empty until the run ends."""
     names = ("fasta", "alignments", "checkpoint", "output", "recycles", "device", "msa_clusters", "extra_msa")

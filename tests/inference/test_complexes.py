@@ -323,7 +323,8 @@ def test_chains_whose_templates_cannot_be_read(tmp_path: Path, multimer: Path) -
         predict(replace(config, output=tmp_path / "other"), silent)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.verify), 3])
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_several_ranks_predict_what_one_does(tmp_path: Path, multimer: Path, pool: RankPool, ranks: int) -> None:
     """Catches scores of one rank's rows only, and ranks that disagree about the passes or the order of the chains."""
     write_alignment(tmp_path / "alignments" / "x_A", QUERY)

@@ -23,6 +23,7 @@ def contents(folder: Path, names: tuple[str, ...] = RESULTS) -> list[bytes]:
     return [(folder / name).read_bytes() for name in names]
 
 
+@pytest.mark.verify
 def test_seeds_are_added(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches stored seeds that are predicted again, lost, or ranked apart from the new ones."""
     workplace.only("alpha_A")

@@ -110,6 +110,7 @@ def test_estimate_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert one["communicated_bytes_a_pass"] > 0
 
 
+@pytest.mark.verify
 def test_estimate_counts_recorded_passes(tmp_path: Path) -> None:
     """Catches an option `cuda_graphs` that changes nothing, and the memory of a recording that the estimate lacks."""
     found = []
@@ -182,6 +183,7 @@ def test_a_chain_whose_pair_representation_does_not_fit_is_told_at_once(
     assert (one["fits"], one["bytes"]) == (False, {"pair": 10**12 * channels * 2})
 
 
+@pytest.mark.verify
 def test_records_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches records of one length that are listed twice, and a broken one that is left out silently."""
     fasta = tmp_path / "three.fasta"
@@ -198,6 +200,7 @@ def test_records_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "10 residues (long): needs" in said
 
 
+@pytest.mark.verify
 def test_the_depth_of_alignments_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an estimate of minutes for what takes seconds, because full alignments are assumed without a word."""
     (tmp_path / "a").mkdir()
@@ -218,6 +221,7 @@ def test_the_depth_of_alignments_counts(tmp_path: Path, capsys: pytest.CaptureFi
     assert found == {"deep": (16, 4), "alone": (1, 1)}
 
 
+@pytest.mark.verify
 def test_chains_of_a_complex_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a complex estimated as one chain, whose interfaces are not scored, one that the model cannot predict, and a
     number of residues alone that is taken for a single chain."""
@@ -245,6 +249,7 @@ def machine(name: str = "h100", **changes: Any) -> Machine:
     return dataclasses.replace(found, device=device, free=device.usable)
 
 
+@pytest.mark.verify
 def test_numbers_of_ranks_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches other numbers than those of a single number of ranks, a share of the devices that is counted as all of them, an
     axis that does not begin at zero, and a length that is left out."""
@@ -288,6 +293,7 @@ def test_a_record_too_long_for_all_devices_costs_the_others_nothing(
     assert [(one["names"], one["fits"]) for one in found] == [(["short"], True)] * 2 + [(["long"], False)]
 
 
+@pytest.mark.verify
 def test_ranks_on_a_crowded_node_or_with_little_room() -> None:
     """Catches ranks that pay nothing for their neighbours, a green tick for a count of bytes that is just below the memory, and
     a plan that names the fastest of what does not fit."""

@@ -184,6 +184,7 @@ def test_groups_that_find_nothing_usable_all_say_so(workplace: Workplace, pool: 
     assert workplace.snapshot() == before
 
 
+@pytest.mark.verify
 def test_groups_of_two_ranks_share_the_records(workplace: Workplace, pool: RankPool) -> None:
     """Catches collectives of a group that include ranks of another one, and ranks that wait for the one that draws."""
     config = records(workplace, OTHER, QUERY, LONG, OTHER, parallel=SequenceConfig(2), plots=True)

@@ -190,6 +190,7 @@ def planted(noise: Mapping[str, float]) -> Callable[..., Outcome]:
     return predict
 
 
+@pytest.mark.verify
 def test_a_planted_worse_model_is_found_worse(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches before and after the wrong way round, a copy that is no baseline, general chains among one's own, and a page, a
     section or a line that disagree."""

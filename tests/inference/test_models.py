@@ -97,6 +97,7 @@ def third_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.verify
 def test_a_model_joins_several(
     workplace: Workplace, other_checkpoint: Path, third_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_model_joins_several(
     assert names_in(folder) == names_in(at_once.folder) | {"notes.txt", "my_seed_0.cif"}
 
 
+@pytest.mark.verify
 def test_one_model_and_several_do_not_mix(workplace: Workplace, other_checkpoint: Path, finished: Finished) -> None:
     """Catches files without a model's name beside those of several models, in either order."""
     both = workplace.change(checkpoint=[workplace.config.checkpoint, other_checkpoint])
@@ -165,6 +167,7 @@ def test_results_that_are_replaced_are_no_other_models(
     assert not list(folder.glob("tiny_*"))
 
 
+@pytest.mark.verify
 def test_formats_are_added_for_all_models(workplace: Workplace, other_checkpoint: Path) -> None:
     """Catches a format that only the files of one model get."""
     workplace.only("beta_A")
@@ -174,6 +177,7 @@ def test_formats_are_added_for_all_models(workplace: Workplace, other_checkpoint
     assert {"tiny_seed_0.pdb", "second_seed_0.pdb", "tiny_seed_0.cif"} <= names_in(folder)
 
 
+@pytest.mark.verify
 def test_results_of_a_model_that_is_not_given_stay_what_they_are(
     workplace: Workplace, other_checkpoint: Path, finished: Finished
 ) -> None:
@@ -252,6 +256,7 @@ def with_models(handle: Any, config: PredictConfig) -> list[list[Any]]:
     return [list(result.mean_plddt) for result in outcome.results]
 
 
+@pytest.mark.verify
 def test_groups_of_ranks_take_one_model_after_the_other(
     workplace: Workplace, other_checkpoint: Path, pool: RankPool
 ) -> None:

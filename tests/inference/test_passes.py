@@ -222,6 +222,7 @@ def test_a_clock_on_a_gpu_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done == [*["record"] * 3, "wait"]
 
 
+@pytest.mark.verify
 def test_dropout_differs_by_seed_and_is_repeated(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches dropout that is ignored, in the structure module, the same for all seeds, or other when layers compute in pieces;
     and finished predictions without dropout that are taken for some with it."""

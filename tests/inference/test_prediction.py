@@ -154,6 +154,7 @@ except TypeError as error:
 """
 
 
+@pytest.mark.verify
 def test_a_value_of_another_type_is_a_user_error() -> None:
     """Catches Python's own words for it, which name no argument. In a process of its own: here, types are checked before."""
     done = subprocess.run([sys.executable, "-c", _WRONG_TYPES], capture_output=True, text=True)

@@ -89,6 +89,7 @@ def test_parameters_by_name_are_fetched_and_kept(workplace, parameters, tmp_path
     predict(replace(config, output=tmp_path / "again"), silent)  # the server is gone
 
 
+@pytest.mark.verify
 def test_all_five_models_by_one_name(workplace, tmp_path):
     """Catches a model that is left out or of another kind, and predictions that are not ranked together."""
     for number in range(1, 6):

@@ -21,6 +21,7 @@ from evodsp.weights.checkpoint import save_model
 from evodsp.weights.command import randomise
 
 
+@pytest.mark.verify_but("query73*")
 @pytest.mark.parametrize(
     ("fasta", "name", "residues", "rows"), [("6kwc", "6KWC_1", 191, 1929), ("query73", "query73_A", 73, 1140)]
 )

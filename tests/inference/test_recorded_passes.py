@@ -125,6 +125,7 @@ PIECES = 1 << 12
 """Working memory in which layers compute a row at a time."""
 
 
+@pytest.mark.verify_but("True-fp32-None")
 @pytest.mark.parametrize(
     ("multimer", "precision", "memory"),
     [
@@ -132,10 +133,10 @@ PIECES = 1 << 12
         (True, "fp32", None),
         (True, "bf16", None),
         (True, "bf16", PIECES),
-        pytest.param(False, "bf16", None, marks=pytest.mark.verify),
-        pytest.param(False, "fp32", PIECES, marks=pytest.mark.verify),
-        pytest.param(True, "fp32", PIECES, marks=pytest.mark.verify),
-        pytest.param(False, "bf16", PIECES, marks=pytest.mark.verify),
+        (False, "bf16", None),
+        (False, "fp32", PIECES),
+        (True, "fp32", PIECES),
+        (False, "bf16", PIECES),
     ],
 )
 def test_replayed_passes_are_the_passes(recorder: Silent, multimer: bool, precision: Any, memory: int | None) -> None:
@@ -166,6 +167,7 @@ def test_a_replay_drops_what_its_seed_drops(recorder: Silent) -> None:
     assert recorder.recorded == 1
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("multimer", [False, True])
 def test_early_stopping_and_ensembles(recorder: Silent, multimer: bool) -> None:
     """Catches a change of distances that padding adds to, a pass too many or too few, and feature sets of another pass."""
@@ -193,6 +195,7 @@ def test_early_stopping_and_ensembles(recorder: Silent, multimer: bool) -> None:
     assert recorder.recorded == len(cases)
 
 
+@pytest.mark.verify_but("True")
 @pytest.mark.parametrize("multimer", [False, True])
 def test_padding_moves_no_atom(recorder: Silent, multimer: bool) -> None:
     """Catches padding that somebody sees, and numbers of a longer protein that stay for a shorter one."""
@@ -224,6 +227,7 @@ def test_the_host_launches_few_operators(recorder: Silent) -> None:
     assert max(counts) <= 60, counts
 
 
+@pytest.mark.verify
 def test_the_oldest_recording_goes(recorder: Silent) -> None:
     """Catches recordings that pile up, one that is in use and goes, and memory that stays for what is not recorded."""
     runner = PassRunner(model_of(), PassSettings())
@@ -249,6 +253,7 @@ class Failing(Rerun):
         return super().record(run, pool)
 
 
+@pytest.mark.verify
 def test_a_protein_too_large_to_record_is_launched() -> None:
     """Catches a target that ends because the memory of a recording is not there, and numbers of the target before."""
     with pytest.MonkeyPatch.context() as patch:
@@ -266,6 +271,7 @@ def test_a_protein_too_large_to_record_is_launched() -> None:
     assert failing.begun == 2
 
 
+@pytest.mark.verify
 def test_what_cannot_be_recorded_is_launched(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a prediction that ends with its first recording, other numbers, and a line for each pass."""
     expected = predict_records(workplace.change(recycles=2), silent).results

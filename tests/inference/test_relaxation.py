@@ -65,6 +65,7 @@ def test_violations_go_and_the_fold_stays() -> None:
     assert kept.rounds == 1
 
 
+@pytest.mark.verify
 def test_springs_hold_atoms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches springs in the wrong unit, a thousand times too weak or too strong."""
     good = structure(residues=14)  # of longer ones a loose one takes seconds

@@ -60,6 +60,7 @@ def saved_in(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
     return dict(np.load(folder / f"seed_{seed}_representations.npz"))
 
 
+@pytest.mark.verify_but("auto")
 @pytest.mark.parametrize("memory", ["auto", "0.004MB"])
 def test_arrays_are_those_of_each_pass(workplace: Workplace, outputs: list[ModelOutput], memory: str) -> None:
     """Catches arrays of another pass, of a pair that the next pass has overwritten, rows or residues in another order."""
@@ -112,6 +113,7 @@ def test_padding_is_left_out(workplace: Workplace, monkeypatch: pytest.MonkeyPat
         np.testing.assert_allclose(x, as_usual[name], atol=1e-4 * np.abs(x).max(), err_msg=name)
 
 
+@pytest.mark.verify
 def test_arrays_are_added_to_a_finished_prediction(
     workplace: Workplace, finished: Finished, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,6 +242,7 @@ def test_a_choice_that_there_is_not_is_one_line() -> None:
         save_settings("pair", "npz", "float32", "first")
 
 
+@pytest.mark.verify
 def test_the_estimate_says_how_large_they_are(workplace: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches an estimate that is not the size of the file."""
     workplace.only("alpha_A")
@@ -262,6 +265,7 @@ def test_from_python(workplace: Workplace) -> None:
     assert found.representations["pair"].shape[:2] == (len(QUERY), len(QUERY))
 
 
+@pytest.mark.verify_but("2-262144")
 @pytest.mark.parametrize("pairs", [1, 1 << 18])
 @pytest.mark.parametrize("recycles", [0, 2])
 def test_embedding_is_what_predict_saves(workplace: Workplace, ptm_checkpoint: Path, recycles: int, pairs: int) -> None:

@@ -349,6 +349,7 @@ def test_a_relaxed_structure_is_shown_first(relaxed: Path, tmp_path: Path) -> No
         write_target_page(tmp_path / "x", [])
 
 
+@pytest.mark.verify
 @NEEDS_CHROMIUM
 def test_predicted_and_relaxed_in_a_browser(relaxed: Path, tmp_path: Path) -> None:
     """Catches a switch that does nothing, or offers what is not there, and a readout that is out of sight in a low window."""
@@ -378,6 +379,7 @@ def test_predicted_and_relaxed_in_a_browser(relaxed: Path, tmp_path: Path) -> No
     assert answer["readout"] == [True, True, 0]
 
 
+@pytest.mark.verify
 @NEEDS_CHROMIUM
 def test_nothing_is_cut_in_a_narrow_window(output: Path, relaxed: Path, tmp_path: Path) -> None:
     """Catches charts, tables and buttons that leave a telephone's screen."""

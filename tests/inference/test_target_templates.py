@@ -116,6 +116,7 @@ def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoin
     assert other.read_bytes() != (templated / NAME / "seed_0.cif").read_bytes()
 
 
+@pytest.mark.verify
 def test_other_templates_are_another_question(words, real_data, tmp_path, capsys, templated):
     """Catches results kept despite no templates, an earlier date or a changed structure.
 
@@ -181,6 +182,7 @@ def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.verify_but("without")
 @pytest.mark.parametrize("name", ["bare", "without"])
 def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, checkpoints, name):
     """Catches --templates silently ignored by such a model, and the model refused without --templates."""
@@ -194,6 +196,7 @@ def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, che
     assert main(words) == 0
 
 
+@pytest.mark.verify
 def test_of_several_models_those_with_templates_use_them(words, real_data, tmp_path, checkpoints):
     """Catches AlphaFold2's five models of a kind refused with templates, because only two of them take some."""
     assert (

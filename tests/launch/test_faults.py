@@ -120,6 +120,7 @@ def test_torchrun_on_two_nodes(tmp_path: Path, fault: str) -> None:
     assert sorted(re.findall(r"rank (\d) done, attempt (\w+)", output)) == [(str(rank), expected) for rank in range(4)]
 
 
+@pytest.mark.verify
 def test_a_rank_that_never_comes_is_named() -> None:
     """Catches ranks that wait silently for a node that did not boot."""
     process = begin(
@@ -130,6 +131,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert "of 3 ranks (WORLD_SIZE), rank 1, 2 did not arrive within 2 s" in error
 
 
+@pytest.mark.verify
 def test_an_interactive_step_says_that_its_tasks_wait() -> None:
     """Catches the shell of `srun -n 4 --pty`, whose other tasks have ended, in which evodsp says nothing for ten minutes."""
     variables = {
@@ -189,6 +191,7 @@ SAVES = (
 """A rank that takes longer to save than it takes to notice that its launcher is gone."""
 
 
+@pytest.mark.verify
 def test_sigkill_to_the_launcher_ends_its_ranks() -> None:
     """Orphans that keep the cores or GPUs after the launcher was killed, perhaps for want of memory."""
     process = begin([sys.executable, "-c", LAUNCH])

@@ -169,6 +169,7 @@ def confidence_on_rank(group: Group, lengths: tuple[int, ...]) -> dict[str, Tens
     return values(Complex.draw(lengths).confidence(ShardedExchange(Group(group)), len(lengths)))
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_confidence_of_a_complex_over_ranks(pool: RankPool, ranks: int) -> None:
     """Catches a best frame of one rank's rows, and chains of columns taken for those of a rank's rows."""

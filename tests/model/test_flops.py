@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from evodsp.config import EvoformerConfig, ModelConfig
 from evodsp.training.logs import backward_flops, pass_flops, training_flops
 from tests.builders import small_model
@@ -47,6 +49,7 @@ def test_only_the_last_iteration_has_a_backward_pass() -> None:
     assert [training_flops(10, passes) for passes in (1, 2, 4)] == [30, 40, 60]
 
 
+@pytest.mark.verify
 def test_frozen_parts_need_fewer_products() -> None:
     """A gradient of frozen weights that counts, and one of what comes before the first trained weight."""
     config, batch = small_model.config(), small_model.features(1, small_model.SMALL)

@@ -104,6 +104,7 @@ def stack(what: Stack, ranks: int = 4) -> Counts:
     return measure(Case(what=what, sequences=128 if what == "evoformer" else 1024, ranks=ranks, blocks=2))
 
 
+@pytest.mark.verify_but("8-24")
 @pytest.mark.parametrize(("ranks", "mib"), [(4, 44), (8, 24)])
 def test_a_block_sends_half_precision(ranks: int, mib: int) -> None:
     """Catches anything in float32 on the wire: 78 MiB at four ranks were sent where masks made z float32."""
@@ -142,6 +143,7 @@ WHOLE_MODEL = Case(
 )  # fmt: skip
 
 
+@pytest.mark.verify
 def test_every_part_of_the_model_keeps_half_precision() -> None:
     """Catches an embedder, recycling, templates, dropout or a head in float32, and a structure module or pLDDT that is not.
 

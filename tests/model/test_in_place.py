@@ -214,6 +214,7 @@ def run_model_rank(handle: Any, memory: int, multimer: bool) -> dict[str, Tensor
     return run_model(memory, ShardedExchange(PoisonedGroup(handle)), multimer=multimer)
 
 
+@pytest.mark.verify_but("1-1-True-False")
 @pytest.mark.parametrize(
     ("memory", "ensembles", "draws", "multimer"),
     [
@@ -221,10 +222,9 @@ def run_model_rank(handle: Any, memory: int, multimer: bool) -> dict[str, Tensor
         (1, 2, False, False),
         (1, 2, False, True),
         (5000, 1, True, True),
-        *(
-            pytest.param(*rest, False, marks=pytest.mark.verify)
-            for rest in ((1, 1, False), (5000, 1, False), (5000, 1, True))
-        ),
+        (1, 1, False, False),
+        (5000, 1, False, False),
+        (5000, 1, True, False),
         (5000, 2, False, False),
     ],
 )
@@ -236,6 +236,7 @@ def test_the_whole_model_in_pieces(memory: int, ensembles: int, draws: bool, mul
         close(found[name], x, name)
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("multimer", [False, True])
 def test_the_whole_model_in_pieces_over_ranks(pool: RankPool, multimer: bool) -> None:
     """Catches embedders, templates and the extra MSA cut by positions of the whole instead of the shard's."""

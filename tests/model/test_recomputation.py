@@ -75,12 +75,14 @@ def test_gradients_of_projections_that_are_computed_again(stack: Stack, plan: Co
             assert torch.equal(found[name], x), f"{name}, {whole} blocks, projections of {projections}"
 
 
+@pytest.mark.verify_but("extra")
 @pytest.mark.parametrize("stack", ["evoformer", "extra"])
 def test_ranks_recompute_some_blocks(pool: RankPool, stack: Stack) -> None:
     """Catches collectives that a border between recomputed and kept blocks loses, repeats or brings out of order."""
     check(pool, Case(stack, recompute=2), (3,))
 
 
+@pytest.mark.verify_but("templates", "evoformer")
 @pytest.mark.parametrize("stack", STACKS)
 def test_ranks_recompute_projections(pool: RankPool, stack: Stack) -> None:
     """Catches projections of another rank's shard, or of a shard on another axis."""
@@ -148,6 +150,7 @@ def kept(stack: EvoformerStack) -> int:
     return alive
 
 
+@pytest.mark.verify
 def test_what_is_kept_shrinks_with_the_number() -> None:
     """Catches a number that is taken for true or false, and `1`, which equals True in Python, for all blocks."""
     by_number = [kept(stack_of(number)) for number in (0, 1, 2, 3, 4)]

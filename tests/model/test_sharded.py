@@ -39,6 +39,9 @@ QUICK = [
 EVERY = list(itertools.starmap(Case, itertools.product(SEQUENCES, (1, 2), (False, True), (False, True))))
 
 
+@pytest.mark.verify_but(
+    "templates*", "outer_first_extra,batch=1*", "extra,batch=2,recompute*", "evoformer,batch=1,overlap-*"
+)
 @pytest.mark.parametrize(("case", "numbers_of_ranks"), QUICK, ids=str)
 def test_parallel_equals_serial(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None:
     """Catches a gradient that is lost or counted twice, a transposed shard, and a dropout mask drawn by local position."""

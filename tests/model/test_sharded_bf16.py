@@ -66,10 +66,9 @@ def errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
     return torch.quantile(difference, 0.99).item(), difference.max().item()
 
 
+@pytest.mark.verify_but("3-bf16")
 @pytest.mark.parametrize("mode", ["bf16", "bf16 on the wire", "bf16-mixed"])
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.verify), 3, pytest.param(4, marks=pytest.mark.verify)]
-)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_half_precision_is_as_exact_as_on_one_device(pool: RankPool, ranks: int, mode: Mode) -> None:
     """Catches sums over ranks that are rounded once too often, and rounding of more than the messages."""
     exact = run(LocalExchange(), torch.float64)

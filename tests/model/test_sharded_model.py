@@ -93,18 +93,15 @@ def run_rank(handle: Any, batch: int, kind: str) -> tuple[dict[str, Tensor], dic
     return {k: v.detach() for k, v in outputs.items()}, {k: mean(g) for k, g in inputs.items()}, gradients
 
 
+@pytest.mark.verify_but("3-1-without blocks", "3-2-multimer")
 @pytest.mark.parametrize(
     ("ranks", "batch", "kind"),
     [
         (3, 2, "monomer"),
         (3, 1, "without blocks"),
         (3, 2, "multimer"),
-        *(
-            pytest.param(4, batch, kind, marks=pytest.mark.verify)
-            for batch in (1, 2)
-            for kind in ("monomer", "multimer")
-        ),
-        pytest.param(2, 1, "multimer", marks=pytest.mark.verify),
+        *((4, batch, kind) for batch in (1, 2) for kind in ("monomer", "multimer")),
+        (2, 1, "multimer"),
     ],
 )
 def test_the_whole_model_over_ranks_equals_one_device(pool: RankPool, ranks: int, batch: int, kind: str) -> None:
@@ -153,6 +150,7 @@ def predicted_by_rank(handle: Any, present: int) -> dict[str, Tensor]:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.verify_but("0")
 @pytest.mark.parametrize("present", [0, 1])
 def test_absent_templates_change_nothing(pool: RankPool, present: int) -> None:
     """Catches a model that cannot do without templates, on one device and on three, and rows of the MSA that are lost."""

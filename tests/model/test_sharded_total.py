@@ -101,13 +101,14 @@ def check(
                 close(gradients[name], parameter.grad, f"gradient of {name}")
 
 
+@pytest.mark.verify_but("2-1-*")
 @pytest.mark.parametrize(
     ("ranks", "samples", "plan"),
     [
         (2, 1, CommunicationPlan()),
         (3, 2, CommunicationPlan("gather", "channel", "gather")),
-        pytest.param(4, 2, CommunicationPlan(), marks=pytest.mark.verify),
-        pytest.param(4, 1, CommunicationPlan(outer_product_mean="sum", stream_bias=True), marks=pytest.mark.verify),
+        (4, 2, CommunicationPlan()),
+        (4, 1, CommunicationPlan(outer_product_mean="sum", stream_bias=True)),
     ],
     ids=str,
 )
@@ -123,13 +124,14 @@ WITHIN = ("evoformer.blocks.[0-9].pair*", "extra_msa_stack.blocks.0.msa_stack", 
 AFTER = ("structure_module", "heads", "single")
 
 
+@pytest.mark.verify_but("1-*")
 @pytest.mark.parametrize(
     ("ranks", "recompute", "overlap", "frozen"),
     [
         (1, True, True, WITHIN),
         (3, True, True, BEFORE),
         *(
-            pytest.param(ranks, *ways, frozen, marks=pytest.mark.verify)
+            (ranks, *ways, frozen)
             for ranks in (1, 2, 3)
             for ways in ((True, True), (False, True), (True, False))
             for frozen in (BEFORE, WITHIN, AFTER)

@@ -182,6 +182,7 @@ def test_nothing_large_is_ever_whole(pool: RankPool) -> None:
         assert [name for name in unseen if not name.endswith(USED_BY_PARENTS)] == []
 
 
+@pytest.mark.verify
 def test_what_dap_gathers_is_found(pool: RankPool) -> None:
     """Catches a `Watcher` that finds nothing: DAP gathers an operand of triangle multiplication in every block."""
     for found, _ in pool.run(RANKS, watch, DAP, 1):

@@ -69,7 +69,8 @@ def compare(handle: Any) -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.verify), 3])
+@pytest.mark.verify
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_a_compiled_collective_is_the_same_map_and_transpose(unchecked: UncheckedPool, ranks: int) -> None:
     """Catches a transpose of the wrong sizes, a buffer that is read before it is filled, and padding that becomes data."""
     unchecked.run(ranks, compare)

@@ -56,12 +56,13 @@ def on_fake_ranks(step: PlannedStep) -> Counter[tuple[bool, str, int]]:
     return Counter((entry.phase == "forward", entry.kind, entry.bytes) for entry in ledger.entries)
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("ranks", "rank", "recomputed"),
     [
         (8, 7, True),
         *(
-            pytest.param(ranks, rank, recomputed, marks=pytest.mark.verify)
+            (ranks, rank, recomputed)
             for ranks, recomputed in ((8, 4), (64, False), (512, True))
             for rank in (0, ranks - 1)
         ),

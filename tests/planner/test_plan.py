@@ -312,6 +312,7 @@ def test_the_command_prints_and_writes_the_plan(tmp_path: Path, capsys: pytest.C
     assert "http://" not in html.replace("http://www.w3.org", "")
 
 
+@pytest.mark.verify_but("cuda_graphs: true*")
 @pytest.mark.parametrize(
     ("config", "words"),
     [

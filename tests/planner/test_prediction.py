@@ -56,6 +56,7 @@ def test_two_pieces_show_the_memory_of_all() -> None:
     assert most(dataclasses.replace(step, samples=2)) < most(dataclasses.replace(step, memory=None))
 
 
+@pytest.mark.verify
 def test_less_memory_with_what_the_options_change() -> None:
     """Catches an option that the estimate does not see: ranks, working memory, ensembles, passes."""
     base = PlannedPrediction(model(1), SIZES, memory=1 << 16)
@@ -101,6 +102,7 @@ def test_no_part_needs_more_than_the_evoformer() -> None:
     assert found.layers < 1.6 * found.pair  # the product of a triangle multiplication is as large
 
 
+@pytest.mark.verify
 def test_four_templates_need_the_memory_of_one() -> None:
     """Catches embedded templates that are kept until the last one is there: each is half as large as the pair."""
     one, four = (
@@ -126,6 +128,7 @@ def test_a_rank_of_several_holds_its_shard_of_the_pair_once(ranks: int, most: fl
     assert found.pair + found.layers < most * found.pair
 
 
+@pytest.mark.verify
 def test_gathered_biases_do_not_outgrow_the_budget() -> None:
     """Catches the whole pair bias of row attention on every rank, which among many ranks is larger than all else."""
     what = PlannedPrediction(one_of_each(), SampleSizes(3000, 64, 64, 0), passes=1, ranks=64, half=True)

@@ -75,10 +75,9 @@ def real_step(handle: Any, arrangement: str) -> list[tuple[str, str, int]]:
     return [(entry.phase, entry.kind, entry.elements) for entry in ledger.entries]
 
 
+@pytest.mark.verify_but("3-monomer")
 @pytest.mark.parametrize("arrangement", ["monomer", "multimer"])
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(2, marks=pytest.mark.verify), 3, pytest.param(4, marks=pytest.mark.verify)]
-)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives_are_those_of_real_ranks(pool: RankPool, ranks: int, arrangement: str) -> None:
     """Catches a collective that the planner leaves out, counts in another phase, or with another size, on any rank."""
     clusters, extra, residues = SIZES
@@ -105,6 +104,7 @@ def test_a_prediction_of_a_complex_scores_its_chains_and_their_pairs() -> None:
     assert alone[0] < two[0] < three[0]
 
 
+@pytest.mark.verify
 def test_a_cpu_may_compute_in_half_precision() -> None:
     """Catches a plan of bf16 for a CPU that ends in a traceback, and activations in single precision."""
     model, sizes = few_parts(config(recompute=False)), SampleSizes(25, 5, 7, 1)
@@ -113,7 +113,8 @@ def test_a_cpu_may_compute_in_half_precision() -> None:
     assert 0.4 * most[1] < most[0] < 0.8 * most[1]
 
 
-@pytest.mark.parametrize(("on_gpu", "residues"), [(True, 400), pytest.param(False, 25, marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize(("on_gpu", "residues"), [(True, 400), (False, 25)])
 def test_remembered_shapes_are_those_of_the_operators(
     on_gpu: bool, residues: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def model_with(blocks: int, recomputed: bool | int, projections: bool | int = Fa
     return dataclasses.replace(PRESET, evoformer=evoformer)
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("model", "ranks", "sizes"),
     [
@@ -176,7 +178,7 @@ def model_with(blocks: int, recomputed: bool | int, projections: bool | int = Fa
         (few_parts(model_with(9, 4, True)), 3, SampleSizes(100, 20, 70, 2)),
         (few_parts(model_with(10, 0, 6)), 1, SampleSizes(100, 20, 70, 2)),
         *(
-            pytest.param(model_with(9, recomputed, projections), ranks, sizes, marks=pytest.mark.verify)
+            (model_with(9, recomputed, projections), ranks, sizes)
             for recomputed, projections, ranks in ((True, 0, 1), (4, 0, 2), (False, 0, 8), (4, True, 1), (0, 5, 2))
             for sizes in (
                 SampleSizes(256, 124, 1024, 4),
@@ -214,6 +216,7 @@ def test_repeated_segments_are_the_whole_model(
     assert exposed[0] == pytest.approx(exposed[1], rel=0.02)
 
 
+@pytest.mark.verify_but("True")
 @pytest.mark.parametrize("projections", [False, True])
 def test_a_block_launches_and_moves_what_it_does_on_a_gpu(projections: bool) -> None:
     """Catches operators that the planner does not see, and activations in another precision than under autocast: compares with
@@ -235,6 +238,7 @@ def test_a_block_launches_and_moves_what_it_does_on_a_gpu(projections: bool) -> 
     assert block[-1].after - block[0].before == pytest.approx(counted.kept, rel=0.05)
 
 
+@pytest.mark.verify
 def test_a_multimer_stands_still_no_longer_than_a_monomer() -> None:
     """Catches an order of the sub-layers of a block in which a multimer's switches of the MSA no longer travel while the pair
     representation is updated."""
@@ -254,6 +258,7 @@ def test_the_parameters_of_the_preset() -> None:
     assert followed.parameters(dataclasses.replace(PRESET, heads=HeadsConfig())) < 93_237_338
 
 
+@pytest.mark.verify
 def test_torsions_of_templates_are_made_once_a_sample() -> None:
     """Catches torsions that are planned in each pass of a sample, and a plan without them."""
     model = few_parts(config())

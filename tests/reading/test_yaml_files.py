@@ -33,6 +33,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_one_line(name: str, tmp_path: Path) -> None:
     """Catches a RecursionError, a ValueError of a number, and an AttributeError of PyYAML."""

@@ -83,6 +83,7 @@ def test_a_mistake_is_one_line(options: dict[str, Any], said: str) -> None:
     assert said in str(caught.value)
 
 
+@pytest.mark.verify_but("2-*")
 @pytest.mark.parametrize(("code", "error"), [(2, UserError), (1, RuntimeError), (130, KeyboardInterrupt)])
 def test_ranks_that_fail(
     code: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -65,12 +65,13 @@ def test_a_bad_label_costs_one_sample(chains: Path, tmp_path: Path, capsys: pyte
     assert "backward: Function" in said
 
 
+@pytest.mark.verify_but("in_a_gradient-options0")
 @pytest.mark.parametrize(
     ("plant", "options"),
     [
         (planted_numbers.in_a_gradient, ("--trainer.accumulate_grad_batches=2",)),
-        pytest.param(planted_numbers.in_the_loss, (), marks=pytest.mark.verify),
-        pytest.param(planted_numbers.in_a_label, ("--parallel.parameters=zero1",), marks=pytest.mark.verify),
+        (planted_numbers.in_the_loss, ()),
+        (planted_numbers.in_a_label, ("--parallel.parameters=zero1",)),
         (
             planted_numbers.in_a_gradient,
             ("--parallel.parameters=fsdp2", "--model.optimizer.clip=batch", "--trainer.accumulate_grad_batches=2"),
@@ -97,6 +98,7 @@ def test_two_ranks_leave_the_same_sample_out(
     assert_same_weights(bad, skipped)
 
 
+@pytest.mark.verify
 def test_too_many_bad_samples_end_the_run_after_a_checkpoint(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

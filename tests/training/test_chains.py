@@ -358,6 +358,7 @@ def test_complexes_that_resemble_others() -> None:
     assert resembling({"peptide": ("ACD",)}, {"a": ("ACD", one), "b": (two,)}, 0.4) == {"a": "peptide"}
 
 
+@pytest.mark.verify
 def test_a_run_on_complexes_holds_out_and_excludes(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches complexes that are trained on although they are scored, or although they resemble those of a list."""
     data = DataConfig(

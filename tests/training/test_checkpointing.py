@@ -125,6 +125,7 @@ def test_a_bit_lost_anywhere_is_found_or_harmless(tmp_path: Path) -> None:
     assert 0 < harmless < 8 * (len(whole) - directory) / 3
 
 
+@pytest.mark.verify_but("full")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG, errno.EIO], ids=["full", "limit of sizes", "broken"])
 def test_a_full_disk_is_one_line(
     code: int, chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

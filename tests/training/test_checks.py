@@ -145,6 +145,7 @@ def test_gpus_that_are_not_there(
         assert said in line
 
 
+@pytest.mark.verify_but("validate*")
 @pytest.mark.parametrize(("command", "limit"), [("validate", "limit_val_batches"), ("test", "limit_test_batches")])
 def test_a_limit_that_leaves_nothing_to_score(
     chains: Path, one_step: Path, capsys: pytest.CaptureFixture[str], command: str, limit: str
@@ -158,6 +159,7 @@ def test_a_limit_that_leaves_nothing_to_score(
         assert said in line
 
 
+@pytest.mark.verify_but("counted over epochs")
 @pytest.mark.parametrize(
     "options",
     [
@@ -204,6 +206,7 @@ def test_fit_starts_its_ranks_itself(chains: Path, tmp_path: Path) -> None:
     assert done.stdout.count("checkpoint:") == 1
 
 
+@pytest.mark.verify_but("EarlyStopping*")
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -251,6 +254,7 @@ def test_a_callback_in_the_current_folder_is_found(
     assert "MINE 0" in capfd.readouterr().out
 
 
+@pytest.mark.verify
 def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
     """The exchange returns gradients of another type than their tensors; copies of parameters in half precision that are not
     those of the step, or that FSDP2's sharded parameters cannot have."""
@@ -267,6 +271,7 @@ def test_half_precision_trains_over_ranks(commands: CommandPool, chains: Path, t
         assert losses == pytest.approx(runs["replicate"], rel=1e-2), parameters
 
 
+@pytest.mark.verify
 def test_validation_scores_each_chain_once(commands: CommandPool, chains: Path, one_step: Path) -> None:
     """Fewer chains than data ranks (a rank without batches would hang the others); a sequence group counted N times."""
     score = ("--config", str(chains / "tiny.yaml"), "--output", str(one_step), "--ckpt_path", "last")

@@ -86,6 +86,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
             torch.testing.assert_close(twice[weights][name], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.verify
 def test_a_checkpoint_between_validations_resumes_alike(chains: Path, finished: Path, tmp_path: Path) -> None:
     """Lightning counts a batch as done only after the hook in which checkpoints are written."""
     output = tmp_path / "run"
@@ -359,6 +360,7 @@ def test_a_mistake_in_the_config_names_its_line(
     assert "wrong.yaml" + said.replace("LINE", str(line)) in capsys.readouterr().err
 
 
+@pytest.mark.verify
 def test_a_checkpoint_of_other_sizes_is_refused(
     chains: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,6 +372,7 @@ def test_a_checkpoint_of_other_sizes_is_refused(
         assert "trained with model.evoformer.blocks 1, but the config says 2" in capsys.readouterr().err
 
 
+@pytest.mark.verify
 def test_a_run_without_work_is_refused(chains: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 0 without a step or a score; but a repeated `--ckpt_path auto` of a finished run is no mistake."""
     common = ["--config", str(chains / "tiny.yaml"), "--output", str(finished)]

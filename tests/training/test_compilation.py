@@ -46,28 +46,17 @@ def test_a_missing_compiler_is_one_line(
     assert "no-such-compiler is not found; install g++" in capsys.readouterr().err
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("options", "quick"),
     [
         (("--model.evoformer.blocks=2", "--data.train.recycles=0"), True),
-        pytest.param(("--model.evoformer.blocks=3",), False, marks=pytest.mark.verify),
-        pytest.param(
-            ("--model.evoformer.blocks=2", "--data.train.recycles=0", "--model.evoformer.checkpoint_projections=true"),
-            True,
-            marks=pytest.mark.verify,
-        ),
-        pytest.param(
-            ("--model.evoformer.blocks=2", "--data.train.recycles=0",
-             "--model.freeze=[evoformer.blocks.1.pair_stack, extra_msa_stack]"),
-            True,
-            marks=pytest.mark.verify,
-        ),
-        pytest.param(
-            ("--model.evoformer.blocks=3", "--trainer.precision", "bf16-mixed", "--model.evoformer.checkpoint", "true",
-             "--model.extra_msa.checkpoint", "true"),
-            False,
-            marks=pytest.mark.verify,
-        ),
+        (("--model.evoformer.blocks=3",), False),
+        (("--model.evoformer.blocks=2", "--data.train.recycles=0", "--model.evoformer.checkpoint_projections=true"), True),
+        (("--model.evoformer.blocks=2", "--data.train.recycles=0",
+             "--model.freeze=[evoformer.blocks.1.pair_stack, extra_msa_stack]"), True),
+        (("--model.evoformer.blocks=3", "--trainer.precision", "bf16-mixed", "--model.evoformer.checkpoint", "true",
+             "--model.extra_msa.checkpoint", "true"), False),
     ],
 )  # fmt: skip
 def test_a_compiled_run_is_the_run(chains: Path, tmp_path: Path, options: tuple[str, ...], quick: bool) -> None:

@@ -91,6 +91,7 @@ def test_a_run_on_a_complex_and_its_second_half(
         assert torch.equal(weight, second["state_dict"][name]), name
 
 
+@pytest.mark.verify
 def test_the_order_of_copies_in_a_file_does_not_matter(tmp_path: Path) -> None:
     """Catches a step or a validation whose losses compare a predicted chain with the true chain of its name."""
     curves = []
@@ -104,6 +105,7 @@ def test_the_order_of_copies_in_a_file_does_not_matter(tmp_path: Path) -> None:
         assert float(curves[1][name]) == pytest.approx(float(curves[0][name]), rel=1e-5), name
 
 
+@pytest.mark.verify
 @pytest.mark.filterwarnings("ignore:Error detected")  # the anomaly that it finds
 def test_a_complex_is_computed_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a replay that lacks a term of the loss, or compares a predicted chain with the true chain of its name."""
@@ -210,6 +212,7 @@ def predictions(folder: Path) -> DistillationConfig:
     return DistillationConfig(str(alignments), str(structures), fraction=0.5, max_msa_rows=4)
 
 
+@pytest.mark.verify
 def test_a_multimer_trains_on_predictions_too(
     data: DataConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

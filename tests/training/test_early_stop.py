@@ -39,6 +39,7 @@ def test_a_run_ends_when_validations_do_not_get_better(
     assert read_checkpoint(whole / "checkpoints" / "last.ckpt")["global_step"] == 6
 
 
+@pytest.mark.verify
 def test_several_validations_of_an_epoch_and_two_ranks(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], commands: CommandPool
 ) -> None:

@@ -59,6 +59,7 @@ assert main(["validate", f"--config={config}", f"--output={output}", "--ckpt_pat
 """
 
 
+@pytest.mark.verify
 def test_files_are_written_in_the_output_folder_only(chains: Path, tmp_path: Path) -> None:
     """Catches `lightning_logs/` and `checkpoints/` in the working directory, caches in the home folder, temporary files that
     stay. (matplotlib, which torchmetrics imports where there is one, keeps a list of fonts in a folder of its own.)"""

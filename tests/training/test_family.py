@@ -20,6 +20,7 @@ DATA = {
 SMALLER = ["--trainer.limit_val_batches=1", "--data.train.msa_clusters=6", "--model.evoformer.blocks=1"]
 
 
+@pytest.mark.verify
 def test_both_steps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches a recipe whose second step does not begin with the first one's weights, crops the chains, or has another model;
     and templates that are not those of the training chains."""

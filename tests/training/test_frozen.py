@@ -68,6 +68,7 @@ def test_frozen_weights_stay_and_have_no_state(source: Path, whole: Path) -> Non
     assert len(optimizer["param_groups"][0]["params"]) == len(first) - len(frozen) > 0
 
 
+@pytest.mark.verify
 def test_a_resumed_run_is_the_uninterrupted_run(
     chains: Path, source: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(
     assert "--init_from" in line
 
 
+@pytest.mark.verify
 def test_a_run_that_trained_all_cannot_resume_with_frozen_parts(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,11 +120,12 @@ def test_patterns_that_cannot_be_meant(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--parallel.parameters=zero1",), marks=pytest.mark.verify),
-        pytest.param(("--model.optimizer.clip=batch",), marks=pytest.mark.verify),
+        ("--parallel.parameters=zero1",),
+        ("--model.optimizer.clip=batch",),
         ("--parallel.parameters=fsdp2", "--model.optimizer.clip=batch"),
     ],
 )
@@ -211,6 +214,7 @@ def test_weights_stay_and_their_adapters_are_trained(source: Path, adapted: Path
             torch.testing.assert_close(parameter.detach(), expected)
 
 
+@pytest.mark.verify
 def test_a_dry_run_says_what_it_would_train(
     chains: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +240,7 @@ def test_a_dry_run_says_what_it_would_train(
     assert "memory and time are not planned: data.train.crop_size is null" in capsys.readouterr().err
 
 
+@pytest.mark.verify
 def test_a_resumed_run_has_its_adapters(
     chains: Path, source: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

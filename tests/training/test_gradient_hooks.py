@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from evodsp.errors import UserError
@@ -47,6 +48,7 @@ def _hooks_are_gone_afterwards() -> Iterator[None]:
     assert not left, left
 
 
+@pytest.mark.verify
 def test_hooks_end_with_the_fit(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
     """Catches a second fit of the same module in which the hooks of the first one send buckets too, also where the first one
     failed: Lightning then calls no `teardown` of the module."""

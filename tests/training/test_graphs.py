@@ -59,13 +59,14 @@ def test_a_gpu_is_accepted(parallel: ParallelConfig) -> None:
     assert obstacle_to_graphs(RUN, parallel, DATA, on_gpu=True) is None
 
 
+@pytest.mark.verify_but("*=2")
 @pytest.mark.parametrize(
     "trained",
     [
         "--model.adapters.rank=0",
         "--model.adapters.rank=2",
-        pytest.param("--model.freeze=['*embedder', extra_msa_stack]", marks=pytest.mark.verify),
-        pytest.param("--model.freeze=[evoformer.blocks.0.pair_stack]", marks=pytest.mark.verify),
+        "--model.freeze=['*embedder', extra_msa_stack]",
+        "--model.freeze=[evoformer.blocks.0.pair_stack]",
     ],
 )
 def test_a_recorded_run_is_the_run(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: str) -> None:
@@ -167,13 +168,12 @@ def _recorded_by_running_again() -> Iterator[None]:
     assert not any(early)
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     "options",
     [
         ("--model.optimizer.clip=batch", "--parallel.parameters=zero1"),
-        pytest.param(
-            ("--trainer.accumulate_grad_batches=2", "--trainer.precision=bf16-mixed"), marks=pytest.mark.verify
-        ),
+        ("--trainer.accumulate_grad_batches=2", "--trainer.precision=bf16-mixed"),
     ],
 )
 def test_a_recorded_run_on_two_ranks_is_the_run(

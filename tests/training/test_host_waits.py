@@ -13,6 +13,7 @@ KEYS = "_to_copy model/dropout.py"
 """The copy of dropout's keys, from pinned memory on a GPU; a meta tensor's source is never pinned."""
 
 
+@pytest.mark.verify_but("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_waits_once(chains: Path, tmp_path: Path, ranks: int) -> None:
     """Catches losses, a norm or a sample number read one by one, numbers that are copied to the device to be logged, a check of

@@ -103,6 +103,7 @@ def test_a_model_of_complexes_starts_from_one_of_single_chains(tmp_path: Path) -
     assert all(torch.equal(parameters[name], alone.get_parameter(name)) for name in shared)
 
 
+@pytest.mark.verify_but("evoformer")
 @pytest.mark.parametrize("stack", ["evoformer", "extra_msa_stack"])
 def test_with_a_block_more_stacks_compute_what_they_did(stack: str, tmp_path: Path) -> None:
     """Catches an outer product or a pair stack that reads another block's m or z: but for the pair bias of attention within the
@@ -154,6 +155,7 @@ def written(path: Path, model: AlphaFold) -> Path:
     return path
 
 
+@pytest.mark.verify_but("a.npz")
 @pytest.mark.parametrize("name", ["a.ckpt", "a.npz", "a.pt"])
 def test_parts_may_be_new_or_left_out(tmp_path: Path, name: str) -> None:
     """A head without weights refused, overwritten, or not told; the arrays of the other parts exchanged."""
@@ -183,6 +185,7 @@ def _cut(sizes: ModelConfig, **parts: dict[str, int]) -> ModelConfig:
     return dataclasses.replace(sizes, **changed)
 
 
+@pytest.mark.verify_but("a.ckpt")
 @pytest.mark.parametrize("name", ["a.ckpt", "a.npz", "a.pt"])
 def test_other_sizes_are_one_line_that_names_the_setting(tmp_path: Path, name: str) -> None:
     """Blocks of a deeper model taken in part, or a line that names an array and not what to change."""
@@ -269,7 +272,8 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("parameters", [pytest.param("zero1", marks=pytest.mark.verify), "fsdp2"])
+@pytest.mark.verify
+@pytest.mark.parametrize("parameters", ["zero1", "fsdp2"])
 def test_every_mesh_begins_with_the_weights(
     commands: CommandPool, chains: Path, sources: Path, tmp_path: Path, parameters: str
 ) -> None:

@@ -47,6 +47,7 @@ def runs(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ro
     return {name: rows(folder / name) for name in ("each", "third", "parts")}
 
 
+@pytest.mark.verify
 def test_a_row_is_the_mean_of_its_steps(runs: dict[str, Rows]) -> None:
     """A row that shows its last step only, or goes on with the sums of the row before."""
     each, third = runs["each"], runs["third"]

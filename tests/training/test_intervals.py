@@ -36,6 +36,7 @@ def steps(output: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.verify
 def test_an_interval_in_samples(chains: Path, tmp_path: Path) -> None:
     """Samples taken for steps, or counted without the accumulated batches; a write within a step."""
     options = ("--checkpoint_every_samples=7", "--trainer.accumulate_grad_batches=3", "--data.samples_per_epoch=15")
@@ -66,6 +67,7 @@ def test_a_checkpoint_holds_the_validation_of_its_step(
     assert written == [(1, False), (2, True), (3, True)]
 
 
+@pytest.mark.verify_but("option1")
 @pytest.mark.parametrize("option", [[], ["--async_checkpoints=true"], ["--async_checkpoints=false"]])
 def test_who_writes_the_checkpoints(
     chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: list[str]
@@ -90,6 +92,7 @@ def rank_1_asks() -> Iterator[None]:
         yield
 
 
+@pytest.mark.verify
 def test_an_interval_in_minutes_on_two_ranks(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
     """Ranks whose clocks differ: one that saves alone hangs."""
     options = ("--parallel.sequence=2", "--keep_last=2", "--trainer.max_steps=3")

@@ -28,6 +28,7 @@ def table(text: str) -> list[str]:
     return lines[first - 1 : first + 2]
 
 
+@pytest.mark.verify
 def test_the_last_weights_are_validated(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a run whose table is of a step long before its end, a last checkpoint written before the validation of its step
     or without it, raw weights scored at the end, a resumed run without a last validation, or with one that is
@@ -50,6 +51,7 @@ def test_the_last_weights_are_validated(chains: Path, tmp_path: Path, capsys: py
     assert validated(output) == [2, 3]
 
 
+@pytest.mark.verify_but("epochs")
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

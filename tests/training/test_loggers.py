@@ -55,6 +55,7 @@ def test_a_run_without_loggers(chains: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "none").iterdir()} == {"checkpoints", "config.yaml"}
 
 
+@pytest.mark.verify
 def test_a_logger_that_refuses_changed_settings(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def test_the_table_of_a_profiler_is_said(caplog: pytest.LogCaptureFixture) -> No
     assert "a step" in caplog.text
 
 
+@pytest.mark.verify
 def test_weights_and_biases_offline(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -108,6 +110,7 @@ def test_weights_and_biases_offline(chains: Path, tmp_path: Path, monkeypatch: p
     assert list(read_curve(output / "curve.csv")) == [0, 1]
 
 
+@pytest.mark.verify
 def test_mlflow_in_files(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions want a data base

@@ -100,6 +100,7 @@ def assert_same_run(found: Path, expected: Path, ended_at: int | None = None) ->
         assert own == pytest.approx(losses(expected, column), rel=5e-7)
 
 
+@pytest.mark.verify
 def test_a_sample_over_two_ranks_trains_as_on_one(fit: Fit, serial: Path) -> None:
     """Sequence ranks that read different samples, a gradient summed instead of averaged or clipped at the wrong stage, dropout
     or recycling drawn by rank."""
@@ -108,6 +109,7 @@ def test_a_sample_over_two_ranks_trains_as_on_one(fit: Fit, serial: Path) -> Non
     assert_same_run(fit((1, 2)), serial)
 
 
+@pytest.mark.verify
 def test_adapters_are_trained_alike_and_a_run_resumes_on_another_mesh(fit: Fit) -> None:
     """Adapters that each rank draws for itself, gradients of adapters that are not summed over ranks, and adapters of which a
     checkpoint of another mesh knows nothing."""
@@ -125,7 +127,8 @@ def test_a_run_resumes_on_another_mesh(fit: Fit, serial: Path) -> None:
     assert_same_run(output, serial, ended_at=0)
 
 
-@pytest.mark.parametrize("by_way_of", [(), pytest.param((2, 1), marks=pytest.mark.verify)])
+@pytest.mark.verify
+@pytest.mark.parametrize("by_way_of", [(), (2, 1)])
 def test_sharded_parameters_train_alike_and_resume_on_any_mesh(
     fit: Fit, serial: Path, by_way_of: tuple[int, int] | tuple[()], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,7 @@ def quarantined(output: Path) -> list[tuple[int, str]]:
     return [(entry["sample"], entry["chain"]) for entry in map(json.loads, lines)]
 
 
+@pytest.mark.verify
 def test_bad_chains_end_neither_a_run_nor_its_resume(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from evodsp.training.run_folder import RunFolder
 from evodsp.weights.checkpoint import read_checkpoint
 
 
+@pytest.mark.verify
 def test_a_state_that_is_refused_is_read_once_its_class_is_allowed(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def resumed(chains: Path, stopped: Path, output: Path, *options: str) -> tuple[d
     return read_checkpoint(last), read_checkpoint(output / "checkpoints" / "last.ckpt"), batch
 
 
+@pytest.mark.verify
 def test_the_next_step_is_that_of_the_new_settings(
     chains: Path, stopped: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +144,7 @@ NEW_FEATURES = {
 }  # fmt: skip
 
 
+@pytest.mark.verify
 def test_the_next_sample_has_the_new_features(
     chains: Path, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +168,7 @@ def test_the_next_sample_has_the_new_features(
     assert batch["use_clamped_fape"].eq(0).all()
 
 
+@pytest.mark.verify
 def test_the_next_step_has_the_new_precision(
     chains: Path, stopped: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +226,7 @@ def test_a_new_order_of_alignments_is_said() -> None:
     assert changes(Path("a.ckpt"), {"settings": store}, store) == []
 
 
+@pytest.mark.verify_but("data.samples_per_epoch=8-4")
 @pytest.mark.parametrize(
     ("setting", "former"),
     [("seed=5", "0"), ("data.samples_per_epoch=8", "4")],

@@ -43,6 +43,7 @@ def found(commands: CommandPool, chains: Path, output: Path) -> list[dict[str, A
     return [json.loads(found[0].removeprefix("SETUP ")) for found in lines]
 
 
+@pytest.mark.verify
 def test_the_exchange_communicates_as_the_options_say(found: list[dict[str, Any]]) -> None:
     """parallel.overlap and parallel.wire ignored: every number stays the same, only slower or over a wider wire."""
     for rank in found:

@@ -51,6 +51,7 @@ def measured(group: object, sharded: bool, recompute: bool) -> Measured:
     return {name: value.detach() for name, value in found.items()}, gradients, used
 
 
+@pytest.mark.verify_but("True")
 @pytest.mark.parametrize("recompute", [True, False])
 def test_blocks_gather_their_parameters_in_half_precision(pool: RankPool, recompute: bool) -> None:
     """Catches parameters that are gathered in float32 and cast at each use, gradients summed in half precision or scaled, a

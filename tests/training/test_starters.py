@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from evodsp.weights.checkpoint import load_model
@@ -17,6 +18,7 @@ def by_mpirun(rank: int, ranks: int, port: int) -> dict[str, object]:
     return {**numbers, "PMIX_NAMESPACE": f"prterun-host-{port}@1", "PMIX_RANK": rank}
 
 
+@pytest.mark.verify
 def test_two_steps_under_mpirun_are_those_under_torchrun(commands: CommandPool, tmp_path: Path) -> None:
     """Catches ranks of mpirun that do not meet, that share a sample wrongly, or that all speak and write as the first."""
     words = [

@@ -81,6 +81,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(
     assert list(read_curve(stopped / "curve.csv")) == list(read_curve(uninterrupted / "curve.csv"))
 
 
+@pytest.mark.verify
 def test_a_signal_to_one_rank_stops_both(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
     """A rank that leaves alone, with the other one waiting for it."""
     output = tmp_path / "run"
@@ -96,9 +97,10 @@ def validating(chains: Path, output: Path, *options: str) -> list[str]:
     return [*given, "--data.validation_chains=[1abc_A,2abc_B]", "--trainer.num_sanity_val_steps=0", *options]
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     "every",
-    [pytest.param("2", id="within an epoch"), pytest.param("1.0", id="at its end", marks=pytest.mark.verify)],
+    [pytest.param("2", id="within an epoch"), pytest.param("1.0", id="at its end")],
 )
 def test_a_signal_in_a_validation(
     chains: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], every: str

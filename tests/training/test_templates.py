@@ -44,6 +44,7 @@ def searched(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.verify
 def test_a_run_with_templates(searched: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Catches a template branch that gets no features, no gradient, or templates that the user cannot see in the log."""
     output = tmp_path / "run"

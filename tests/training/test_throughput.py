@@ -64,6 +64,7 @@ def test_one_rank(chains: Path, tmp_path: Path) -> None:
     check(chains, tmp_path / "run", ranks=1)
 
 
+@pytest.mark.verify
 def test_ranks_that_share_a_sample(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
     """A sample counted once a rank, the peak of one device for two, waiting that nobody measures."""
     outcomes = commands.evodsp(2, *words(chains, tmp_path / "run", "--parallel.sequence=2"))
@@ -71,6 +72,7 @@ def test_ranks_that_share_a_sample(commands: CommandPool, chains: Path, tmp_path
     check(chains, tmp_path / "run", ranks=2)
 
 
+@pytest.mark.verify
 def test_what_differs_from_rank_to_rank_is_the_worst_ranks(
     chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -95,6 +95,7 @@ def test_mistakes_exit_with_2_and_write_nothing(tmp_path: Path, capsys: pytest.C
     assert load_model(taken).config == ModelConfig.preset("test")
 
 
+@pytest.mark.verify_but("nan")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
 def test_numbers_that_are_not_finite_are_refused_in_every_format(
     value: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -65,6 +65,7 @@ def structure_lines(folder: Path) -> list[str]:
     return [line for line in lines if line.split()[3:4] != ["checkpoint"]]
 
 
+@pytest.mark.verify
 def test_a_trained_model_predicts_the_same_after_every_format(trained: Path, tmp_path: Path) -> None:
     """Catches a bit or a size that is lost, and parameters that are exchanged, in export and import."""
     before, model, features = predicted(trained, tmp_path / "before"), load_model(trained), load_features(trained)
@@ -86,6 +87,7 @@ def test_a_trained_model_predicts_the_same_after_every_format(trained: Path, tmp
     assert (before / "seed_0.cif").stat().st_size > 10_000
 
 
+@pytest.mark.verify_but("deepmind-.npz")
 @pytest.mark.parametrize(("name", "suffix"), FORMATS)
 def test_a_parameter_file_is_used_as_it_is(name: str, suffix: str, tmp_path: Path) -> None:
     """Catches `predict --checkpoint params_model_1_ptm.npz` refused, and a file's kind decided by its suffix."""

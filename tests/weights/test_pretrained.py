@@ -71,6 +71,7 @@ def test_a_model_comes_back_bit_by_bit(config: ModelConfig, tmp_path: Path) -> N
     assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "model" / WEIGHTS).read_bytes()
 
 
+@pytest.mark.verify
 def test_the_commands_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches raw weights exported in place of their average, and a folder that the commands do not take."""
     model = random_model(ModelConfig.preset("test"), 2)
@@ -242,6 +243,7 @@ def test_a_run_cannot_go_on_from_weights_alone(copy: Path, tmp_path: Path, capsy
     )
 
 
+@pytest.mark.verify
 def test_estimate_takes_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a command that does not know folders, or estimates with other sizes than the folder's."""
     assert main(["estimate", "--residues", "16", "--checkpoint", str(folder)]) == 0

@@ -55,6 +55,7 @@ def test_hyperparameters_of_unknown_classes_are_skipped(arrays: Arrays, tmp_path
     assert set(torch.serialization.get_safe_globals()) == before  # the next torch.load is as strict as before
 
 
+@pytest.mark.verify
 def test_a_deepspeed_folder_is_read(arrays: Arrays, tmp_path: Path) -> None:
     """Catches the wrong file or tag, and the 16-bit weights instead of the moving average."""
     save_deepspeed_checkpoint(folder := tmp_path / "12-3000.ckpt", arrays, tag="global_step3000")

@@ -140,6 +140,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
 @pytest.mark.parametrize("sizes", [(2, 5), (1, 3), (2, 0), (0, 3)], ids=str)
 @pytest.mark.parametrize("operator", LAYERS)

@@ -27,21 +27,11 @@ def _shapes(count: int) -> list[cases.Shape]:
 
 
 SHAPES = [(2, 2, 5, 7, 2, 8), (1, 3, 65, 67, 1, 24), (1, 17, 2, 3, 1, 64), (1, 1, 5, 253, 1, 8)]
-OFTEN = [(SHAPES[0], torch.float16), (SHAPES[1], torch.float32), (SHAPES[2], torch.float16)]
-"""Cases of `make test`: batches, tiles of queries and keys with tails, and groups of rows."""
-LARGE_OFTEN = [(torch.float16, 32, True), (torch.float32, 8, False)]
-"""Cases of `make test`: two loops with a bias, and without one."""
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        pytest.param(shape, dtype, marks=[] if (shape, dtype) in OFTEN else [pytest.mark.verify])
-        for dtype in (torch.float32, torch.float16)
-        for shape in SHAPES
-    ],
-    ids=str,
-)
+@pytest.mark.verify_but("(2, 2, 5, 7, 2, 8)-torch.float16", "(1, 17, 2, 3, 1, 64)-torch.float16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_agrees_with_the_formula(interpreter: Callable[..., Any], shape: cases.Shape, dtype: torch.dtype) -> None:
     """Catches wrong arithmetic, tails of tiles that leak in, all keys masked not being uniform, samples or rows mixed up,
     gradients of k and v in each other's place, and gradients that are left uninitialised where a position does not attend."""
@@ -59,6 +49,7 @@ def test_agrees_at_many_shapes(interpreter: Callable[..., Any], number: int) -> 
     interpreter(cases.agrees, shape, dtype, biased, number)
 
 
+@pytest.mark.verify_but("dtype1-64-8")
 @pytest.mark.parametrize(
     ("dtype", "length", "width"), [(torch.float16, 67, 32), (torch.float16, 64, 8), (torch.float32, 67, 8)]
 )
@@ -70,16 +61,10 @@ def test_keys_that_are_present_in_a_row(
     interpreter(cases.agrees_with_runs, dtype, length, width)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width", "biased"),
-    [
-        pytest.param(dtype, width, biased, marks=[] if (dtype, width, biased) in LARGE_OFTEN else [pytest.mark.verify])
-        for dtype in (torch.float32, torch.float16)
-        for width in (8, 16, 32, 64)
-        for biased in (True, False)
-    ],
-    ids=str,
-)
+@pytest.mark.verify
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("width", [8, 16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_large_logits(interpreter: Callable[..., Any], dtype: torch.dtype, width: int, biased: bool) -> None:
     """Catches exponentials that overflow in either loop, a maximum that does not pass from one loop to the other, and tiles and
     rows without a key that are not numbers."""
@@ -97,6 +82,7 @@ def test_empty_shards(interpreter: Callable[..., Any], shape: cases.Shape) -> No
     interpreter(cases.agrees, shape, torch.float32, True)
 
 
+@pytest.mark.verify
 def test_strided_views(interpreter: Callable[..., Any]) -> None:
     """Catches strides that are assumed: a transposed projection, and masks of booleans."""
     interpreter(cases.agrees_strided, torch.float32)
@@ -115,6 +101,7 @@ def test_offset_of_values_does_not_hurt_the_gradient(interpreter: Callable[..., 
     assert with_offset < 1.5e-3
 
 
+@pytest.mark.verify
 def test_compiles_as_one_graph(interpreter: Callable[..., Any]) -> None:
     """Catches graph breaks, and fake results that differ from real ones in shape or layout."""
     interpreter(cases.compiles)

@@ -151,6 +151,7 @@ def test_offsets_beyond_32_bits(interpreter: Interpreter, operator: str) -> None
     interpreter(cases.far_apart_agrees, operator)
 
 
+@pytest.mark.verify
 def test_operators_are_sound_and_compile(interpreter: Interpreter) -> None:
     """Catches graph breaks, keys that are baked into a graph, fake results unlike real ones."""
     interpreter(cases.operators_are_sound)
