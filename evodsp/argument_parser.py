@@ -147,7 +147,7 @@ class OneLineErrors(ArgumentParser):
     """Raises UserError with one line where jsonargparse would print its usage and exit."""
 
     rules: Names = Names()
-    """What `names` has beside the options of this parser."""
+    """Names in `names` beside the options of this parser."""
     alone: Mapping[str, str] = MappingProxyType({})
     """Values of options that are given without a value, by their names without dashes."""
     given: Sequence[Given] = ()

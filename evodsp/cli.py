@@ -444,7 +444,7 @@ def dispatch(words: list[str]) -> int:
 
 
 def completions(line: str) -> list[str]:
-    """What the last word of a command line may be, for `complete -C 'evodsp --complete' evodsp`; nothing for files."""
+    """Values of the last word of a command line, for `complete -C 'evodsp --complete' evodsp`; nothing for files."""
     *before, begun = line.split(" ")
     given = [word for word in before[1:] if word]
     command = COMMANDS.get(" ".join(given[:2])) or COMMANDS.get(" ".join(given[:1]))

@@ -457,4 +457,4 @@ def _csv_cell(value: object) -> object:
 
 
 _COMPUTED = ("=", "+", "-", "@", "\t", "\r")
-"""How a cell begins that a spreadsheet computes."""
+"""First characters of a cell that a spreadsheet computes."""

@@ -145,7 +145,7 @@ def save_settings(names: str | None, file_format: str, dtype: str, passes: str) 
 
 @dataclass(frozen=True)
 class FileSettings:
-    """What is written, and where. None of it changes a number."""
+    """The files of a prediction, and their folder. None of these settings changes a number."""
 
     output: Path
     format: Literal["cif", "pdb"]

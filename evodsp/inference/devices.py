@@ -216,7 +216,7 @@ class AttemptNotes:
         return self.output / f".{name}.begun"
 
     def _read(self, name: str) -> tuple[int, str | None]:
-        """How many starts with these options ended in the record, and the reason, if it is known."""
+        """The number of starts with these options that ended in the record, and the reason, if it is known."""
         try:
             note: Any = json.loads(self._path(name).read_text(encoding="utf-8"))
             if note["options"] != self.options:

@@ -97,7 +97,7 @@ def _in_reach(
 def _close(
     one: Float64[np.ndarray, "n 3"], sulphur: Bool[np.ndarray, " n"], other: Float64[np.ndarray, "m 3"]
 ) -> Iterator[tuple[Bool[np.ndarray, "rows m"], Bool[np.ndarray, " rows"]]]:
-    """Which atoms are close, some rows at a time, and whether each row is SG."""
+    """Pairs of close atoms, some rows at a time, and the rows that are SG."""
     rows = max(1, _MOST_AT_ONCE // max(1, len(other)))
     for start in range(0, len(one), rows):
         some = one[start : start + rows]

@@ -219,7 +219,7 @@ def _predict_with(
 
 
 def _unsaid(line: str) -> None:
-    """Where lines go that a log of many records leaves out."""
+    """Drops lines that a log of many records leaves out."""
 
 
 def _predict_job(

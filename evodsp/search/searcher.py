@@ -96,7 +96,7 @@ def is_kept(place: Path, retry: bool) -> bool:
 
 
 def origin_of(place: Path) -> Mapping[str, Any]:
-    """What `keep` has written about the alignments at `place`; nothing if they are others, or the file is broken."""
+    """The note of `keep` on the alignments at `place`; empty if they are others, or if the file is broken."""
     with suppress(UserError, OSError):
         origin = read_json(place / ORIGIN, "remove the folder")
         return origin if isinstance(origin, dict) else {}

@@ -35,7 +35,7 @@ class TrainedRun:
 
     @classmethod
     def of(cls, folder: Path, stopped: bool = False) -> TrainedRun:
-        """What lies in the output folder of a run."""
+        """The run whose output folder this is."""
         last, best = (folder / "checkpoints" / f"{name}.ckpt" for name in ("last", "best"))
         rows = [row for _, row in sorted(read_curve(folder / "curve.csv").items()) if "val/lddt_ca" in row]
         means = {name: cell for name, cell in (rows or [{}])[-1].items() if name[:4] == "val/" and name.count("/") == 1}

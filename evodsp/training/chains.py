@@ -141,8 +141,8 @@ def find_chains(
 def open_samples(
     config: DataConfig, arrangement: ArrangementName = "monomer"
 ) -> tuple[Records, TemplateSource | None, DistillationSet | None]:
-    """What the samples of a model of this arrangement are made of: a store, the source of templates, and the self-distillation
-    set, None if samples have none. Raises UserError that names the setting."""
+    """The sources of samples for a model of this arrangement: a store, templates, and the self-distillation set. None:
+    samples have none. Raises UserError that names the setting."""
     unit = Unit(KIND_OF[arrangement], config.assembly, config.pairing)
     store: Records
     if config.store is None:

@@ -1,4 +1,4 @@
-"""How the stacks of a training run are computed: compiled, recorded as CUDA graphs, or with fewer blocks recomputed.
+"""The execution of the stacks of a training run: compiled, recorded as CUDA graphs, or with fewer blocks recomputed.
 
 Each of the three is a setting (`compile`, `cuda_graphs`, and `checkpoint: auto` of a stack). None changes the numbers by more
 than rounding.
@@ -323,7 +323,7 @@ def least_recomputed(ranks: Sequence[Measured], blocks: Sequence[int]) -> list[R
     rest = [max(rank.bytes_of_blocks[stack] - rank.bytes_of_projections[stack] for rank in ranks) for stack in stacks]
 
     def given(each: int, most: int) -> int:
-        """How many of `most` blocks get `each` more bytes, with the one that has them already."""
+        """The number of `most` blocks that get `each` more bytes, with the one that has them already."""
         nonlocal room
         number = max(0, min(most, 1 + (math.floor(room / each) if each else 0)))
         room -= (number - 1) * each

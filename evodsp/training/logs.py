@@ -143,7 +143,7 @@ class CurveLogger(Logger):
         self.folder = Path(folder)
         self.path = self.folder / "curve.csv"
         self.first_step: int | None = None
-        """Where this run begins or resumes: rows from this step on are repeated. None: with the first row that is logged."""
+        """The step at which this run begins or resumes: later rows are repeated. None: with the first row that is logged."""
         self._begun = time.monotonic()  # not at the first row, which comes only after the first steps
         self._started: float | None = None
         self._columns: list[str] = []
@@ -151,7 +151,7 @@ class CurveLogger(Logger):
         self._last: dict[str, str] = {}
         """The last row, to which validation may add."""
         self._last_at = self._end = 0
-        """Where it begins in the file, and where the file ends."""
+        """Its place in the file, and the end of the file, in bytes."""
         self._unsaved: dict[int, dict[str, str]] = {}
 
     @property

@@ -201,7 +201,7 @@ def checked_words(command: Command, words: list[str]) -> list[str]:
 
 
 def print_screen(command: Command) -> None:
-    """What a newcomer needs, on standard output: the quick help has hundreds of lines."""
+    """Print a screen for a newcomer: the quick help has hundreds of lines."""
     configs = ", ".join(sorted(file.stem for file in packaged_folder("configs").glob("*.yaml")))
     examples = "\n".join(f"  {example}" for example in EXAMPLES[command])
     show(f"usage: evodsp {command} --config FILE [--option value ...]\n\n{SUMMARY[command].capitalize()}.\n")

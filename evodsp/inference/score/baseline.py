@@ -43,7 +43,7 @@ class TrainingStructures:
 
 
 def _scored(key: str, copy: PlacedCopy, target: Assembly) -> dict[str, Any]:
-    """What the copy lacks counts as wrong, also of a single chain, which is therefore taken for a complex."""
+    """Scores of a copy. Residues that it lacks are wrong, also of a single chain, which is therefore taken for a complex."""
     scored = score_structure(key, "", replace(target, key=None), Predicted(copy.assembly))
     found = {f"nearest_{name}": getattr(scored.scores, name) for name in ("dockq", "interface_lddt_ca", "lddt_ca")}
     if target.key is not None:
@@ -52,7 +52,7 @@ def _scored(key: str, copy: PlacedCopy, target: Assembly) -> dict[str, Any]:
 
 
 def training_set(settings: ScoreConfig, train: Sequence[str]) -> TrainingStructures:
-    """What the settings name. `train`: the keys of --train, which are taken if nothing else names them.
+    """The training structures that the settings name. `train`: the keys of --train, which are taken if nothing else names them.
 
     Raises UserError if there are none, or if no sequence of them can be read.
     """
