@@ -197,4 +197,7 @@ def answers() -> Files:
     """What an MSA server answers."""
     ticket = b'{"id": "abc-1", "status": "COMPLETE"}'
     a3m = b">101\nMKT\n>h\nMKT\n\0>102\nMK\n"
-    return {"ticket.json": ticket, "result.tar.gz/uniref.a3m": a3m, "result.tar.gz/bfd.a3m": a3m}
+    hits = b"101\t1abc_A\t0.9\t3\t0\t0\t1\t3\t1\t3\t1e-5\t99\n"
+    result = {"uniref.a3m": a3m, "bfd.a3m": a3m, "pdb70.m8": hits, "pair.a3m": a3m}
+    templates = {f"template.tar.gz/{name}": b"data_1ABC\n" for name in ("1abc.cif", "2xyz.cif")}
+    return {"ticket.json": ticket, **{f"result.tar.gz/{name}": file for name, file in result.items()}, **templates}

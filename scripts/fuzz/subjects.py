@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -49,7 +50,7 @@ from scripts.fuzz.seeds import DATA, ROOT, Files
 
 Read = Callable[[Path], object]
 """Reads the files of a folder."""
-_QUERY = ProteinSequence("q", "MKTA")
+_QUERY, _CHAINS = ProteinSequence("q", "MKTA"), ["MKT", "MK"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def subjects(work: Path) -> list[Subject]:
         Subject("model's folder", [_files(seeds.pretrained(checkpoint))], (load_model, load_features, _initialised)),
         Subject("OpenFold's weights", [_members(openfold)], (each(read_openfold),)),
         Subject("DeepMind's weights", [seeds.weights()], (each(read_npz),)),
-        Subject("server", [seeds.answers()], (lambda f: _Server(f).search(["MKT", "MK"], lambda _: None),)),
+        Subject("server", [seeds.answers()], (lambda f: _Server(f).search(_CHAINS, _mute), _paired, _templates)),
     ]  # fmt: skip
 
 
@@ -257,5 +258,19 @@ class _Server(MsaServer):
         self._folder = folder
 
     def _ask(self, path: str, *_: object) -> bytes:
-        name = "result.tar.gz" if path.startswith("result") else "ticket.json"
-        return (self._folder / name).read_bytes()
+        name = path.partition("/")[0]
+        return (self._folder / ("ticket.json" if name == "ticket" else f"{name}.tar.gz")).read_bytes()
+
+
+def _paired(folder: Path) -> None:
+    with TemporaryDirectory() as kept:
+        _Server(folder).keep_pairs(_CHAINS, Path(kept) / "pairs", _mute)
+
+
+def _templates(folder: Path) -> None:
+    with TemporaryDirectory() as kept:
+        _Server(folder).keep_templates(["1abc_A", "2xyz_B"], Path(kept) / "templates", _mute)
+
+
+def _mute(line: str) -> None:
+    """Drops what a server is said to do."""
