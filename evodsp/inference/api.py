@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from evodsp.argument_parser import checks_names
 from evodsp.config import KernelsConfig, LayerPrecision, MatmulPrecision
+from evodsp.data.sources.layout import BESIDE
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import Pairing, PredictConfig
 from evodsp.inference.predict import predict_records
@@ -224,10 +225,8 @@ def _input_files(inputs: Inputs, folder: Path) -> tuple[Path, ...]:
 
 
 def _fasta(folder: Path, records: Iterable[tuple[str, str]], name: str = "inputs.fasta") -> Path:
-    path = folder / name
-    path.write_text(
-        "".join(f">{called}\n{''.join(letters.split())}\n" for called, letters in records), encoding="utf-8"
-    )
+    entries = (f">{called}\n{''.join(letters.split())}\n" for called, letters in records)
+    (path := folder / name).write_text("".join(entries), encoding="utf-8")
     return path
 
 
@@ -284,10 +283,11 @@ def _put_alignment(folder: Path, name: str, given: str | Path) -> None:
         return
     path = Path(given)
     if not exists(str(given)):
-        raise UserError(
-            f"evodsp.predict: alignments: {_short(given)} is no file or folder, and no A3M text, which begins with '>'"
-        )
-    (folder / (name if path.is_dir() else name + "".join(path.suffixes[-2:]))).symlink_to(path.resolve())
+        raise UserError(f"evodsp.predict: alignments: {_short(given)} is no file or folder, and no A3M text (>NAME …)")
+    suffix = "" if path.is_dir() else next((suffix for suffix in BESIDE if path.name.endswith(suffix)), None)
+    if suffix is None:
+        raise UserError(f"evodsp.predict: alignments: '{path.name}' is no .a3m or .sto file, gzipped or not; rename it")
+    (folder / f"{name}{suffix}").symlink_to(path.resolve())
 
 
 def _checkpoint_files(given: Checkpoints, folder: Path) -> Path | list[Path]:

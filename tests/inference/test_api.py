@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import inspect
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -86,6 +87,22 @@ def test_results_and_alignments_have_the_names_that_were_given(workplace: Workpl
     found = evodsp.predict({name: "MKTAYI"}, {name: ">q\nMKTAYI\n>h\nMKTAYV\n"}, **given, **sizes)
     assert list(found) == [name]
     assert found[name].name == "P1"
+
+
+def test_an_alignment_may_have_dots_in_its_name(workplace: Workplace, tmp_path: Path) -> None:
+    """Catches a file that is left out without a word, so that the sequence is predicted alone."""
+    file, packed, other = (tmp_path / name for name in ("my.v2.a3m", "my.v2.a3m.gz", "my.v2.txt"))
+    rows = ">q\nMKTAYI\n>h\nMKTAYV\n"
+    for path in (file, other):
+        path.write_text(rows)
+    packed.write_bytes(gzip.compress(rows.encode()))
+    sizes: dict[str, Any] = {"recycles": 0, "msa_clusters": 5, "extra_msa": 4, "device": "cpu"}
+    for path in (file, packed):
+        lines: list[str] = []
+        evodsp.predict({"x": "MKTAYI"}, {"x": path}, workplace.config.checkpoint, report=lines.append, **sizes)
+        assert any("read 2 sequences in 1 alignment" in line for line in lines)
+    with pytest.raises(UserError, match=r"'my\.v2\.txt' is no \.a3m or \.sto file, gzipped or not; rename it"):
+        evodsp.predict({"x": "MKTAYI"}, {"x": other}, workplace.config.checkpoint, report=lines.append, **sizes)
 
 
 def test_nothing_is_printed_but_what_fails(workplace: Workplace, capfd: pytest.CaptureFixture[str]) -> None:
