@@ -607,7 +607,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """The implementation of each operator: auto, triton, chunked, sdpa, flash_attn, cuequivariance or reference.
+    """The implementation of each operator: auto, or a backend such as triton, chunked or reference (docs/training.md).
 
     auto takes the first that works on the device. At the start of a run each implementation is compared with the formula on
     the device, and passed over with a warning if it differs or fails. The log names the chosen ones.

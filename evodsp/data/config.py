@@ -17,7 +17,7 @@ class BuildConfig:
     """The contents of a feature store, and the processes that build it. Raises UserError for values out of range."""
 
     alignment_dir: Path
-    """Folder with a sub-folder of .a3m and .sto files, or one file, per chain: <pdbid>_<chain>, or ColabFold's <name>.a3m; or
+    """Folder with a sub-folder of alignments, or one, per chain: <pdbid>_<chain>, or ColabFold's <name>.a3m (docs/data.md); or
     OpenFold's alignment databases."""
     structure_dir: Path
     """Folder of structures, <pdbid>.cif or <pdbid>.pdb, gzipped or not."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from evodsp.argument_parser import checks_names
 from evodsp.config import KernelsConfig, LayerPrecision, MatmulPrecision
-from evodsp.data.sources.layout import BESIDE
+from evodsp.data.sources.layout import ALIGNMENTS, BESIDE
 from evodsp.errors import UserError, nearest
 from evodsp.inference.config import Pairing, PredictConfig
 from evodsp.inference.predict import predict_records
@@ -286,7 +286,7 @@ def _put_alignment(folder: Path, name: str, given: str | Path) -> None:
         raise UserError(f"evodsp.predict: alignments: {_short(given)} is no file or folder, and no A3M text (>NAME …)")
     suffix = "" if path.is_dir() else next((suffix for suffix in BESIDE if path.name.endswith(suffix)), None)
     if suffix is None:
-        raise UserError(f"evodsp.predict: alignments: '{path.name}' is no .a3m or .sto file, gzipped or not; rename it")
+        raise UserError(f"evodsp.predict: alignments: '{path.name}' is no {ALIGNMENTS}, gzipped or not; rename it")
     (folder / f"{name}{suffix}").symlink_to(path.resolve())
 
 

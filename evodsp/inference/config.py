@@ -181,7 +181,7 @@ class PredictConfig:
     fasta: Path | None = None
     """A single input, for command lines of earlier versions."""
     alignments: Path | None = None
-    """Folder of alignments (.a3m, .sto) with a sub-folder or a file per record, named as the record; the files of a single
+    """Folder of alignments (docs/data.md) with a sub-folder or a file per record, named as the record; the files of a single
     record may also lie directly in the folder. A record without alignments is predicted from its sequence alone. The chains of
     a complex have one each: `<record>_A`, or A in the folder of the record; identical chains need theirs once."""
     pairing: Pairing = "species"

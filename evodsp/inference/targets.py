@@ -428,7 +428,7 @@ def find_targets(
     """Pair every record of the inputs with its alignments; a record that cannot be predicted becomes a failure.
 
     `inputs`: the files that `read_inputs` takes; A3M files are alignments themselves. `alignments`: None, or a folder with
-    a sub-folder or files beside its place (<name>.a3m, .sto) per record, named as the record or as the header that the name is
+    a sub-folder or files beside its place (<name>.a3m) per record, named as the record or as the header that the name is
     a part of (sp|P61823|RNAS1_BOVIN); the files of a single record may also lie directly in it. The chains of a complex have
     folders or files <name>_<chain>, or those of the chain's name (A, B, …) in the folder <name>; those of a single record may
     also lie directly in `alignments`. `one_complex`: see `read_inputs`. `pairing`: which rows of different chains are paired.

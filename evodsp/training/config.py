@@ -191,7 +191,7 @@ class DataConfig:
     RESUME: ClassVar[str] = "applied"
 
     alignment_dir: str = "data/alignments"
-    """Folder with a sub-folder of .a3m and .sto files, or one file, per chain: `<pdbid>_<chain>`, or ColabFold's `<name>.a3m`.
+    """Folder with a sub-folder of alignments, or one, per chain: `<pdbid>_<chain>`, or ColabFold's `<name>.a3m` (docs/data.md).
     OpenFold3's .npz files and OpenFold's databases are read, too."""
     structure_dir: str = "data/mmcif_files"
     """Folder of structures, `<pdbid>.cif` or `<pdbid>.pdb`, gzipped or not."""

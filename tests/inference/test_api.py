@@ -101,7 +101,7 @@ def test_an_alignment_may_have_dots_in_its_name(workplace: Workplace, tmp_path: 
         lines: list[str] = []
         evodsp.predict({"x": "MKTAYI"}, {"x": path}, workplace.config.checkpoint, report=lines.append, **sizes)
         assert any("read 2 sequences in 1 alignment" in line for line in lines)
-    with pytest.raises(UserError, match=r"'my\.v2\.txt' is no \.a3m or \.sto file, gzipped or not; rename it"):
+    with pytest.raises(UserError, match=r"'my\.v2\.txt' is no \.a3m, \.sto or \.npz, gzipped or not; rename it"):
         evodsp.predict({"x": "MKTAYI"}, {"x": other}, workplace.config.checkpoint, report=lines.append, **sizes)
 
 

@@ -228,7 +228,7 @@ ALIGNMENTS = f"{', '.join(PARSERS)} or {_ARCHIVE}"
 """Suffixes of all alignments, for messages."""
 _SUFFIX_OF_A_MEMBER = ".a3m"
 """An archive's alignments have the names of files without suffixes. Their roles are those of such files."""
-_SUBFOLDERS = ("a3m", "sto", "hhr")
+_SUBFOLDERS = (*(suffix.removeprefix(".") for suffix in PARSERS), "hhr")
 _HMMSEARCH = ("hmm_output", "hmmsearch_output", "pdb_hits")
 """Names of hmmsearch's results: OpenFold's, OpenFold3's, AlphaFold-Multimer's."""
 SEARCH_RESULTS = f".hhr, {', '.join(f'{name}.sto' for name in _HMMSEARCH[:-1])} or {_HMMSEARCH[-1]}.sto"
@@ -262,7 +262,7 @@ def is_alignment(name: str) -> bool:
 
 
 def is_for_pairing(name: str) -> bool:
-    """Whether a file of that name holds the rows that are paired with those of other chains: uniprot_hits.sto or .a3m."""
+    """Whether a file of that name holds the rows that are paired with those of other chains: uniprot_hits.sto."""
     return name.startswith(_PAIRED) and _format(name) in PARSERS
 
 
