@@ -148,7 +148,8 @@ def check_patterns(config: TrainingConfig) -> None:
     with torch.device("meta"):
         model = AlphaFold(config.model_config())
     parameters = [name for name, _ in model.named_parameters()]
-    of_adapters = adapters.parts if adapters.rank else []
+    # A model need not have both of the stacks that are the default.
+    of_adapters = adapters.parts if adapters.rank and adapters.parts != WITHOUT_ADAPTERS.parts else []
     for setting, given in (
         ("model.freeze", patterns),
         ("model.train_only", only),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,13 @@ import pytest
 import torch
 
 from evodsp.cli import main
+from evodsp.errors import UserError
 from evodsp.model.adapters import is_adapter
 from evodsp.training.command import TrainingCLI
+from evodsp.training.config import AdapterConfig, TrainingConfig
+from evodsp.training.gradients import check_patterns
 from evodsp.weights.checkpoint import load_model, read_checkpoint, save_model
+from tests.builders import small_model
 from tests.builders.training import CommandPool
 from tests.builders.weights import random_model
 
@@ -328,6 +333,16 @@ def test_adapters_that_cannot_be_are_one_line(
     )
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_need_not_have_both_stacks() -> None:
+    """Catches adapters by default that a model without an extra MSA stack, such as family.yaml's, refuses."""
+    sizes = small_model.config()
+    sizes = replace(sizes, extra_msa=replace(sizes.extra_msa, blocks=0))
+    given = {field.name: getattr(sizes, field.name) for field in fields(sizes)}
+    check_patterns(TrainingConfig(**given, adapters=AdapterConfig(rank=2)))
+    with pytest.raises(UserError, match="'extra_msa_stack' names no parameter of this model"):
+        check_patterns(TrainingConfig(**given, adapters=AdapterConfig(rank=2, parts=["extra_msa_stack"])))
 
 
 def test_parts_without_a_rank_are_one_line(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
