@@ -36,8 +36,9 @@ def test_pictures_of_a_prediction(workplace: Workplace, finished: Finished) -> N
     drawn = pictures(folder)
     assert set(drawn) == PICTURES
     for name in PICTURES:
-        ElementTree.fromstring(drawn[name])
+        root = ElementTree.fromstring(drawn[name])
         assert len(drawn[name]) > 2_000
+        assert all(0 <= float(one.attrib.get("x", 0)) < float(root.attrib["width"]) for one in root.iter())
     predict(workplace.change(plots=True, overwrite=True, recycles=1), silent)
     again = pictures(folder)
     assert set(again) == PICTURES

@@ -247,6 +247,7 @@ def test_long_peptide_bonds_are_counted(output: Path) -> None:
     assert peptide_bonds(few) == PeptideBonds(57, 1, 1, ())
     assert peptide_bonds(replace(few, lengths=(20, 40))) == PeptideBonds(56, 0, 2, ())
     assert peptide_bonds(replace(STRETCHED, lengths=(20, 40))).traced == ("A", "B")
+    assert peptide_bonds(replace(helix(0), lengths=(1, 59))) == PeptideBonds(56, 0, 2, ())  # A has no bond
     page = (output / "x" / "report.html").read_text()
     assert page.count("57 of 57 peptide bonds are longer than 1.53 Å, which AlphaFold2 counts as a violation:") == 1
     assert [one["shapes"]["predicted"]["traced"] for one in embedded(page)["seeds"]] == [[], [], ["A"]]
