@@ -38,7 +38,9 @@ def test_pictures_of_a_prediction(workplace: Workplace, finished: Finished) -> N
     for name in PICTURES:
         root = ElementTree.fromstring(drawn[name])
         assert len(drawn[name]) > 2_000
-        assert all(0 <= float(one.attrib.get("x", 0)) < float(root.attrib["width"]) for one in root.iter())
+        places = [float(one.attrib[key]) for one in root.iter() for key in one.attrib if key in ("x", "y", "x1", "y2")]
+        assert places
+        assert all(0 <= place < float(root.attrib["width"]) for place in places)
     predict(workplace.change(plots=True, overwrite=True, recycles=1), silent)
     again = pictures(folder)
     assert set(again) == PICTURES
