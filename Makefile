@@ -123,7 +123,8 @@ parity: $(READY) $(PARITY_READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
 	$(BIN)/python -m scripts.parity.chain_losses --alphafold $(PARITY)/bin/python --seed $(SEED)
 	$(BIN)/python -m scripts.parity.dockq --dockq $(PARITY)/bin/python --seed $(SEED)
 	$(if $(OPENFOLD),$(COMPARE_DATA))
-	$(BIN)/python -m scripts.parity.fine_tuned --alphafold $(PARITY)/bin/python --seed $(SEED)
+	$(if $(OPENFOLD),OPENFOLD_SOURCE=$(OPENFOLD)) $(BIN)/python -m scripts.parity.fine_tuned --alphafold $(PARITY)/bin/python \
+	  $(OPENFOLD_SIDE) --seed $(SEED)
 
 parity-data: $(READY) $(OPENFOLD_READY)
 	$(if $(OPENFOLD),,$(error name a clone of OpenFold: make parity-data OPENFOLD=DIR))

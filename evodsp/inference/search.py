@@ -74,7 +74,7 @@ def search_missing(
             for name, error in search(wanted, folder, searcher, tell, retry):
                 if error is not None:
                     failed[name] = error
-                advance(1)
+                advance(error is None)
         except NoAnswerError as error:
             without = [query.name for query in wanted if not has_files(folder / query.name)]
             failed |= dict.fromkeys((name for name in without if name not in failed), error)

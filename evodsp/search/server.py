@@ -27,7 +27,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
 
 from evodsp.data.formats import parse_a3m
 from evodsp.data.records import ProteinSequence
@@ -66,6 +66,7 @@ _HIT = re.compile(
 _QUERY = re.compile(rb"\s*>(\d{1,9})\s*\n")
 _ROW = re.compile(rb">([^\n]*)\n([^>]*)")
 _PAIRS = "pair.a3m"
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 class NotPairedError(UserError):
@@ -210,7 +211,9 @@ class MsaServer(Searcher):
 
     def announcement(self, sequences: int) -> str:
         what = counted(sequences, "sequence")
-        return f"{what} will be sent to {self.address}, whose operator can read them: alignments are searched there"
+        is_open = self.address.startswith("http:") and urlsplit(self.address).hostname not in _THIS_MACHINE
+        who = "whose operator can read them" + (", as can anyone on the way: http is not encrypted" if is_open else "")
+        return f"{what} will be sent to {self.address}, {who}; alignments are searched there"
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -313,10 +313,9 @@ def _met(cli: TrainingCLI) -> World:
 def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
     """Prepare the output folder, and run the trainer."""
     module, data, trainer = built.module, built.data, built.trainer
-    overwrite = run.settings.run.overwrite
+    overwrite, cache = run.settings.run.overwrite, run.settings.data.chain_data_cache
     if run.command != "fit":
         scored = run.chains.test if run.command == "test" else run.chains.validation
-        cache = run.settings.data.chain_data_cache
         long_from_first(lambda: warn_of_overlap(run.chains, scored, cache), built.world.group)
         getattr(trainer, run.command)(module, datamodule=data, verbose=False)
         return
@@ -337,22 +336,27 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
             for line in account(run, module.model):
                 tell(f"evodsp: {line}")
     if run.settings.run.dry_run:
+        _tell_notes(run, trainer)
+        long_from_first(lambda: warn_of_overlap(run.chains, run.chains.validation, cache), group)
         return
     with ExitStack() as held:
         folder = run.folder.path
         on_first(lambda: held.enter_context(lock(folder / "run.lock", folder, "trains there")), group)
         on_first(lambda: run.folder.prepare(config_text, replace, resumes, missing), group)
+        _tell_notes(run, trainer)
         if trainer.is_global_zero:
-            for note in run.notes:
-                tell(f"evodsp: warning: {note}")
             log_settings(trainer.loggers, config_text, resumes)
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
             tell_first(f"evodsp: {run.batching}")
         if run.chains.validation and run.settings.trainer["limit_val_batches"] != 0:
-            cache = run.settings.data.chain_data_cache
             long_from_first(lambda: write_baseline(run.folder.baseline, run.chains, cache), group)
         trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
+
+
+def _tell_notes(run: CheckedRun, trainer: Trainer) -> None:
+    for note in run.notes if trainer.is_global_zero else ():
+        tell(f"evodsp: warning: {note}")
 
 
 def _open_quarantine(run: CheckedRun, built: Built) -> None:

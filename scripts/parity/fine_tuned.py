@@ -1,6 +1,7 @@
-"""A fine-tuned model in DeepMind's code: `evodsp fit` with adapters, `evodsp weights export`, and a comparison of both.
+"""A fine-tuned model in DeepMind's and OpenFold's code: `evodsp fit` with adapters, `evodsp weights export`, a comparison.
 
-    .venv/bin/python -m scripts.parity.fine_tuned --alphafold .venv-parity/bin/python [--model model_1_ptm] [--seed 0]
+    .venv/bin/python -m scripts.parity.fine_tuned --alphafold .venv-parity/bin/python [--openfold .venv-openfold/bin/python]
+        [--model model_1_ptm] [--seed 0]
 
 The model has AlphaFold2's own sizes, all blocks included, because other programs take no others. It begins with random
 weights in an .npz file, as the published ones have. Two steps on a bundled protein train adapters and the structure module,
@@ -69,12 +70,17 @@ def run(options: argparse.Namespace) -> int:
             if share < MOVED:
                 raise UserError(f"{part} has not been trained, or is exported without its adapters")
         other = ["--alphafold", str(options.alphafold), "--model", options.model, "--seed", str(options.seed)]
+        if options.openfold is not None:
+            other += ["--openfold", str(options.openfold)]
         return compare.main([*other, "--structure", "8", "--parameters", str(exported)])
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run a fine-tuned model of evodsp in DeepMind's code.")
     parser.add_argument("--alphafold", type=Path, required=True, help="python with alphafold-colabfold")
+    parser.add_argument(
+        "--openfold", type=Path, help="python with OpenFold's requirements; OPENFOLD_SOURCE names the clone"
+    )
     parser.add_argument("--model", default="model_1_ptm", choices=compare.MODELS, help="the model that is fine-tuned")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights, samples and features")
     try:

@@ -47,7 +47,7 @@ def test_a_prediction_searches_what_is_missing_once(workplace: Workplace, capfd:
         found = predict(config, silent)
         said = capfd.readouterr().err
         assert stand_in.asked == [[OTHER]]
-        assert f"1 sequence will be sent to {address}, whose operator can read them" in said
+        assert f"1 sequence will be sent to {address}, whose operator can read them; alignments" in said
         assert alignments_of(config.output / "_alignments").keys() == {"new", "same"}
         again: list[str] = []
         assert all(result.kept for result in predict(config, again.append))

@@ -65,6 +65,15 @@ def test_alignments_are_kept_and_not_asked_for_again(stand_in: StandIn, address:
     assert not again
 
 
+@pytest.mark.parametrize(
+    ("server", "open_to_all"),
+    [("http://msa.example.org/api", True), ("https://msa.example.org", False), ("http://localhost:8080", False)],
+)
+def test_sequences_that_anyone_can_read_on_the_way(server: str, open_to_all: bool) -> None:
+    """Catches sequences sent without encryption and without a word."""
+    assert ("http is not encrypted" in MsaServer(server).announcement(1)) == open_to_all
+
+
 def test_a_busy_server_is_asked_again_later(stand_in: StandIn, address: str, tmp_path: Path) -> None:
     """Catches a client that hammers a server which refuses it, or gives up at the first refusal."""
     stand_in.refusals, stand_in.broken = ["RATELIMIT", "UNKNOWN", "RATELIMIT"], [503, 429]

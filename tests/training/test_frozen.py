@@ -221,9 +221,10 @@ def test_weights_stay_and_their_adapters_are_trained(source: Path, adapted: Path
 
 @pytest.mark.verify
 def test_a_dry_run_says_what_it_would_train(
-    chains: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    chains: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a table of other numbers than those that are trained, a plan of another run, and a dry run that writes."""
+    """Catches a table of other numbers than those that are trained, a plan of another run, a warning of the real run that is
+    not said, and a dry run that writes."""
     run = words(chains, tmp_path / "run", f"--init_from={source}", *ADAPTERS, "--dry_run=true", frozen=(), steps=4)
     assert main(run) == 0
     told = capsys.readouterr().err.splitlines()
@@ -236,13 +237,17 @@ def test_a_dry_run_says_what_it_would_train(
     assert rows["structure_module"][1:] == ["0", "0"]
     assert adapters == sum(int(rows[part][2].replace(",", "")) for part in ("evoformer", "extra_msa_stack")) > 1000
     assert "evodsp: length: 4 samples in 4 steps, 1 sample a step" in "\n".join(told)
-    assert "evodsp: memory of each device, planned: " in told[-2]
-    assert "evodsp: time, planned for this CPU: at most " in told[-1]
+    assert "evodsp: memory of each device, planned: " in "\n".join(told)
+    assert "evodsp: time, planned for this CPU: at most " in "\n".join(told)
     score = ["validate", *run[1:], f"--ckpt_path={source}"]
     assert main([word for word in score if not word.startswith("--init_from")]) == 2
     assert "dry_run is true, but evodsp validate trains nothing; leave it out" in capsys.readouterr().err
-    assert main([*run, "--data.train.crop_size=null"]) == 0
-    assert "memory and time are not planned: data.train.crop_size is null" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert main([*run, "--data.train.crop_size=null", "--data.train_chains=[1abc_A,2abc_B]"]) == 0
+    said = capsys.readouterr().err
+    assert "memory and time are not planned: data.train.crop_size is null" in said
+    assert "warning: this run trains on the CPU, because trainer.accelerator is cpu" in said
+    assert "warning: 1 of 1 scored chains are trained on" in said
 
 
 @pytest.mark.verify

@@ -103,7 +103,8 @@ def summary(choices: Sequence[Choice], device: torch.device) -> list[str]:
         used.setdefault((choice.backend, choice.reason), []).append(choice.operator)
         for problem in choice.problems:
             problems.setdefault((problem, choice.backend), []).append(choice.operator)
-    parts = [f"{backend} ({reason}) for {', '.join(names)}" for (backend, reason), names in used.items()]
+    places = [f" for {', '.join(names)}" if len(used) > 1 else "" for names in used.values()]
+    parts = [f"{backend} ({reason}){place}" for (backend, reason), place in zip(used, places, strict=True)]
     warnings = [
         f"warning: kernels: {problem}; {backend} is used instead for {', '.join(names)}"
         for (problem, backend), names in problems.items()

@@ -208,7 +208,9 @@ def test_a_backend_is_asked_for_the_operators_that_it_has() -> None:
 
 
 def test_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a backend that is replaced silently, and the same warning once for each operator."""
+    """Catches a backend that is replaced silently, the same warning once for each operator, and a list of all operators."""
+    usual = summary(choose(KernelsConfig(), CPU, torch.float32)[1], CPU)
+    assert usual == ["kernels on cpu: chunked (the first that works on cpu)"]
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     lines = summary(choose(KernelsConfig(backend="flash_attn", transition="reference"), CPU, torch.float32)[1], CPU)
     assert len(lines) == 2
