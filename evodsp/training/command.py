@@ -335,9 +335,10 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         if run.settings.run.dry_run or (source is not None and not resumes):
             for line in account(run, module.model):
                 tell(f"evodsp: {line}")
+    scored = run.chains.validation if run.settings.trainer["limit_val_batches"] != 0 else []
     if run.settings.run.dry_run:
         _tell_notes(run, trainer)
-        long_from_first(lambda: warn_of_overlap(run.chains, run.chains.validation, cache), group)
+        long_from_first(lambda: warn_of_overlap(run.chains, scored, cache), group)
         return
     with ExitStack() as held:
         folder = run.folder.path
@@ -349,7 +350,7 @@ def _execute(run: CheckedRun, built: Built, config_text: str) -> None:
         _open_quarantine(run, built)
         if trainer.is_global_zero and run.settings.run.global_batch is not None:
             tell_first(f"evodsp: {run.batching}")
-        if run.chains.validation and run.settings.trainer["limit_val_batches"] != 0:
+        if scored:
             long_from_first(lambda: write_baseline(run.folder.baseline, run.chains, cache), group)
         trainer.fit(module, datamodule=data, ckpt_path=run.start, weights_only=True)
 

@@ -237,12 +237,14 @@ def test_a_dry_run_says_what_it_would_train(
     assert rows["structure_module"][1:] == ["0", "0"]
     assert adapters == sum(int(rows[part][2].replace(",", "")) for part in ("evoformer", "extra_msa_stack")) > 1000
     assert "evodsp: length: 4 samples in 4 steps, 1 sample a step" in "\n".join(told)
-    assert "evodsp: memory of each device, planned: " in "\n".join(told)
-    assert "evodsp: time, planned for this CPU: at most " in "\n".join(told)
+    [memory] = [number for number, line in enumerate(told) if "evodsp: memory of each device, planned: " in line]
+    assert "evodsp: time, planned for this CPU: at most " in told[memory + 1]
+    assert "trained on" not in told[-1]
     score = ["validate", *run[1:], f"--ckpt_path={source}"]
     assert main([word for word in score if not word.startswith("--init_from")]) == 2
     assert "dry_run is true, but evodsp validate trains nothing; leave it out" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    run.remove("--trainer.limit_val_batches=0")
     assert main([*run, "--data.train.crop_size=null", "--data.train_chains=[1abc_A,2abc_B]"]) == 0
     said = capsys.readouterr().err
     assert "memory and time are not planned: data.train.crop_size is null" in said
