@@ -1,9 +1,9 @@
-"""Checks of types and shapes in signatures, for modules that are imported after `install`.
+"""Checks of types and shapes in signatures that name arrays, for modules that are imported after `install`.
 
-jaxtyping's own hook checks every call, which takes two thirds of the time of a short run, and makes the checks of a function
-while its module is imported. Here they are made at its first call, and a call is not checked again whose arguments and result
-are of types, dtypes and shapes that have passed: a check sees nothing else. Where a signature names values (`Literal`, or a
-size that is computed from an argument), jaxtyping checks every call.
+mypy reads the others. jaxtyping's own hook checks every call, which takes two thirds of the time of a short run, and makes the
+checks of a function while its module is imported. Here they are made at its first call, and a call is not checked again whose
+arguments and result are of types, dtypes and shapes that have passed: a check sees nothing else. Where a size is computed from
+an argument, jaxtyping checks every call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from itertools import islice
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jaxtyping
 
@@ -102,26 +102,27 @@ def _checked(of: Callable[..., Any], read: Callable[[], dict[str, Any]]) -> Call
     if "<locals>" not in of.__qualname__:
         _unread.append(hints)
     passed: dict[Any, set[Any]] = {}  # kinds of results by kinds of arguments
-    made: list[_Checks] = []
+    checks: _Checks | None = None
 
     @wraps(of)
     def function(*arguments: Any, **named: Any) -> Any:
         __tracebackhide__ = True
+        nonlocal checks
+        if checks is None:
+            checks = _Checks(of, hints())
+        if checks.unchecked:
+            return checks.unchecked(*arguments, **named)
         given = tuple([kind if (kind := type(value)) in _plain else _kind(value) for value in arguments])
         if named:
             given = (given, tuple([(name, _kind(value)) for name, value in named.items()]))
         results = passed.get(given)
         if results is None:
-            if not made:
-                made.append(_Checks(of, hints()))
-            if made[0].every_call:
-                return made[0].every_call(*arguments, **named)
-            made[0].check(arguments, named)
+            checks.check(arguments, named)
             results = passed[given] = set()
         result = of(*arguments, **named)
         kind = _kind(result)
         if kind not in results:
-            made[0].check(arguments, named, result)
+            checks.check(arguments, named, result)
             results.add(kind)
         return result
 
@@ -159,6 +160,12 @@ _plain: set[type] = set()
 """Types of which a check sees nothing but the type."""
 
 
+def _names_arrays(hint: Any) -> bool:
+    if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
+        return True
+    return any(map(_names_arrays, get_args(hint)))
+
+
 @cache
 def _has_shape(kind: type) -> bool:
     return hasattr(kind, "dtype") and hasattr(kind, "shape")
@@ -171,11 +178,11 @@ class _Checks:
         self.name = f"{function.__module__}.{function.__qualname__}"
         self.signature = inspect.signature(function)
         self.hints = hints
-        self.every_call: Callable[..., Any] | None = None
-        if any(sign in repr(hint) for sign in ("Literal[", "{") for hint in hints.values()):
+        self.unchecked: Callable[..., Any] | None = None if any(map(_names_arrays, hints.values())) else function
+        if any("{" in repr(hint) for hint in hints.values()):
             import beartype
 
-            self.every_call = jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
+            self.unchecked = jaxtyping.jaxtyped(function, typechecker=beartype.beartype)
 
     def check(self, arguments: Sequence[Any], named: dict[str, Any], *result: Any) -> None:
         """Raise ShapeError unless these are as the signature says, and their shapes agree with each other."""
