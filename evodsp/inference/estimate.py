@@ -50,7 +50,7 @@ from evodsp.planner.report import TIGHT, add_memory, add_parts, aligned, by_rank
 from evodsp.planner.simulate import Times
 from evodsp.printing import counted, show
 from evodsp.report.page import Page, Series, lines
-from evodsp.weights.checkpoint import load_features, load_model
+from evodsp.weights.checkpoint import load_model
 from evodsp.weights.config import published_features
 from evodsp.weights.parameter_file import located
 
@@ -403,7 +403,7 @@ def _model(settings: EstimateConfig) -> tuple[ModelConfig, FeatureConfig]:
     if not checkpoint.exists():
         raise UserError(f"{checkpoint}: no such checkpoint; check --checkpoint")
     model = load_model(checkpoint, preset=settings.preset, layers=settings.layers)
-    return model.config, load_features(checkpoint, settings.preset)
+    return model.config, model.trained_features or FeatureConfig()
 
 
 def _name(settings: EstimateConfig) -> str:

@@ -84,7 +84,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
 from evodsp.search.server import MsaServer
 from evodsp.weights.by_name import PUBLISHED, fetch_weights
-from evodsp.weights.checkpoint import load_config, load_features, load_model
+from evodsp.weights.checkpoint import load_model, load_sizes
 from evodsp.weights.parameter_file import CONFIG, is_pretrained, located, parameter_file
 
 SIZES = ("recycles", "msa_clusters", "extra_msa")
@@ -517,7 +517,7 @@ def read_run(config: PredictConfig) -> PredictionRun:
 
 def _with_sizes(model: NamedModel, preset: str | None) -> NamedModel:
     """The model with what its file says about it."""
-    config, trained = load_config(model.path, preset), load_features(model.path, preset)
+    config, trained = load_sizes(model.path, preset)
     takes = config.templates.enabled and trained.max_templates > 0
     return replace(model, arrangement=config.arrangement, trained=trained, takes_templates=takes)
 

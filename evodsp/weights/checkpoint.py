@@ -13,15 +13,16 @@ Everything is tensors, numbers, strings and containers, so files are loaded with
 cannot run code. A folder of `evodsp.weights.parameter_file` holds the same entries, and is read as a checkpoint without an
 average.
 
-Files of other programs, DeepMind's `.npz` and OpenFold's checkpoints, do not hold the model's sizes. These files do not hold
-the model's sizes. The sizes come from a preset, named by the user or by the file's name, with as many blocks in each stack
-as the arrays have; or the caller of `load_parameters` gives them.
+Files of other programs, DeepMind's `.npz` and OpenFold's checkpoints, do not hold the model's sizes. The sizes come from a
+preset, named by the user or by the file's name, with as many blocks in each stack as the arrays have; or the caller of
+`load_parameters` gives them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,14 @@ def is_parameter_file(path: str | Path) -> bool:
     return not is_ours and openfold.is_openfold(content)
 
 
+def _own(path: str | Path) -> Any:
+    """What a file of evodsp holds, not checked yet; None of a folder, of other files, and of one that cannot be read."""
+    content = None
+    with suppress(Exception):  # a damaged pickle can raise any exception
+        content = load_checked(Path(path)) if container(Path(path)) == "torch" else None
+    return content if isinstance(content, Mapping) and "format_version" in content else None
+
+
 def load_published(path: str | Path, preset: str | None = None, raw: bool = False) -> tuple[AlphaFold, int]:
     """The model in a parameter file, and the number of the file's arrays.
 
@@ -121,10 +130,13 @@ def checkpoint_entries(config: ModelConfig, features: FeatureConfig | None) -> d
     return entries
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The checkpoint's dictionary, on the CPU, memory-mapped. Raises UserError if the file is not an evodsp checkpoint."""
+def read_checkpoint(path: str | Path, content: Any = None) -> dict[str, Any]:
+    """The checkpoint's dictionary, on the CPU, memory-mapped. `content`: what has been read of it already.
+
+    Raises UserError if the file is not an evodsp checkpoint.
+    """
     path = Path(path)
-    checkpoint = read_pretrained(path, PREFIX) if is_pretrained(path) else _read_file(path)
+    checkpoint = content or (read_pretrained(path, PREFIX) if is_pretrained(path) else _read_file(path))
     known = checkpoint if isinstance(checkpoint, dict) else {}
     if lacking := [key for key in ("format_version", "model_config", "state_dict") if key not in known]:
         raise UserError(
@@ -190,14 +202,15 @@ def load_model(
     if path in NAMES and not Path(path).exists():
         (path,) = need_weights([str(path)])
     path = located(path)
-    if is_parameter_file(path):
+    content = _own(path)
+    if content is None and is_parameter_file(path):
         model = load_published(path, preset, raw)[0]
         model.trained_features = load_features(path, preset)
         return model.eval()
     # read_checkpoint reads what it needs of the file, without checksums.
     if container(Path(path)) == "torch" and (problem := archive_damage(Path(path))) is not None:
         raise UserError(f"{path}: damaged ({problem}); copy it again, or use another checkpoint")
-    checkpoint = _own_checkpoint(path, preset)
+    checkpoint = _own_checkpoint(path, preset, content)
     config = import_layers(_config(path, checkpoint), layers, str(path))
     weights = own_weights(path, checkpoint, raw)
     add(shapes := on_meta(config, str(path)))
@@ -232,24 +245,23 @@ def own_weights(path: str | Path, checkpoint: Mapping[str, Any], raw: bool) -> d
         raise UserError(f"{path}: its adapters do not fit its weights: {quoted(error)}; is it damaged?") from error
 
 
-def load_config(path: str | Path, preset: str | None = None) -> ModelConfig:
-    """The sizes of a model, with the arguments of `load_features`. Raises UserError if the file cannot be read."""
-    if is_parameter_file(path):
-        return ModelConfig.preset(preset or preset_of(Path(path)))
-    return _config(path, _own_checkpoint(path, preset))
-
-
-def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
-    """The feature sizes that a checkpoint's model was validated with; without an entry, the defaults of `FeatureConfig`.
+def load_sizes(path: str | Path, preset: str | None = None) -> tuple[ModelConfig, FeatureConfig]:
+    """The sizes of a model, and the feature sizes that it was validated with; without an entry, `FeatureConfig`'s defaults.
 
     For DeepMind's and OpenFold's parameters, the sizes that DeepMind predicts with; `preset` as in `load_model`. Raises
     UserError if the file cannot be read, or its sizes are of another version of evodsp.
     """
-    if is_parameter_file(path):
+    content = _own(path)
+    if content is None and is_parameter_file(path):
         name = preset or preset_of(Path(path))
-        ModelConfig.preset(name)
-        return published_features(name)
-    return _features(path, _own_checkpoint(path, preset))
+        return ModelConfig.preset(name), published_features(name)
+    checkpoint = _own_checkpoint(path, preset, content)
+    return _config(path, checkpoint), _features(path, checkpoint)
+
+
+def load_features(path: str | Path, preset: str | None = None) -> FeatureConfig:
+    """The feature sizes of `load_sizes`."""
+    return load_sizes(path, preset)[1]
 
 
 def _features(path: str | Path, checkpoint: Mapping[str, Any]) -> FeatureConfig:
@@ -305,7 +317,7 @@ def model_config(path: str | Path) -> ModelConfig:
     return _config(path, read_checkpoint(path))
 
 
-def _own_checkpoint(path: str | Path, preset: str | None) -> dict[str, Any]:
+def _own_checkpoint(path: str | Path, preset: str | None, content: Any) -> dict[str, Any]:
     if Path(path).is_file() and container(Path(path)) is None:
         if is_pretrained(Path(path).parent):
             raise UserError(f"{path}: the file of a folder that holds a model; give the folder: {Path(path).parent}")
@@ -313,7 +325,7 @@ def _own_checkpoint(path: str | Path, preset: str | None) -> dict[str, Any]:
             f"{path}: neither a checkpoint nor a parameter file (or cut short); give a .ckpt file written by `evodsp fit`, "
             "DeepMind's .npz or OpenFold's .pt"
         )
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, content)
     if preset is not None:
         raise UserError(f"{path}: holds its model's sizes itself, so --preset {preset} cannot be given; leave it out")
     return checkpoint

@@ -35,7 +35,7 @@ from evodsp.printing import show
 from evodsp.report.page import Page, Series, lines, scatter
 from evodsp.version import __version__
 from evodsp.weights.by_name import NAMES, need_weights
-from evodsp.weights.checkpoint import is_parameter_file, load_config
+from evodsp.weights.checkpoint import is_parameter_file, load_sizes
 from evodsp.weights.parameter_file import located
 from evodsp.weights.pretrained import JUDGED, plain
 
@@ -209,7 +209,7 @@ def _models(settings: ScoreConfig) -> dict[str, Path]:
         raise UserError(
             f"--before {before} and --after {after} are the same model; give the one before its fine-tuning"
         )
-    kinds = [load_config(path, _preset(settings, path)).arrangement for path in (before, after)]
+    kinds = [load_sizes(path, _preset(settings, path))[0].arrangement for path in (before, after)]
     if kinds[0] != kinds[1]:
         raise UserError(
             f"--before {before} is a {kinds[0]} model, but --after {after} a {kinds[1]} model; give two of one kind"
