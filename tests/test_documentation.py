@@ -2,8 +2,8 @@
 
 Commands run in a folder that looks like the repository's root (its `data`, `configs` and `scripts`), in the order of `PAGES`,
 so that a later one finds what an earlier one left. Options that make them small are appended; nothing else is changed. The
-verify tier runs them all, and starts ranks. `make test` runs those of the README and the first one of each page, on one rank;
-of the others it reads the options, and of Python blocks the imports. A command without a rule fails, so that a new one cannot
+verify tier runs them all, and starts ranks. `make test` runs those of the README, on one rank; of the others it reads the
+options, and of Python blocks the imports. A command without a rule fails, so that a new one cannot
 go untested. `tests/test_documentation_names.py` checks what the prose between them names.
 """
 
@@ -112,7 +112,7 @@ class Reader:
     """Follows the pages as a reader would, in the current folder."""
 
     def __init__(self, start_ranks: bool = False) -> None:
-        self.every, self.ran = start_ranks, False
+        self.every = start_ranks
         self.page = ""
         self.trained: set[str] = set()
         self.one_rank = [] if start_ranks else ["--parallel.sequence=1"]
@@ -120,7 +120,7 @@ class Reader:
     def follow(self, page: str, command: str) -> None:
         """Apply the rule of a command. Fails on one that has none."""
         if page != self.page:
-            self.page, self.trained, self.ran = page, set(), False
+            self.page, self.trained = page, set()
         words = shlex.split(command)
         programs = {"evodsp": self.evodsp, "python": self.python, "torchrun": self.torchrun, "tar": unpack}
         for program, rule in programs.items():
@@ -157,13 +157,8 @@ class Reader:
         }
         for length in (2, 1):
             if (name := " ".join(words[:length])) in rules:
-                if name in quick:
-                    rules[name](words)
-                elif self.ran and not self.all_run(self.page):
-                    check_options(words)
-                else:
-                    rules[name](words)
-                    self.ran = True
+                rule = rules[name] if name in quick or self.all_run(self.page) else check_options
+                rule(words)
                 return
         pytest.fail(f"no rule tests this command: evodsp {' '.join(words)}")
 
