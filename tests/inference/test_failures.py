@@ -18,7 +18,7 @@ from evodsp.inference.results import page_problem
 from evodsp.inference.targets import Target
 from tests.builders.prediction import read_json, silent
 
-from .conftest import OTHER, QUERY, Finished, Workplace
+from .conftest import OTHER, QUERY, Finished, Workplace, write_alignment
 
 
 @pytest.fixture
@@ -27,94 +27,55 @@ def workplace(workplace: Workplace) -> Workplace:
     return Workplace(workplace.root, workplace.change(seeds=1))
 
 
-def _two_equal_names(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>alpha_A\n{OTHER}\n")
-    return workplace.config, r"targets\.fasta:3.*alpha_A"
-
-
-def _no_alignment_in_folder(workplace):
-    alignment = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
-    alignment.rename(alignment.with_suffix(".txt"))
-    return workplace.config, "beta_A"
-
-
-def _query_differs(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER[:4]}W{OTHER[5:]}\n")
-    return workplace.config, r"uniref90_hits\.a3m.*(position|residue) 5"
-
-
-def _query_of_another_length(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{OTHER}AA\n")
-    return workplace.config, r"10 .*12|12 .*10"
-
-
-def _truncated_alignment(workplace):
-    path = workplace.config.alignments / "beta_A" / "uniref90_hits.a3m"
-    path.write_text(path.read_text()[:-5])
-    return workplace.config, r"uniref90_hits\.a3m:\d+"
-
-
 def _empty(workplace):
     workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n")
-    return workplace.config, r"targets\.fasta:3: sequence 'beta_A' is empty"
+    return workplace.config
 
 
-def _all_unknown(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{'X' * 10}\n")
-    return workplace.config, r"beta_A: all 10 residues are X"
+OF_OURS = ("failures.json", "index.html", "index_evodsp.html", "predictions.csv", "predict.log", "_alignments")
+BROKEN = {
+    "alpha_A": (OTHER, r"targets\.fasta:3.*alpha_A"),
+    "empty": ("", r"targets\.fasta:5: sequence 'empty' is empty"),
+    "letters": ("GST1!", r"targets\.fasta:7: illegal letter '1' at position \d+ of sequence 'letters'"),
+    "unknown": ("X" * 10, r"unknown: all 10 residues are X"),
+    "no_file": (OTHER, r"no_file"),
+    "differs": (f"{OTHER[:4]}W{OTHER[5:]}", r"differs/uniref90_hits\.a3m.*(position|residue) 5"),
+    "longer": (f"{OTHER}AA", r"10 .*12|12 .*10"),
+    "cut": (OTHER, r"cut/uniref90_hits\.a3m:\d+"),
+    "long": (OTHER * 10_000, r"long: 100,000 residues do not fit; the pair representation alone takes"),
+    **{
+        name: (OTHER, rf"^the name '{re.escape(name)}' is that of a file or folder of evodsp's own") for name in OF_OURS
+    },
+}
+"""Records that have an alignment of OTHER, but for `no_file`, `cut` and `long`: letters, and why they are not predicted."""
 
 
-def _letters_that_are_none(workplace):
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\nGST1!\n")
-    return workplace.config, r"targets\.fasta:4: illegal letter '1' at position \d+ of sequence 'beta_A'"
-
-
-def _far_too_long(workplace):
-    long = OTHER * 10_000
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>beta_A\n{long}\n")
-    (workplace.config.alignments / "beta_A" / "uniref90_hits.a3m").write_text(f">beta_A\n{long}\n")
-    return workplace.config, r"beta_A: 100,000 residues do not fit; the pair representation alone takes"
-
-
-@pytest.mark.parametrize(
-    "break_record",
-    [
-        _two_equal_names, _no_alignment_in_folder, _query_differs, _query_of_another_length,
-        _truncated_alignment, _empty, _all_unknown, _letters_that_are_none, _far_too_long,
-    ],
-    ids=lambda break_record: break_record.__name__.strip("_"),
-)  # fmt: skip
-def test_a_broken_record_is_named_and_the_other_goes_on(workplace, break_record):
-    """Catches one bad record of many that ends the run, or that is lost without a word."""
-    config, words = break_record(workplace)
+def test_broken_records_are_named_and_the_others_go_on(workplace):
+    """Catches one bad record of many that ends the run, or that is lost without a word; and a folder of results where the run
+    writes its own file."""
+    config = workplace.config
+    records = [("alpha_A", QUERY), *((name, letters) for name, (letters, _) in BROKEN.items()), ("beta_A", OTHER)]
+    config.fasta.write_text("".join(f">{name}\n{letters}\n".replace("\n\n", "\n") for name, letters in records))
+    for name in ("differs", "longer", "cut", "no_file"):
+        write_alignment(config.alignments / name, OTHER)
+    (config.alignments / "no_file" / "uniref90_hits.a3m").rename(config.alignments / "no_file" / "hits.txt")
+    cut = config.alignments / "cut" / "uniref90_hits.a3m"
+    cut.write_text(cut.read_text()[:-5])
+    write_alignment(config.alignments / "long", BROKEN["long"][0], rows=1)
     lines: list[str] = []
     found = predict_records(config, lines.append)
-    assert [result.name for result in found.results] == ["alpha_A"]
-    (failure,) = found.failures
-    assert re.search(words, failure.reason)
-    assert f"failed: {failure.reason}" in lines
-    assert lines[-1].startswith("1 done, 0 kept, 1 failed; reasons in ")
+    assert [result.name for result in found.results] == ["alpha_A", "beta_A"]
+    reasons = {failure.name: failure.reason for failure in found.failures}
+    assert reasons.keys() == BROKEN.keys()
+    for name, (_, words) in BROKEN.items():
+        assert re.search(words, reasons[name]), reasons[name]
+        assert f"failed: {reasons[name]}" in lines
+    assert lines[-1].startswith(f"2 done, 0 kept, {len(BROKEN)} failed; reasons in ")
     listed = read_json(config.output / "failures.json")["failures"]
-    assert listed == [{"name": failure.name, "reason": failure.reason}]
+    assert listed == [{"name": failure.name, "reason": failure.reason} for failure in found.failures]
     assert {path.name for path in config.output.iterdir()} == {
-        "alpha_A",
-        "failures.json",
-        "index.html",
-        "predictions.csv",
+        *("alpha_A", "beta_A", "failures.json", "index.html", "predictions.csv"),
     }
-
-
-@pytest.mark.parametrize(
-    "name", ["failures.json", "index.html", "index_evodsp.html", "predictions.csv", "predict.log", "_alignments"]
-)
-def test_a_record_that_would_take_the_place_of_another_file_is_named(workplace, name):
-    """Catches a folder of results where the run writes its own file, so that the run ends with its last line missing."""
-    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>{name}\n{OTHER}\n")
-    found = predict_records(workplace.config, silent)
-    assert [result.name for result in found.results] == ["alpha_A"]
-    (failure,) = found.failures
-    assert failure.reason.startswith(f"the name '{name}' is that of a file or folder of evodsp's own")
-    assert not (workplace.config.output / name).is_dir()
 
 
 @pytest.mark.parametrize("page", ["write_target_page", "write_batch_page"])
@@ -165,7 +126,7 @@ def test_a_users_own_index_page_stays(workplace):
 def test_failures_of_an_earlier_run_are_forgotten(workplace, finished: Finished):
     """Catches a list of failures that stays when the record has been mended."""
     whole = workplace.config.fasta.read_text()
-    config, _ = _empty(workplace)
+    config = _empty(workplace)
     shutil.rmtree(config.output / "beta_A")
     predict(config, silent)
     assert (config.output / "failures.json").exists()
@@ -262,24 +223,5 @@ def test_the_exit_code_says_that_a_record_failed(workplace, finished: Finished, 
     """Catches success reported to a script although a record has no result."""
     monkeypatch.setattr(command, "under_launcher", lambda: False)
     assert command.run(workplace.config, []) == 0
-    config, _ = _empty(workplace)
+    config = _empty(workplace)
     assert command.run(config, []) == 1
-
-
-@pytest.mark.verify
-def test_forty_records_of_which_five_are_hostile(workplace):
-    """Catches any of them that ends the run, and a good record that is lost with them."""
-    hostile = {"empty": "", "long": OTHER * 10_000, "letters": "GST1!", "broken": OTHER, "unknown": "X" * 10}
-    good = [f"good_{number}" for number in range(35)]
-    records = [(name, OTHER) for name in good]
-    for place, record in zip((0, 9, 18, 27, 39), hostile.items(), strict=True):
-        records.insert(place, record)
-    workplace.config.fasta.write_text("".join(f">{name}\n{letters}\n" for name, letters in records))
-    (workplace.root / "flat").mkdir()
-    (workplace.root / "flat" / "broken.a3m").write_bytes(b"\x93\x00no alignment")
-    config = workplace.change(alignments=workplace.root / "flat", seeds=1)
-    found = predict_records(config, silent)
-    assert [result.name for result in found.results] == good
-    assert {failure.name for failure in found.failures} == set(hostile)
-    assert found.line == "35 done, 0 kept, 5 failed"
-    assert {path.name for path in config.output.iterdir()} == {*good, "failures.json", "index.html", "predictions.csv"}
