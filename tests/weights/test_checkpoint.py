@@ -12,7 +12,14 @@ import torch
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import check_same_model, load_features, load_model, read_checkpoint, save_model
+from evodsp.weights.checkpoint import (
+    check_same_model,
+    load_features,
+    load_model,
+    load_sizes,
+    read_checkpoint,
+    save_model,
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +52,17 @@ def test_without_an_average_the_raw_weights_are_used(model: AlphaFold, tmp_path:
     save_model(tmp_path / "raw.ckpt", model)
     for loaded, saved in zip(load_model(tmp_path / "raw.ckpt").parameters(), model.parameters(), strict=True):
         assert torch.equal(loaded, saved)
+
+
+def test_a_file_is_read_once(model: AlphaFold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a second reading of thousands of arrays: to tell whose file it is, or for the features beside the model."""
+    save_model(path := tmp_path / "x.ckpt", model)
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *given, **named: (read.append(given), load(*given, **named))[1])
+    for reader in (load_model, load_sizes):
+        read.clear()
+        reader(path)
+        assert len(read) == 1, reader
 
 
 def test_names_that_wrappers_leave_are_understood(model: AlphaFold, tmp_path: Path) -> None:
