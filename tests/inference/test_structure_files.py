@@ -254,6 +254,7 @@ def test_pdb_limits_suggest_cif():
         structure_text(far, "pdb")
 
 
+@pytest.mark.verify
 def test_largest_pdb_numbers_fit():
     """Catches refused numbers that still fit into PDB's columns."""
     s = structure(9_999)
