@@ -146,9 +146,9 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "attention.backward_keys": _attention_work(4, 8),
     "attention.backward_bias": _attention_work(2, 5),
     "attention.lay_out": lambda launch: Work(vector=4 * launch.arguments["target"].numel()),
-    "sums.sum_of_parts": lambda launch: Work(vector=2 * launch.arguments["parts"].numel()),
+    "sums.of_parts": lambda launch: Work(vector=2 * launch.arguments["parts"].numel()),
     # Ten rounds of Philox, about 12 instructions each, once for the entries of the shared axis that a program takes together.
-    "dropout.dropout_add": lambda launch: Work(
+    "dropout.apply": lambda launch: Work(
         vector=launch.arguments["out"].numel() * (6 + 120 / launch.constants["ENTRIES"])
     ),
     "layer_norm.forward": lambda launch: Work(vector=9 * launch.arguments["x"].numel()),
@@ -157,7 +157,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "global_attention.forward": lambda launch: _global_work(launch, 2, 6),
     "global_attention.backward": lambda launch: _global_work(launch, 5, 7),
     # Offsets: three instructions for a run of eight.
-    "outer_product.project": lambda launch: _outer_work(launch, 0.4, 3),
+    "outer_product.projection": lambda launch: _outer_work(launch, 0.4, 3),
     "outer_product.slope": lambda launch: _outer_work(launch, 2.4, 0.4),
     "outer_product.weight_gradient": lambda launch: _outer_work(launch, 0.4, 0.4),
     "outer_product.scale": lambda launch: Work(vector=6 * launch.arguments["grad"].numel()),
@@ -170,7 +170,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
         * launch.constants["TILE_C"],
         vector=5 * launch.arguments["hidden"].numel(),
     ),
-    "sums.column_sums": lambda launch: Work(vector=2 * launch.arguments["x"].numel()),
+    "sums.of_columns": lambda launch: Work(vector=2 * launch.arguments["x"].numel()),
     "gate.forward": lambda launch: Work(
         exponentials=2 * launch.arguments["x"].numel(), vector=5 * launch.arguments["x"].numel()
     ),

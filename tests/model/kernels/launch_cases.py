@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from evodsp.model.kernels import triton_kernels
 from evodsp.model.kernels.triton import LAUNCHED
-from evodsp.model.kernels.triton_kernels import device, launch
+from evodsp.model.kernels.triton_kernels import launch
 from scripts.benchmarks.host_time import NoGpu, shifted
 
 Launched = list[tuple[Any, ...]]
@@ -66,8 +67,8 @@ def written_down(patch: pytest.MonkeyPatch) -> Iterator[tuple[Launched, Driver]]
         return kernels.setdefault(name, Kernel(name, launched))
 
     patch.setattr(triton.compiler, "compile", compiled)
-    for module in pkgutil.iter_modules(device.__path__):
-        for function in vars(importlib.import_module(f"{device.__name__}.{module.name}")).values():
+    for module in pkgutil.iter_modules(triton_kernels.__path__):
+        for function in vars(importlib.import_module(f"{triton_kernels.__name__}.{module.name}")).values():
             if isinstance(function, JITFunction):
                 patch.setattr(function, "device_caches", defaultdict(function.create_binder))
     patch.setattr(active, "_active", driver := Driver())

@@ -26,6 +26,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evodsp.model.kernels.by_chunks import empty_gradient, parts_of
+from evodsp.model.kernels.triton_kernels.attention_kernels import (  # noqa: F401, launches name them
+    backward_bias,
+    backward_keys,
+    backward_queries,
+    forward,
+    lay_out,
+)
 from evodsp.model.kernels.triton_kernels.launch import (
     Launch,
     Launcher,

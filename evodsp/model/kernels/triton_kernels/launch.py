@@ -339,7 +339,7 @@ class Launch:
     """One grid of one kernel."""
 
     kernel: str
-    """`module.function` in `device/`."""
+    """`module.function` in this folder."""
     programs: int
     """Number of programs; the grid has one axis. An empty grid is not launched."""
     arguments: dict[str, Any]
@@ -361,7 +361,7 @@ class Launch:
     def function(self) -> Any:
         """The kernel, as Triton's decorator returned it."""
         module, name = self.kernel.split(".")
-        return getattr(importlib.import_module(f"{__package__}.device.{module}"), name)
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)
 
 
 def moved(x: Tensor) -> int:

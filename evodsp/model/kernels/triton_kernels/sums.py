@@ -2,15 +2,55 @@
 
 torch gives each group of threads a few columns of all rows; a matrix with many more rows than columns then does not fill a
 GPU. Here programs share the rows, and their partial sums are added in a fixed order.
+
+The kernels' offsets are 64-bit.
 """
 
 from __future__ import annotations
+
+from typing import no_type_check
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from evodsp.model.kernels.triton_kernels import tl, triton
 from evodsp.model.kernels.triton_kernels.launch import Launch, Launcher, Operator, next_power_of_two, tiles
+
+
+@no_type_check
+@triton.jit
+def of_parts(parts, total, count, size, TILE_P: tl.constexpr, TILE: tl.constexpr):
+    """Adds `count` vectors of `size` elements."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    part = tl.arange(0, TILE_P)
+    sums = tl.zeros([TILE_P, TILE], tl.float32)
+    for start in range(0, count, TILE_P):
+        row = (start + part).to(tl.int64)
+        inside = (row < count)[:, None] & (at < size)[None, :]
+        sums += tl.load(parts + row[:, None] * size + at[None, :], mask=inside, other=0.0)
+    tl.store(total + at, tl.sum(sums, 0).to(total.dtype.element_ty), mask=at < size)
+
+
+@no_type_check
+@triton.jit
+def of_columns(x, strides, total, rows, columns, parts, TILE: tl.constexpr, WIDTH: tl.constexpr):
+    """Sums a tile of columns over every `parts`-th tile of rows. `total`: [parts, columns].
+
+    Each row of a tile has its own sum. These are added only at the end, so that no thread needs another one's numbers
+    before.
+    """
+    program = tl.program_id(0)
+    across = tl.cdiv(columns, WIDTH)
+    column, part = (program % across * WIDTH + tl.arange(0, WIDTH)).to(tl.int64), program // across
+    own = tl.zeros([TILE, WIDTH], tl.float32)
+    for tile in range(part, tl.cdiv(rows, TILE), parts):
+        row = tl.cast(tile, tl.int64) * TILE + tl.arange(0, TILE)
+        at = row[:, None] * strides[0] + column[None, :] * strides[1]
+        own += tl.load(x + at, mask=(row < rows)[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
+    to = total + part.to(tl.int64) * columns + column
+    tl.store(to, tl.sum(own, 0).to(total.dtype.element_ty), mask=column < columns)
+
 
 # Elements of a tile [parts, results], its largest number of parts, and its smallest number of results: a sector of memory. As
 # many parts as possible are loaded at once, because a step of the loop costs the latency of memory.
@@ -26,7 +66,7 @@ def sum_of_parts(launch: Launcher, parts: Tensor, dtype: torch.dtype) -> Tensor:
     width = max(_RESULTS, _TILE // at_once)
     launch(
         Launch(
-            "sums.sum_of_parts",
+            "sums.of_parts",
             tiles(total.numel(), width),
             {"parts": parts, "total": total, "count": len(parts), "size": total.numel()},
             {"TILE_P": at_once, "TILE": width},
@@ -62,7 +102,7 @@ def _body(launch: Launcher, x: Tensor, dtype: torch.dtype) -> Tensor:
     total = make(parts, columns, dtype=dtype if parts == 1 else torch.float32)
     launch(
         Launch(
-            "sums.column_sums",
+            "sums.of_columns",
             parts * across if rows else 0,
             {"x": x, "strides": x.stride(), "total": total, "rows": rows, "columns": columns, "parts": parts},
             {"TILE": tile, "WIDTH": width},

@@ -1,4 +1,4 @@
-"""Device code of `attention.py`.
+"""The kernels of `attention.py`.
 
 Every tensor comes with its strides: [B, N, L, H, D] for q, k, v, gate, their gradients and the output, [B, N, K] for the key
 mask, [B, H, Q, K] for the bias, whose rows go on to the next multiple of 16 keys, with zeros; for gradients of keys its columns
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import triton
-import triton.language as tl
+from evodsp.model.kernels.triton_kernels import tl, triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 MASKED = tl.constexpr(1.4426950408889634e9)
