@@ -33,7 +33,7 @@ from evodsp.model.embedders import TARGET_CHANNELS, ExtraMSAEmbedder, InputEmbed
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Recordable
 from evodsp.model.heads import ModelOutput, make_heads
-from evodsp.model.msa_ops import first_row
+from evodsp.model.layers import first_row
 from evodsp.model.multimer import (
     ChainRelativePosition,
     ChainTemplateEmbedder,

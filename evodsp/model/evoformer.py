@@ -49,8 +49,14 @@ from evodsp.model.dropout import (
     draw_blocks,
 )
 from evodsp.model.graphs import Recorded
-from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
-from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
+from evodsp.model.layers import (
+    MSAColumnAttention,
+    MSAColumnGlobalAttention,
+    MSARowAttention,
+    OuterProductMean,
+    TriangleAttention,
+    TriangleMultiplication,
+)
 from evodsp.model.primitives import Budgeted, SubLayer, Transition
 from evodsp.model.recomputation import Recomputation, Recomputed, Setting
 from evodsp.model.schedule import (

@@ -38,7 +38,7 @@ from evodsp.inference.config import PredictConfig
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
-from evodsp.model.pair_ops import TriangleAttention
+from evodsp.model.layers import TriangleAttention
 from evodsp.model.primitives import use_exchange
 from evodsp.packaged import packaged_folder, with_packaged_configs
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange

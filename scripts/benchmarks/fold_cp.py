@@ -48,7 +48,7 @@ from evodsp.errors import UserError
 from evodsp.model.dropout import NO_MASKS, Masks
 from evodsp.model.evoformer import PairMask, PairStack
 from evodsp.model.kernels.operators import Kernels
-from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
+from evodsp.model.layers import TriangleAttention, TriangleMultiplication
 from evodsp.model.primitives import PairBias, ShardedModule, Transition, project
 from evodsp.model.sharded import Made, Sharded, Update
 from evodsp.parallel.collectives import Axis, Gather, ScatterSum, Switch, shard_sizes

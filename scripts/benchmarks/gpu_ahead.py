@@ -37,7 +37,7 @@ from evodsp.model.kernels import triton as own
 from evodsp.model.kernels.operators import OPERATORS, Kernels
 from evodsp.model.kernels.triton import LAUNCHED
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator
-from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.layers import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
 from evodsp.model.templates import TemplatePairStack
 from evodsp.planner.program import PlannedStep, SampleSizes, program

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from evodsp.model.kernels.operators import Kernels
-from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.layers import TriangleMultiplication
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Sharded

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.layers import TriangleMultiplication
 
 
 def relative(x: Tensor, exact: Tensor) -> float:

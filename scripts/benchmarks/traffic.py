@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from evodsp.config import EvoformerConfig
 from evodsp.model.evoformer import EvoformerStack, Stack
-from evodsp.model.msa_ops import MSARowAttention
+from evodsp.model.layers import MSARowAttention
 from evodsp.model.primitives import use_exchange
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.collectives import Axis, Collective

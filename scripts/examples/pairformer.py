@@ -32,7 +32,7 @@ from evodsp.model.dropout import NO_MASKS, Dropout, DropoutKeys, Masks, below
 from evodsp.model.embedders import TARGET_CHANNELS, InputEmbedder
 from evodsp.model.evoformer import BlocksInTurn, PairStack, pair_layers
 from evodsp.model.heads import DistogramHead, ExperimentallyResolvedHead
-from evodsp.model.msa_ops import MSARowAttention, OuterProductMean
+from evodsp.model.layers import MSARowAttention, OuterProductMean
 from evodsp.model.primitives import (
     Budgeted,
     LayerNorm,

@@ -15,8 +15,14 @@ from torch import nn
 
 from evodsp.config import EvoformerConfig, ModelConfig, StructureModuleConfig
 from evodsp.model.evoformer import EvoformerBlock
-from evodsp.model.msa_ops import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
-from evodsp.model.pair_ops import TriangleAttention, TriangleMultiplication
+from evodsp.model.layers import (
+    MSAColumnAttention,
+    MSAColumnGlobalAttention,
+    MSARowAttention,
+    OuterProductMean,
+    TriangleAttention,
+    TriangleMultiplication,
+)
 from evodsp.model.primitives import Transition
 from evodsp.model.sharded import Added, Made, Sharded
 from evodsp.weights import names

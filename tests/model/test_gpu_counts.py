@@ -17,7 +17,7 @@ from evodsp.config import LossConfig, ModelConfig
 from evodsp.model.dropout import Dropout
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
-from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.layers import TriangleMultiplication
 from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Sharded
 from evodsp.planner.program import PlannedStep, SampleSizes, program

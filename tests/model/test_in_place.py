@@ -17,7 +17,7 @@ from evodsp.config import ModelConfig, TemplateConfig
 from evodsp.model.alphafold import TEMPLATE_FEATURES, AlphaFold
 from evodsp.model.dropout import NO_DROPOUT, DropoutKeys
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
-from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.layers import TriangleMultiplication
 from evodsp.model.primitives import use_exchange, use_memory
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.sharded import Budget, Sharded

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evodsp.model.pair_ops import TriangleMultiplication
+from evodsp.model.layers import TriangleMultiplication
 from evodsp.model.sharded import Sharded
 
 
