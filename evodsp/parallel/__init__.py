@@ -18,36 +18,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evodsp.parallel.exchange import Pending
-    from evodsp.parallel.functional import average_gradients, gather, split, start_gather, start_switch, switch, total
+    from evodsp.parallel.functional import (
+        average_gradients,
+        dropout,
+        gather,
+        split,
+        start_gather,
+        start_switch,
+        switch,
+        total,
+    )
     from evodsp.parallel.group import Group, Ledger, Mesh, init_mesh
-    from evodsp.parallel.masks import dropout
     from evodsp.parallel.stages import Stage, parallelize
 
 _HOMES = {
     "exchange": ("Pending",),
-    "functional": ("average_gradients", "gather", "split", "start_gather", "start_switch", "switch", "total"),
+    "functional": (
+        "average_gradients", "dropout", "gather", "split", "start_gather", "start_switch", "switch", "total",
+    ),
     "group": ("Group", "Ledger", "Mesh", "init_mesh"),
-    "masks": ("dropout",),
     "stages": ("Stage", "parallelize"),
-}
+}  # fmt: skip
 
 __all__ = [
-    "Group",
-    "Ledger",
-    "Mesh",
-    "Pending",
-    "Stage",
-    "average_gradients",
-    "dropout",
-    "gather",
-    "init_mesh",
-    "parallelize",
-    "split",
-    "start_gather",
-    "start_switch",
-    "switch",
-    "total",
-]
+    "Group", "Ledger", "Mesh", "Pending", "Stage", "average_gradients", "dropout", "gather", "init_mesh", "parallelize",
+    "split", "start_gather", "start_switch", "switch", "total",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

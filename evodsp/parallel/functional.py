@@ -17,11 +17,14 @@ rank computes from the same whole tensors counts as it is, and a loss of this ra
 ranks. The mean over the group of each parameter's gradients is its gradient (`average_gradients`, DDP or FSDP compute it).
 
 `average_gradients` is for programs that use neither DDP nor FSDP nor another framework that averages gradients.
+
+The mask of `dropout` is a function of global positions, so that every mesh of ranks drops the same elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +32,9 @@ from torch import Tensor
 from evodsp.parallel.collectives import Gather, Sum, Switch, shard, shard_sizes
 from evodsp.parallel.exchange import Pending, start
 from evodsp.parallel.group import Group, Mesh, Ranks, group_of
+
+if TYPE_CHECKING:
+    from evodsp.rng import Draws
 
 
 def split(x: Tensor, dim: int, mesh: Ranks) -> Tensor:
@@ -122,3 +128,26 @@ def _mean(x: Tensor, groups: list[Group]) -> None:
         if group.size > 1:
             group.all_reduce(x).wait()
             x.div_(group.size)
+
+
+def dropout(x: Tensor, rate: float, positions: Tensor, draws: Draws) -> Tensor:
+    """`x` [..., C] with elements set to zero with probability `rate`, and the others divided by 1 - `rate`.
+
+    `positions`: int64, broadcastable to [...]: the number of each vector in the WHOLE tensor, for instance `torch.arange(T
+    * S).view(T, S)`, sharded like `x`. Vectors of different samples need different numbers, or they share a mask. `draws`:
+    a random stream for this call, for instance `Draws.root(seed).at("attention", layer, step)`. The same stream, positions
+    and rate give the same mask on one device, on any shard, and when activations are recomputed. The masks of
+    `torch.nn.Dropout` are valid too, but depend on the number of ranks.
+
+    Raises ValueError if `rate` is not in [0, 1).
+    """
+    from evodsp.rng import at_least  # NumPy, which the other functions do not need
+
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout rate {rate} is not in [0, 1)")
+    if rate == 0.0:
+        return x
+    channels = x.shape[-1]
+    element = positions.unsqueeze(-1) * channels + torch.arange(channels, device=x.device)
+    # The scale is a number, so it is not rounded to the precision of x.
+    return torch.where(at_least(draws.words(element)[0], rate), x * (1.0 / (1.0 - rate)), 0.0)
