@@ -19,7 +19,7 @@ MINUTES = 20
 """How long each of the two environments may take; PyTorch's CUDA build for Linux is 5 GB."""
 OF_EACH_ROOM = """
     data/test_parsers.py features geometry inference/test_api.py launch/test_store.py losses/test_torsion.py
-    losses/test_sharded_losses.py model/kernels/test_registry.py parallel planner/test_plan.py reading report search selftest
+    losses/test_sharded_losses.py model/kernels/test_operators.py parallel planner/test_plan.py reading report search selftest
     test_argument_parser.py test_cli.py training/test_bad_samples.py training/test_mesh.py weights/test_exchange.py
 """
 

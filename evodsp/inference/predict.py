@@ -53,7 +53,7 @@ from evodsp.inference.results import (
 )
 from evodsp.inference.seeds import Finished, PassRunner, layer_dtype, predict_seeds
 from evodsp.launch.consensus import all_of, check_same, from_first, long_from_first, on_first
-from evodsp.model.kernels.registry import choose, summary
+from evodsp.model.kernels.operators import choose, summary
 from evodsp.model.primitives import use_exchange, use_kernels
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Group

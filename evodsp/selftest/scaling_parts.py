@@ -32,8 +32,7 @@ from evodsp.launch.process_group import own_address
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.kernels.operators import Kernels
-from evodsp.model.kernels.registry import choose
+from evodsp.model.kernels.operators import Kernels, choose
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.model.recordings import CudaRecorder, Recorder, Rerun, same_bits, versions

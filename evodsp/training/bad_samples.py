@@ -29,7 +29,7 @@ from evodsp.losses.permutation import ENTITIES, with_fitting_labels
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput
-from evodsp.model.kernels.registry import choose
+from evodsp.model.kernels.operators import choose
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.parallel.dtensor import gather_tree, local

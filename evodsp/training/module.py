@@ -19,7 +19,7 @@ from evodsp.config import FeatureConfig, KernelsConfig
 from evodsp.losses.permutation import with_fitting_labels
 from evodsp.losses.total import RecordedLoss, total_loss
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.kernels.registry import choose, summary
+from evodsp.model.kernels.operators import choose, summary
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.printing import show

@@ -9,8 +9,7 @@ from functools import cache, partial
 
 import torch
 
-from evodsp.model.kernels.operators import Kernels, Operator
-from evodsp.model.kernels.registry import problem_of
+from evodsp.model.kernels.operators import Kernels, Operator, problem_of
 
 from . import gpu_cases, gpu_operators
 from .gpu_rows import HALF, SINGLE, Case, Measured, Setup, operators_of, precision_name, why_absent

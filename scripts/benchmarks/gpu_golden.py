@@ -26,7 +26,7 @@ from evodsp.config import KernelsConfig, LossConfig, ModelConfig
 from evodsp.losses.total import total_loss
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput
-from evodsp.model.kernels.registry import choose
+from evodsp.model.kernels.operators import choose
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_kernels
 from evodsp.weights.deepmind import export_deepmind, read_npz, set_parameters

@@ -14,8 +14,7 @@ import torch
 
 from evodsp.config import KernelsConfig
 from evodsp.model.kernels.backends import BACKENDS
-from evodsp.model.kernels.operators import OPERATORS, Kernels, Operator
-from evodsp.model.kernels.registry import choose
+from evodsp.model.kernels.operators import OPERATORS, Kernels, Operator, choose
 
 from . import gpu_clock
 from .gpu_cases import Sizes

@@ -1,1 +1,1 @@
-"""Operators of the model that have several implementations: one file a backend, and the registry that chooses among them."""
+"""Operators of the model that have several implementations: one file a backend, and `operators`, which chooses among them."""

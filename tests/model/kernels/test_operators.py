@@ -18,10 +18,9 @@ from torch import Tensor
 from evodsp.config import KernelsConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.kernels import backends, chunked, reference, registry
+from evodsp.model.kernels import backends, chunked, operators, reference
 from evodsp.model.kernels.backends import BACKENDS, Backend
-from evodsp.model.kernels.operators import OPERATORS, Kernels
-from evodsp.model.kernels.registry import choose, problem_of, summary
+from evodsp.model.kernels.operators import OPERATORS, Kernels, choose, problem_of, summary
 from evodsp.model.primitives import Computed, use_kernels
 from tests.builders.small_model import config
 
@@ -146,7 +145,7 @@ def test_a_backend_that_is_wrong_is_not_used(function: Any, monkeypatch: pytest.
     module.transition = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     everything = {"new": Backend(module.__name__, ("cpu",)), **backends.BACKENDS}
-    monkeypatch.setattr(registry, "BACKENDS", everything)
+    monkeypatch.setattr(operators, "BACKENDS", everything)
     kernels, names, problems = chosen(KernelsConfig())
     assert kernels.transition is chunked.transition
     assert names["transition"] == "chunked"
