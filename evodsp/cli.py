@@ -277,7 +277,7 @@ COMMANDS: dict[str, Command] = {
         SettingsCommand(
             "selftest",
             "check this machine: kernels, half precision, training, prediction, sharding",
-            settings="evodsp.selftest.config:SelftestConfig",
+            settings="evodsp.selftest.command:SelftestConfig",
             runner="evodsp.selftest.command:run",
             required="[--cpu N] [--scaling]",
             description="Check evodsp on this machine, with all of its GPUs or with N CPU processes: every kernel against its "

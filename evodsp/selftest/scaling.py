@@ -51,7 +51,7 @@ from evodsp.launch.process_group import guarded, lost_contact, open_store, start
 from evodsp.printing import one_line, show, tell
 from evodsp.reading.text_files import read_json
 from evodsp.report.page import Page, Series, lines
-from evodsp.selftest.config import SCALING_PARTS, SelftestConfig
+from evodsp.selftest.command import SCALING_PARTS, SelftestConfig
 from evodsp.selftest.scaling_parts import FAULTS, PARTS, ScalingRun
 from evodsp.version import __version__
 
