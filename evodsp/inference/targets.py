@@ -29,7 +29,7 @@ from types import MappingProxyType
 
 from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, file_of_pairs, files_for_pairing
 from evodsp.data.formats import SUBSTITUTES, check_name, query_of_complex, read_fasta, read_sequence_table
-from evodsp.data.formats.a3m import name_if_a3m, query_of_a3m
+from evodsp.data.formats.alignments import name_if_a3m, query_of_a3m
 from evodsp.data.formats.fasta import FastaRecord
 from evodsp.data.records import Alignment, ProteinSequence
 from evodsp.data.sources.layout import (

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evodsp.data.formats import parse_a3m, parse_fasta, parse_stockholm, query_of_complex, read_fasta
-from evodsp.data.formats.a3m import query_of_a3m
+from evodsp.data.formats.alignments import query_of_a3m
 from evodsp.data.records import ProteinSequence
 from evodsp.errors import FileFormatError
 from evodsp.geometry.residues import GAP, decode, encode

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int32
 
-from evodsp.data.formats.stockholm import alignment_end
+from evodsp.data.formats.alignments import alignment_end
 from evodsp.data.templates.hits import CHAIN, TemplateHit, column_indices, of_chains
 from evodsp.errors import FileFormatError
 from evodsp.reading.text_files import lines_of, text_of
