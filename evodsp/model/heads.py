@@ -6,7 +6,7 @@ A head names the representation that it `reads`: `msa` (on R), `pair_rows` (the 
 `structure` (the single representation after the structure module).
 
 Each head of a confidence predicts a distribution over bins; the confidence is an expected value over the bins' centres. The
-losses that train the heads are in `evodsp.losses.heads`. All lengths are in Å.
+losses that train the heads are in `evodsp.losses.total`. All lengths are in Å.
 
 Shape legend: *b batch axes, B batch, S clusters of the MSA, R residues, T iterations of the structure module, C chains,
 whose numbers are 1 to C (`asym_id`; 0 in padding). A small letter (i j r) is this rank's shard of the residues: rows and

@@ -27,7 +27,7 @@ from evodsp.data.samples.raw_features import FEATURE_AXES
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.features.batch import with_features
 from evodsp.launch.process_group import start, stop
-from evodsp.losses.heads import distogram_loss, experimentally_resolved_loss
+from evodsp.losses.total import distogram_loss, experimentally_resolved_loss
 from evodsp.model.dropout import NO_MASKS, Dropout, DropoutKeys, Masks, below
 from evodsp.model.embedders import TARGET_CHANNELS, InputEmbedder
 from evodsp.model.evoformer import BlocksInTurn, PairStack, pair_layers

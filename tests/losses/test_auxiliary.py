@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from evodsp.config import HeadsConfig
-from evodsp.losses.heads import cross_entropy, distance_bins, distogram_loss, masked_msa_loss
+from evodsp.losses.total import cross_entropy, distance_bins, distogram_loss, masked_msa_loss
 from tests.shared import load
 
 _EDGES = HeadsConfig().distogram_min_distance, HeadsConfig().distogram_max_distance

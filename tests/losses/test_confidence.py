@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evodsp.geometry.frames import Rigid
-from evodsp.losses.heads import aligned_error_bins, pae_loss, plddt_loss
+from evodsp.losses.total import aligned_error_bins, pae_loss, plddt_loss
 from tests.shared import load
 
 

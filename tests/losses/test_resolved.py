@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evodsp.losses.heads import experimentally_resolved_loss
+from evodsp.losses.total import experimentally_resolved_loss
 from tests.shared import load
 
 

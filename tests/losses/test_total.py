@@ -12,8 +12,7 @@ from torch import Tensor
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import Rigid
-from evodsp.losses.heads import distogram_loss, pae_loss
-from evodsp.losses.total import total_loss
+from evodsp.losses.total import distogram_loss, pae_loss, total_loss
 from evodsp.model.heads import ModelOutput, StructureOutput
 from tests.shared import load
 
