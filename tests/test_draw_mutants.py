@@ -21,18 +21,21 @@ from scripts.mutation.draw_mutants import (
     write_rows,
 )
 
-SOURCE = '''"""A module of 7 lines."""
+SOURCE = '''"""A module of 10 lines."""
 @decorated(frozen=True)
 def f(ä: Size[3], x: int) -> Size[4]:
     if not ä < 2 and f"{x + 1}":
         return g(ä + x, key=True)
     raise ValueError(1 + 1)
+@triton.jit
+def kernel(x):
+    return x - 1
 '''
 
 
 def test_every_break_is_one_change_of_the_source() -> None:
-    """Catches breaks at the wrong place (columns are bytes), and those of annotations, decorators and messages, which no test
-    can find."""
+    """Catches breaks at the wrong place (columns are bytes), and those of annotations, decorators, messages and GPU
+    kernels, which no test can find."""
     source = SOURCE.encode()
     found = {(change.kind, change.line): change for change in breaks_of("m.py", source)}
     assert {key: (change.text, change.broken) for key, change in found.items()} == {
