@@ -10,7 +10,7 @@ import torch
 
 from evodsp.cli import main
 from evodsp.config import KernelsConfig
-from evodsp.model.kernels.backends import BACKENDS
+from evodsp.model.kernels import BACKENDS
 from evodsp.model.kernels.operators import choose, summary
 from tests.builders.pages import extras
 from tests.builders.training_chains import write_chains

@@ -19,7 +19,7 @@ from evodsp.config import (
     parse_latest_date,
 )
 from evodsp.errors import COUNT, POSITIVE, SIZE, UserError, check_numbers, memory_size, nearest
-from evodsp.model.kernels.backends import check_names
+from evodsp.model.kernels import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.packaged import packaged_folder
 from evodsp.parallel.config import SequenceConfig

@@ -33,7 +33,7 @@ from evodsp.launch.process_group import guarded, stop
 from evodsp.launch.process_group import start as start_ranks
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
-from evodsp.model.kernels.backends import BACKENDS
+from evodsp.model.kernels import BACKENDS
 from evodsp.model.kernels.operators import OPERATORS, choose, problem_of
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_exchange, use_kernels

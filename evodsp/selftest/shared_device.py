@@ -28,7 +28,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.dropout import DropoutKeys
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.graphs import Graphs, use_graphs
-from evodsp.model.kernels.backends import BACKENDS
+from evodsp.model.kernels import BACKENDS
 from evodsp.model.kernels.operators import Kernels
 from evodsp.model.precision import CastParameters
 from evodsp.model.primitives import use_exchange, use_kernels

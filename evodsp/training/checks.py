@@ -19,7 +19,7 @@ from evodsp.files import check_output_folder
 from evodsp.launch.consensus import from_first, on_every
 from evodsp.launch.environment import place, under_launcher, was_restarted
 from evodsp.losses.total import check_heads
-from evodsp.model.kernels.backends import check_names
+from evodsp.model.kernels import check_names
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.parallel.config import WHEN_TO_RAISE, ParallelConfig
 from evodsp.parallel.group import Group, data_ranks

@@ -34,7 +34,7 @@ import torch
 
 from evodsp.errors import UserError
 from evodsp.files import check_output_folder, output_errors, whole_file, write_text
-from evodsp.model.kernels.backends import BACKENDS
+from evodsp.model.kernels import BACKENDS
 
 from .gpu_cases import FULL, TINY
 from .gpu_parts import PARTS

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from evodsp.model.kernels.backends import BACKENDS
+from evodsp.model.kernels import BACKENDS
 from evodsp.model.kernels.operators import OPERATORS, Kernels, problem_of
 from scripts.benchmarks import gpu_cases
 

@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from evodsp.config import KernelsConfig
-from evodsp.model.kernels.backends import BACKENDS
+from evodsp.model.kernels import BACKENDS
 from evodsp.model.kernels.operators import OPERATORS, Kernels, Operator, choose
 
 from . import gpu_clock

@@ -3,7 +3,7 @@ of each by the device, the installed packages, and a comparison with the formula
 
 To add an operator, write its formula in `reference`, its entry here, its field of `KernelsConfig` and a function in
 `chunked`, which may be the formula itself. A backend is a module of this folder, with functions named after the operators that
-they implement. A new backend is one file, and one line of the table in `backends`.
+they implement. A new backend is one file, and one line of the table in `kernels/__init__.py`.
 
 `choose` runs once, when a run starts. The model calls the functions that it returns, and knows nothing of backends.
 """
@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import KernelsConfig
-from evodsp.model.kernels import chunked, reference
-from evodsp.model.kernels.backends import BACKENDS, Backend, check_names
+from evodsp.model.kernels import BACKENDS, Backend, check_names, chunked, reference
 from evodsp.parallel.exchange import added_softmax_sums
 
 Operator = Callable[..., Any]

@@ -18,8 +18,7 @@ from torch import Tensor
 from evodsp.config import KernelsConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.model.kernels import backends, chunked, operators, reference
-from evodsp.model.kernels.backends import BACKENDS, Backend
+from evodsp.model.kernels import BACKENDS, Backend, chunked, operators, reference
 from evodsp.model.kernels.operators import OPERATORS, Kernels, choose, problem_of, summary
 from evodsp.model.primitives import Computed, use_kernels
 from tests.builders.small_model import config
@@ -144,7 +143,7 @@ def test_a_backend_that_is_wrong_is_not_used(function: Any, monkeypatch: pytest.
     module = ModuleType("evodsp_test_backend")
     module.transition = function  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    everything = {"new": Backend(module.__name__, ("cpu",)), **backends.BACKENDS}
+    everything = {"new": Backend(module.__name__, ("cpu",)), **BACKENDS}
     monkeypatch.setattr(operators, "BACKENDS", everything)
     kernels, names, problems = chosen(KernelsConfig())
     assert kernels.transition is chunked.transition
@@ -167,7 +166,7 @@ def test_a_package_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> Any:
         raise OSError("libcudart.so.12: cannot open shared object file")
 
-    monkeypatch.setattr(backends, "import_module", broken)
+    monkeypatch.setattr("evodsp.model.kernels.import_module", broken)
     choices = choose(KernelsConfig(attention="flash_attn", backend="sdpa"), CPU, torch.float32)[1]
     assert {choice.backend for choice in choices} == {"chunked"}
     assert choices[0].problems == ("flash_attn: OSError: libcudart.so.12: cannot open shared object file",)
