@@ -57,6 +57,8 @@ OF_OTHERS = {
     for name in names.split()
 }
 """Names of ColabFold's, Boltz's and AlphaFold's options, each with ours for the same thing."""
+FLAGS_OF_OTHERS = {"templates": "--msa_server_templates"}
+"""Options that take no value in ColabFold and one here, each with ours for the same thing."""
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -136,8 +138,8 @@ class Names:
         if not self.has(key):
             dashes = "--" if place == "--" else ""
             groups = {name.rpartition(".")[0] for name in self.known} - {""}
-            close = nearest(key, self.known | groups).replace("'", f"'{dashes}", 1)
-            where, ours = place.removeprefix("--"), OF_OTHERS.get(key, "")
+            close = nearest(key.replace("-", "_"), self.known | groups).replace("'", f"'{dashes}", 1)
+            where, ours = place.removeprefix("--"), OF_OTHERS.get(key.replace("-", "_"), "")
             if ours and self.has(ours.split()[0][2:]):
                 close, dashes = f" evodsp calls it {ours}.", dashes[: len(key)]
             raise UserError(f"{where}unknown {kind} '{dashes}{key}'.{close} See '{self.prog} --help'")
@@ -178,8 +180,9 @@ class OneLineErrors(ArgumentParser):
             # Other names are shown in the help, and taken from files. On the command line, `plain_words` has replaced them.
             others = {f"--{name}" for name, option in self.rules.aliases.items() if option == action.dest}
             action.option_strings = [*action.option_strings, *sorted(others - {*action.option_strings})]
-        words = plain_words(list(args or []), self.rules.aliases)
-        self.given = given_settings(words, self.names)
+        names = self.names
+        words = plain_words(list(args or []), self.rules.aliases, names.has)
+        self.given = given_settings(words, names)
         self._check_lists()
         self._check_environment()
         try:
@@ -218,8 +221,12 @@ class OneLineErrors(ArgumentParser):
         plain type the message says what was expected and what was found."""
         quoted, names = re.findall(r"""["']([\w.+]+)["']""", message), self.names
         message = " ".join(_about_class(message).split())
-        key = next((name for name in quoted if name in names.known), None)
         see = f"see '{self.prog} --help'"
+        if without := re.match(r"argument --([\w.]+)\S*: expected one argument", message):
+            ours = FLAGS_OF_OTHERS.get(without[1])
+            close = f", or write {ours}, which is what ColabFold means by it" if ours else ""
+            return f"--{without[1]}: no value behind it; give one{close}; {see}"
+        key = next((name for name in quoted if name in names.known), None)
         if key is None:
             close = next((close for name in quoted if (close := nearest(name, names.known))), "")
             return f"{message}.{close} S{see[1:]}"
@@ -349,15 +356,16 @@ def _omegaconf_errors() -> tuple[type[Exception], ...]:
     return () if omegaconf is None else (omegaconf.errors.OmegaConfBaseException,)
 
 
-def plain_words(words: list[str], aliases: Mapping[str, str]) -> list[str]:
+def plain_words(words: list[str], aliases: Mapping[str, str], known: Callable[[str], bool]) -> list[str]:
     """The words with the names of options as the parser has them: with underscores (`--extra-msa` is `--extra_msa`), and with
-    options in the place of their other names (`aliases`)."""
+    options in the place of their other names (`aliases`). A name that is not `known` stays as it was typed."""
     found: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             key = name[2:].replace("-", "_")
-            name = f"--{aliases.get(key, key)}"
+            if known(key := aliases.get(key, key)):
+                name = f"--{key}"
         found.append(f"{'--config' if name == '-c' else name}{equals}{value}")
     return found
 

@@ -139,6 +139,17 @@ def test_names_of_other_programs_options_have_a_hint(name: str, capsys: pytest.C
     assert set(re.findall(r"--(\w+)", ours)) <= {one.name for one in fields(PredictConfig)}
 
 
+def test_an_error_shows_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches `--num_recycle` in the message where the user typed `--num-recycle`, and argparse's words for a missing value."""
+    assert main(["predict", "x.fasta", "--num-recycle", "3"]) == 2
+    assert "unknown argument '--num-recycle'. evodsp calls it --recycles." in capsys.readouterr().err
+    assert main(["predict", "x.fasta", "--max-msa-cluster", "3"]) == 2
+    assert "unknown argument '--max-msa-cluster'. Did you mean '--msa_clusters'?" in capsys.readouterr().err
+    assert main(["predict", "x.fasta", "--output", "y", "--templates"]) == 2
+    said = "--templates: no value behind it; give one, or write --msa_server_templates, which is what ColabFold means by it"
+    assert said in capsys.readouterr().err
+
+
 def test_a_hint_names_options_of_the_command_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a hint to --relax, which a search does not have."""
     assert main(["search", "x.fasta", "--amber", "--output", "y"]) == 2

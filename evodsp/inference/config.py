@@ -30,7 +30,8 @@ Pairing = Literal["species", "entry", "none"]
 """Rule that pairs rows of different chains' alignments."""
 
 EXAMPLE = "s010_A"
-"""The protein of --example: a member of a family of data/ that the model of data/example_model has not seen."""
+"""The chain of data/ that --example predicts: a member of a family that the model of data/example_model has not seen. Its
+record is called synthetic_protein, so that pages and files say that it is none of nature's."""
 
 _OF_MEMORY = (
     "device", "precision", "working_memory", "msa_clusters", "extra_msa", "ensembles", "kernels", "plan", "parallel",
@@ -364,7 +365,7 @@ class PredictConfig:
                 f"--example is given beside {given[0]}; it brings a protein with its alignment: leave one out"
             )
         data = packaged_folder("data")
-        taken: dict[str, object] = {"inputs": (data / "fasta" / f"{EXAMPLE}.fasta",)}
+        taken: dict[str, object] = {"inputs": (data / "example_model" / "synthetic_protein.fasta",)}
         taken["alignments"] = data / "alignments" / EXAMPLE
         if self.checkpoint is None and not self.weights:
             taken["checkpoint"] = data / "example_model"

@@ -191,6 +191,13 @@ def _predict_with(
         report(f"failed: {failure.reason}")
 
     total, begun = len(work.jobs), time.perf_counter()
+    alone = [job.target.query.name for job in work.jobs if job.target.is_alone]
+    if total > _DETAILED and alone:
+        such = ", ".join(alone[:_DETAILED]) + (", …" if alone[_DETAILED:] else "")
+        report(
+            f"{counted(len(alone), 'record')} without alignments ({such}): predicted from the sequence alone, which is much "
+            "less accurate"
+        )
     costs = [0 if job.kept else len(job.target.query) ** 2 for job in work.jobs]
 
     def predict_one(number: int, say: Report, taken: Sequence[int]) -> PredictionResult | RecordFailure:
@@ -203,7 +210,8 @@ def _predict_with(
         left = (now - begun) * (sum(costs) - done) / max(done, 1)
         if isinstance(found, PredictionResult):
             what = "kept" if found.kept else f"pLDDT {found.mean_plddt[found.best]:.1f}, {now - start:.1f} s"
-            said = [f"{counted(len(job.target.query), 'residue')}, {what}", f"{duration(left)} left", *job.target.notes]
+            notes = job.target.notes[:-1] if job.target.is_alone else job.target.notes
+            said = [f"{counted(len(job.target.query), 'residue')}, {what}", f"{duration(left)} left", *notes]
             say(named + "; ".join(said))
         return found
 
@@ -294,7 +302,7 @@ def _predict_target(
         detail(f"  wrote {result.folder}, {seconds:.1f} s; best: {result.structure().name}, pLDDT {best:.1f}")
     if result is None:
         assert failure is not None, "something is written, or a seed has failed"
-        return failure
+        return replace(failure, some_written=job.stored is not None)
     _add_beside(job, result, run, report, detail, group, page=True)
     if failure is None:
         return result
@@ -370,5 +378,5 @@ def _add_beside(
 
 
 def _write_index(output: Path, failures: list[RecordFailure], report: Report) -> None:
-    write_batch_table(output)
+    write_batch_table(output, failures)
     report(f"to look at: {write_batch_page(output, failures)}")

@@ -119,9 +119,13 @@ class PredictionResult:
         return self.folder / f"{stem(self.best if key is None else key)}.{self.format}"
 
 
-def result_folders(output: Path) -> list[Path]:
-    """The folders of `output` that hold a ranking, by name; numbers in names count by value, so x_2 is before x_10."""
-    found = [path.parent for path in output.glob(f"*/{RANKING}")]
+def result_folders(output: Path, failures: Sequence[RecordFailure] = ()) -> list[Path]:
+    """The folders of `output` that hold a ranking, by name; numbers in names count by value, so x_2 is before x_10.
+
+    `failures`: records that failed now. What an earlier run has written of them, for example of another sequence, is left out.
+    """
+    outdated = {failure.name for failure in failures if not failure.some_written}
+    found = [path.parent for path in output.glob(f"*/{RANKING}") if path.parent.name not in outdated]
 
     def by_value(folder: Path) -> tuple[list[str | int], str]:
         parts = re.split("([0-9]+)", folder.name)  # texts and numbers in turns
@@ -402,7 +406,7 @@ class RecordFailure:
     reason: str
     """One line: where, what was found, and the fix."""
     some_written: bool = False
-    """Whether some of its seeds are finished and written."""
+    """Whether some of its seeds are finished and written, with the same inputs."""
 
 
 @dataclass(frozen=True)
@@ -457,12 +461,12 @@ TABLE, BESIDE_TABLE = "predictions.csv", "predictions_evodsp.csv"
 _COLUMNS = ("target", "rank", "model", "seed", "residues", "mean_plddt", "ptm", "iptm", "structure")
 
 
-def write_batch_table(output: Path) -> Path:
-    """Write the table of all finished results below `output`, also of earlier runs; returns its path.
+def write_batch_table(output: Path, failures: Sequence[RecordFailure] = ()) -> Path:
+    """Write the table of `result_folders`, also of earlier runs; returns its path.
 
     A predictions.csv that evodsp has not written is the user's: the table is then predictions_evodsp.csv.
     """
-    path, text = output / TABLE, csv_text(_COLUMNS, _rows(output))
+    path, text = output / TABLE, csv_text(_COLUMNS, _rows(result_folders(output, failures)))
     if path.is_file():
         there = path.read_text(encoding="utf-8", errors="replace")
         if there == text:
@@ -473,9 +477,9 @@ def write_batch_table(output: Path) -> Path:
     return path
 
 
-def _rows(output: Path) -> Iterator[dict[str, object]]:
+def _rows(folders: Sequence[Path]) -> Iterator[dict[str, object]]:
     """The lines. Folders without a complete result are left out."""
-    for folder in result_folders(output):
+    for folder in folders:
         try:
             result, ranking = read_with_ranking(folder)
             residues = len(read_plddt(folder, result.best))

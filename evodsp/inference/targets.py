@@ -360,6 +360,11 @@ class Target:
         return self.chains or (self,)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether there are no alignments at all. Its last note says so."""
+        return all(one.alignments is None for one in (self, *self.chains))
+
+    @property
     def sequence(self) -> str:
         """The letters of all chains, with ':' between them."""
         return ":".join(part.query.letters for part in self.parts)

@@ -196,7 +196,8 @@ def checked_words(command: Command, words: list[str]) -> list[str]:
     """A command line with packaged configs as files. Raises UserError for the first name in it or in a file that is no
     option."""
     words = with_packaged_configs(words)
-    given_settings(plain_words(words, {}), names_of(command))
+    names = names_of(command)
+    given_settings(plain_words(words, {}, names.has), names)
     return words
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from evodsp.cli import main
+from evodsp.data.formats.fasta import parse_fasta
 from evodsp.errors import UserError
 from evodsp.inference.config import EXAMPLE, PredictConfig
 from evodsp.inference.pages.residue_charts import peptide_bonds
@@ -22,10 +23,11 @@ def test_the_first_prediction_is_a_fold(tmp_path: Path) -> None:
     assert main(["predict", "--example", "--device", "cpu", "--output", str(output)]) == 0
     assert (output / "index.html").is_file()
     assert EXAMPLE not in (data / "train.txt").read_text().split()
+    result = read_result(output / "synthetic_protein")
+    bonds = peptide_bonds(read_structure(result, result.best))
+    (output / "synthetic_protein").rename(output / EXAMPLE)  # the name of the true structure
     [row] = write_report(output, data / "mmcif_files", {"example": [EXAMPLE]}, tmp_path / "scores")
     assert row.lddt_ca > 0.75
-    result = read_result(output / EXAMPLE)
-    bonds = peptide_bonds(read_structure(result, result.best))
     assert not bonds.traced
     assert bonds.long <= 5, bonds.note
 
@@ -35,6 +37,8 @@ def test_what_the_example_brings_can_be_replaced(tmp_path: Path) -> None:
     config = PredictConfig(example=True, weights="model_1_ptm", output=tmp_path)
     assert config.checkpoints == []
     [fasta] = config.sources
-    assert fasta == packaged_folder("data") / "fasta" / f"{EXAMPLE}.fasta"
+    assert fasta == packaged_folder("data") / "example_model" / "synthetic_protein.fasta"
+    [own], [chain] = (parse_fasta(path) for path in (fasta, packaged_folder("data") / "fasta" / f"{EXAMPLE}.fasta"))
+    assert own.letters == chain.letters
     with pytest.raises(UserError, match=r"--example is given beside mine\.fasta; it brings a protein"):
         PredictConfig(example=True, inputs=(Path("mine.fasta"),), output=tmp_path)

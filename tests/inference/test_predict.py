@@ -182,7 +182,11 @@ def test_many_records_have_a_line_each(workplace, monkeypatch):
     said = [line for line in lines if line.startswith("[")]
     assert len(said) == 2
     for line, start in zip(said, (r"\[1/2\] alpha_A: 22", r"\[2/2\] beta_A: 10"), strict=True):
-        assert re.match(start + r" residues, pLDDT [\d.]+, [\d.]+ s; 5 s left; no alignments for '", line)
+        assert re.fullmatch(start + r" residues, pLDDT [\d.]+, [\d.]+ s; 5 s left", line)
+    assert (
+        sum("2 records without alignments (alpha_A, …): predicted from the sequence alone" in line for line in lines)
+        == 1
+    )
     assert 0 < left[0] < 0.25 * (time.perf_counter() - begun), "a record of half the length takes a quarter of the time"
     assert left[1] == 0
     assert not any(line.startswith("  ") for line in lines)
@@ -191,8 +195,7 @@ def test_many_records_have_a_line_each(workplace, monkeypatch):
     lines.clear()
     predict(workplace.change(alignments=None, seeds=1, output=workplace.root / "many"), lines.append)
     assert [line for line in lines if line.startswith("[")] == [
-        f"[{place}/2] {name}, kept; 5 s left; no alignments for '{name.split(':')[0]}': predicted from its sequence alone, "
-        "which is much less accurate."
+        f"[{place}/2] {name}, kept; 5 s left"
         for place, name in enumerate(("alpha_A: 22 residues", "beta_A: 10 residues"), start=1)
     ]
 
@@ -256,6 +259,13 @@ def test_changed_alignment_is_noticed(workplace, finished: Finished):
     found = predict_records(workplace.config, silent)
     assert [(result.name, result.kept) for result in found.results] == [("beta_A", True)]
     assert "alignments" in found.failures[0].reason
+    output = workplace.config.output  # the table and the page hold no result of the alignment as it was
+    assert [line.split(",")[0] for line in (output / "predictions.csv").read_text().splitlines()] == [
+        "target",
+        "beta_A",
+        "beta_A",
+    ]
+    assert [line.count("alpha_A/report.html") for line in [(output / "index.html").read_text()]] == [0]
 
 
 def _no_checkpoint(workplace):

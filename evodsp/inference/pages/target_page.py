@@ -59,7 +59,7 @@ from evodsp.inference.results import (
     scores_name,
     stem,
 )
-from evodsp.inference.structure_files import PredictedStructure
+from evodsp.inference.structure_files import ChainSpan, PredictedStructure
 from evodsp.printing import counted
 from evodsp.report.page import OURS, Page, histogram, render
 
@@ -77,7 +77,7 @@ _STRIP = 60
 
 
 def write_batch_page(output: Path, failures: Sequence[RecordFailure]) -> Path:
-    """Write the page of all finished results below `output`, also of earlier runs, and of the records that failed now.
+    """Write the page of `result_folders`, also of earlier runs, and of the records that failed now.
 
     An index.html that evodsp has not written is the user's: the page is then index_evodsp.html.
     """
@@ -98,7 +98,7 @@ def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
     """The page. Folders without a complete result are left out."""
     rows: list[dict[str, str]] = []
     means = []
-    for folder in result_folders(output):
+    for folder in result_folders(output, failures):
         try:
             result, ranking = read_with_ranking(folder)
             plddt, depth = read_plddt(folder, result.best), read_object(folder / TIMINGS).get("alignment_rows")
@@ -283,11 +283,12 @@ def target_page(
         )
     if pairs:
         page.heading("Interfaces")
-        page.table(_INTERFACES, _interface_rows(pairs), numbers={*_INTERFACES[1:]})
+        page.table(_INTERFACES, _interface_rows(pairs, _clashes(best.structure), chains), numbers={*_INTERFACES[1:]})
         left_out = f" The {_MOST_PAIRS} pairs with the highest ipTM." if len(pairs) > _MOST_PAIRS else ""
         page.note(
             "Of the best seed; of scores that depend on the direction the higher one. A contact is a pair of residues whose CB "
-            f"atoms are within 8 Å.{left_out}"
+            f"atoms are within 8 Å, a clash a pair of atoms that overlap: the scores of chains that lie in one another mean "
+            f"nothing.{left_out}"
         )
     page.heading("Seeds")
     headings = [
@@ -422,13 +423,16 @@ def _seed_rows(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> 
     return rows
 
 
-_INTERFACES = ["chains", "ipTM", "ipSAE", "pDockQ", "pDockQ2", "contacts"]
+_INTERFACES = ["chains", "ipTM", "ipSAE", "pDockQ", "pDockQ2", "contacts", "clashes"]
 
 
-def _interface_rows(pairs: Sequence[PairScores]) -> Iterator[list[str | int]]:
+def _interface_rows(
+    pairs: Sequence[PairScores], clashes: Mapping[tuple[int, int], int], chains: Sequence[ChainSpan]
+) -> Iterator[list[str | int]]:
+    named = {f"{chains[a].name}-{chains[b].name}": count for (a, b), count in clashes.items()}
     for one in sorted(pairs, key=lambda one: -one.iptm)[:_MOST_PAIRS]:
         scores = [f"{score:.3f}" for score in (one.iptm, one.ipsae, one.pdockq, one.pdockq2)]
-        yield [one.chains, *scores, f"{one.contacts:,}"]
+        yield [one.chains, *scores, f"{one.contacts:,}", f"{named.get(one.chains, 0):,}"]
 
 
 _RELAXATION = [
