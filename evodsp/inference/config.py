@@ -218,7 +218,7 @@ class PredictConfig:
     weights_url: str | None = None
     """Address that parameters are fetched from, of an archive (.tar) or a folder; null: DeepMind's archive."""
     weights_hours: float = 6.0
-    """Hours that fetching one model may take, whatever the server sends. The same command continues it."""
+    """Stop a download of parameters after this many hours; the same command continues it."""
     output: Path
     """Folder for the results, created if it does not exist: `<output>/<name>/seed_<k>.cif` and the files beside it."""
     templates: Path | None = None

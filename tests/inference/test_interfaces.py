@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from evodsp.inference.interfaces import Interface, interfaces_of, read_pair_scores
+from evodsp.inference.pages.target_page import _interface_rows
+from evodsp.inference.structure_files import spans_of
 
 LENGTHS = (34, 21, 9)
 
@@ -144,11 +146,15 @@ def test_one_chain_and_padding_have_no_interfaces() -> None:
 
 
 def test_the_higher_direction_of_a_pair_is_shown(tmp_path: Path) -> None:
-    """Catches ipSAE or pDockQ2 of the lower direction, or of the first or the second one, on the page of a complex."""
+    """Catches ipSAE or pDockQ2 of the lower direction, or of the first or the second one, on the page of a complex, and clashes
+    beside the scores of another pair."""
     pairs = {"A-B": (0.25, 0.75), "A-C": (0.625, 0.125), "B-C": (0.5, 0.375)}
     there = {pair: values[0] for pair, values in pairs.items()}
     back = {pair[::-1]: values[1] for pair, values in pairs.items()}
     content = {"pairwise_iptm": there, "ipsae": there | back, "pdockq": there, "pdockq2": there | back}
     (tmp_path / "x.json").write_text(json.dumps({**content, "contacts": dict.fromkeys(pairs, 3)}))
-    found = {one.chains: (one.ipsae, one.pdockq2) for one in read_pair_scores(tmp_path / "x.json", "ABC")}
+    scores = read_pair_scores(tmp_path / "x.json", "ABC")
+    found = {one.chains: (one.ipsae, one.pdockq2) for one in scores}
     assert found == {"A-B": (0.75, 0.75), "A-C": (0.625, 0.625), "B-C": (0.5, 0.5)}
+    rows = _interface_rows(scores, {(0, 2): 1234}, spans_of((5, 4, 3)))
+    assert {row[0]: row[-1] for row in rows} == {"A-B": "0", "A-C": "1,234", "B-C": "0"}
