@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import yaml
 
 from evodsp.cli import main
+from evodsp.config import ModelConfig
 from evodsp.data.formats.fasta import parse_fasta
 from evodsp.errors import UserError
 from evodsp.inference.config import EXAMPLE, PredictConfig
@@ -14,6 +17,7 @@ from evodsp.inference.pages.residue_charts import peptide_bonds
 from evodsp.inference.results import read_result, read_structure
 from evodsp.inference.score.scores import write_report
 from evodsp.packaged import packaged_folder
+from evodsp.weights.checkpoint import load_config
 
 
 def test_the_first_prediction_is_a_fold(tmp_path: Path) -> None:
@@ -42,3 +46,19 @@ def test_what_the_example_brings_can_be_replaced(tmp_path: Path) -> None:
     assert own.letters == chain.letters
     with pytest.raises(UserError, match=r"--example is given beside mine\.fasta; it brings a protein"):
         PredictConfig(example=True, inputs=(Path("mine.fasta"),), output=tmp_path)
+
+
+def test_the_family_model_is_one_of_the_familys_recipe() -> None:
+    """Catches a recipe whose model can no longer begin with data/family_model."""
+    recipe = yaml.safe_load((packaged_folder("configs") / "family.yaml").read_text())["model"]
+    groups = ("extra_msa", "evoformer", "structure_module", "templates")
+    small = ModelConfig.preset(recipe["preset"])
+    changed = {name: dataclasses.replace(getattr(small, name), **recipe[name]) for name in groups}
+    without = dict.fromkeys(("dropout", "msa_dropout", "pair_dropout"), 0.0)
+
+    def sizes(config: ModelConfig) -> dict[str, dict[str, object]]:
+        return {name: value for name, value in dataclasses.asdict(config).items() if name not in groups} | {
+            name: {**dataclasses.asdict(getattr(config, name)), **without} for name in groups
+        }
+
+    assert sizes(load_config(packaged_folder("data") / "family_model")) == sizes(dataclasses.replace(small, **changed))

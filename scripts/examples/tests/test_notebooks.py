@@ -88,6 +88,7 @@ def test_colab_installs_evodsp_and_takes_its_files(tmp_path: Path, monkeypatch: 
     assert [words[1:4] for words in installed] == [["-m", "pip", "install"]]
     assert installed[0][-1] == namespace["evodsp_source"]
     assert namespace["steps"] == 200
+    assert (tmp_path / namespace["start"] / "model.safetensors").is_file()
     assert printed.getvalue() == "12 chains to train on, 3 held out\n"
 
 
