@@ -17,7 +17,7 @@ from evodsp.inference.pages.residue_charts import peptide_bonds
 from evodsp.inference.results import read_result, read_structure
 from evodsp.inference.score.scores import write_report
 from evodsp.packaged import packaged_folder
-from evodsp.weights.checkpoint import load_config
+from evodsp.weights.checkpoint import load_sizes
 
 
 def test_the_first_prediction_is_a_fold(tmp_path: Path) -> None:
@@ -61,4 +61,4 @@ def test_the_family_model_is_one_of_the_familys_recipe() -> None:
             name: {**dataclasses.asdict(getattr(config, name)), **without} for name in groups
         }
 
-    assert sizes(load_config(packaged_folder("data") / "family_model")) == sizes(dataclasses.replace(small, **changed))
+    assert sizes(load_sizes(packaged_folder("data") / "family_model")[0]) == sizes(dataclasses.replace(small, **changed))
