@@ -1,9 +1,7 @@
 """Bad input through the whole command: a mistake with `predict` or `fit` ends with exit code 2 and one line on standard error
 that names the file, the line and the fix. There is no traceback, and the disk holds the same files as before.
 
-`tests/data/test_bad_input.py` tries the readers with many more broken files; this is what users of the program see. Starting
-`fit` takes a second, so it gets one broken file of a kind; of the others, the check that it makes of its chains or its
-checkpoint says the same.
+`tests/data/test_bad_input.py` tries the readers with many more broken files; this is what users of the program see.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.training.chains import Chains, find_chains
-from evodsp.training.config import DataConfig
 from evodsp.weights.checkpoint import read_checkpoint, save_model
 from tests.builders.command_lines import last_options
 from tests.builders.training_chains import BOTH, SEQUENCES, TINY, write_chain
@@ -118,49 +114,18 @@ def check_said(check: Callable[[], object], *parts: str) -> None:
     check_message(f"evodsp: error: {error.value}\n", *parts)
 
 
-def chains_of_fit() -> Chains:
-    """What `fit` looks up and reads before it begins, with the chains of the config."""
-    return find_chains(DataConfig("alignments", "mmcif_files", train_chains=list(SEQUENCES), validation_chains=[KEY]))
-
-
 Content = str | bytes
 # Of each case: the file that is broken, what it holds then (None: it is gone), and what the line must say.
 FASTA_CASES: Mapping[str, tuple[Content, list[str]]] = {
-    "empty": ("", [FASTA, "empty"]),
-    "only blanks": ("\n \n", [FASTA, "empty"]),
     "no header": (f"{QUERY}\n", [f"{FASTA}:1: ", "add '>name'"]),
-    "no sequence": (f">{KEY}\n", [f"{FASTA}:1: ", KEY, "empty"]),
-    "no name": (f">\n{QUERY}\n", [f"{FASTA}:1: ", "without a name"]),
-    "slash in a name": (f">sp|P1/2\n{QUERY}\n", [f"{FASTA}:1: ", "'sp|P1/2'", "'/'"]),
-    "name that leaves the folder": (
-        f">../{KEY}\n{QUERY}\n",
-        [f"{FASTA}:1: ", "begins with '.'", "begin with a letter"],
-    ),
-    "absolute name": (f">/tmp\n{QUERY}\n", [f"{FASTA}:1: ", "cannot name a folder"]),
-    "unknown letter": (f">{KEY}\nMKT\nAY1\n", [f"{FASTA}:3: ", "'1'", KEY, "X"]),
-    "binary": (b">x\n\xff\xfe\x00\n", [f"{FASTA}:2: ", "not a text file"]),
     "another sequence": (f">{KEY}\n{QUERY[:-1]}W\n", [f"alignments/{KEY}/", "position 13", "'E'", "'W'"]),
-    "another length": (f">{KEY}\n{QUERY}A\n", ["13 residues", "14"]),
     "gzip cut short": (gzip.compress(f">{KEY}\n{QUERY}\n".encode())[:-6], [FASTA, "gzip"]),
 }
 ALIGNMENT_CASES: Mapping[str, tuple[str, Content, list[str]]] = {
-    "A3M without header": (A3M, f"{QUERY}\n{QUERY}\n", [f"{A3M}:1: ", "add '>name'"]),
     "A3M cut within a row": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}\n>r2\n{QUERY[:5]}", [f"{A3M}:5: ", "truncated"]),
-    "A3M cut after a header": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}\n>r2", [f"{A3M}:5: ", "'r2'", "truncated"]),
-    "A3M cut in its first row": (A3M, f">{KEY}\n{QUERY[:7]}", [A3M, "7 residues", "13"]),
     "A3M gzip cut short": (A3M, gzip.compress(f">{KEY}\n{QUERY}\n".encode())[:-6], [A3M, "gzip"]),
-    "A3M row too short": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY[:-1]}\n>r2\n{QUERY}\n", [f"{A3M}:3: ", "12", "13", "'r1'"]),
-    "A3M row too long": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY}A\n", [f"{A3M}:3: ", "14", "13", "'r1'"]),
-    "A3M unknown letter": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY[:-1]}5\n", [f"{A3M}:4: ", "'5'", "'r1'"]),
-    "A3M letter of another alphabet": (A3M, f">{KEY}\n{QUERY}\n>r1\n{QUERY[:-1]}Ж\n", [f"{A3M}:4: ", "'Ж'"]),
     "A3M of another query": (A3M, f">{KEY}\nW{QUERY[1:]}\n>r1\n{QUERY}\n", [A3M, "position 1,", "'W'", "'M'"]),
-    "A3M of a shorter query": (A3M, f">{KEY}\n{QUERY[:-2]}\n", [A3M, "11 residues", "13"]),
-    "A3M whose first row has gaps": (A3M, f">{KEY}\n-{QUERY[1:]}\n", [A3M, "position 1,", "'-'"]),
-    "Stockholm without header": (STO, f"{KEY} {QUERY}\n//\n", [f"{STO}:1: ", "# STOCKHOLM 1.0"]),
-    "Stockholm cut": (STO, f"# STOCKHOLM 1.0\n\n{KEY} {QUERY}\nhit {QUERY[:4]}", [f"{STO}:4: ", "truncated"]),
     "Stockholm uneven rows": (STO, f"# STOCKHOLM 1.0\n{KEY} {QUERY}\nhit {QUERY}-\n//\n", [f"{STO}:3: ", "14", "13"]),
-    "Stockholm unknown letter": (STO, f"# STOCKHOLM 1.0\n{KEY} {QUERY[:-1]}5\n//\n", [f"{STO}:2: ", "'5'"]),
-    "Stockholm of another query": (STO, f"# STOCKHOLM 1.0\n{KEY} {OTHER}\n//\n", [STO, "position 1,", "'G'", "'M'"]),
 }  # fmt: skip
 
 
@@ -171,18 +136,13 @@ def test_predict_refuses_a_broken_fasta(case: str, inputs: Path, capsys: pytest.
     check_refused(predict(), inputs, capsys, *said)
 
 
-FIT_CASES = ("A3M cut within a row", "A3M gzip cut short", "A3M of another query", "Stockholm uneven rows")
-
-
 @pytest.mark.parametrize("case", ALIGNMENT_CASES)
 def test_broken_alignments_are_refused(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first chain's alignment is broken and the config's other chain is in order: nothing of either may be written."""
     path, content, said = ALIGNMENT_CASES[case]
     (inputs / path).write_bytes(content if isinstance(content, bytes) else content.encode())
-    check_refused(predict(), inputs, capsys, *said)
-    check_said(chains_of_fit, *said)
-    if case in FIT_CASES:
-        check_refused(fit(), inputs, capsys, *said)
+    for words in (predict(), fit()):
+        check_refused(words, inputs, capsys, *said)
 
 
 CUT = f"alignments/{OTHER_KEY}/uniref90_hits.a3m"
@@ -235,6 +195,7 @@ TEMPLATE_CASES: Mapping[str, tuple[list[str], list[str]]] = {
 }
 
 
+@pytest.mark.verify_but("no such folder", "not the list")
 @pytest.mark.parametrize("case", TEMPLATE_CASES)
 def test_predict_refuses_templates(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a model that takes templates, so that it is not refused for that."""
@@ -266,22 +227,11 @@ def test_templates_for_a_model_without(inputs: Path, capsys: pytest.CaptureFixtu
     )
 
 
-def without_atoms(cif: str) -> str:
-    return cif[: cif.index("loop_\n_atom_site.")]
-
-
 STRUCTURE_CASES: Mapping[str, tuple[Callable[[str], str], list[str]]] = {
-    "empty": (lambda cif: "", [CIF, "empty"]),
-    "no atoms": (without_atoms, [CIF, "no atoms", "download"]),
     "cut within a row": (lambda cif: cif[: cif.rindex("ATOM") + 30], [CIF, "truncated", "download"]),
-    "not a structure": (lambda cif: "<html>404</html>\n", [f"{CIF}:1: ", "not a valid structure file", "download"]),
     "without the chain": (
         lambda cif: re.sub(r"(\nATOM .*) A (\S+ \d+)(?=\n)", r"\1 B \2", cif),
         [CIF, "'A'", "Chains: B"],
-    ),
-    "letters for a coordinate": (
-        lambda cif: re.sub(r"(\nATOM .*? )-?\d+\.\d+ ", r"\1nan ", cif, count=1),
-        [CIF, "not a number"],
     ),
     "another sequence": (lambda cif: re.sub(r"\bMET\b", "TRP", cif), [A3M, "position 1,", "'M'", "'W'"]),
 }
@@ -292,9 +242,7 @@ def test_fit_refuses_a_broken_structure(case: str, inputs: Path, capsys: pytest.
     change, said = STRUCTURE_CASES[case]
     (inputs / STO).unlink()
     (inputs / CIF).write_text(change((inputs / CIF).read_text()))
-    check_said(chains_of_fit, *said)
-    if case in ("cut within a row", "without the chain"):
-        check_refused(fit(), inputs, capsys, *said)
+    check_refused(fit(), inputs, capsys, *said)
 
 
 def test_a_chain_that_is_not_there(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,6 +283,7 @@ CHECKPOINTS: Mapping[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.verify_but("cut in half", "middle overwritten", "objects*", "weights*")
 @pytest.mark.parametrize("case", CHECKPOINTS)
 def test_a_file_that_is_no_checkpoint(case: str, inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = inputs / CHECKPOINT

@@ -96,6 +96,7 @@ A3M_CASES = {
     "unequal rows": (">q\nACDE\n>h\nACaaDEF\n>g\nACDE\n", [":3: ", "'h' has 5", "'q' has 4", "correct the row"]),
     "digit": (">q\nACDE\n>h\nAC\nD7\n", [":5: ", "letter '7'", "'h'", "remove it"]),
     "symbol": (">q\nACDE\n>h\nA$DE\n", [":4: ", "letter '$'"]),
+    "another alphabet": (">q\nACDE\n>h\nACDЖ\n", [":4: ", "letter 'Ж'"]),
     "insertions only": (">q\nacde\n", [":1: ", "'q' has no upper-case residue"]),
     "binary": (b"\x89PNG\r\n\x1a\n\0\0\0", [":1: ", "not a text file"]),
 }
