@@ -69,7 +69,7 @@ def traffic(
     return ledger
 
 
-@pytest.mark.verify_but("True-6-*-3")
+@pytest.mark.verify_but("True-6-*")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("extra", "sequences", "plan"),
