@@ -61,4 +61,6 @@ def test_the_family_model_is_one_of_the_familys_recipe() -> None:
             name: {**dataclasses.asdict(getattr(config, name)), **without} for name in groups
         }
 
-    assert sizes(load_sizes(packaged_folder("data") / "family_model")[0]) == sizes(dataclasses.replace(small, **changed))
+    assert sizes(load_sizes(packaged_folder("data") / "family_model")[0]) == sizes(
+        dataclasses.replace(small, **changed)
+    )
