@@ -91,7 +91,7 @@ def bucket(mirror: Path) -> Iterator[type[Bucket]]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Handler.address = f"http://127.0.0.1:{server.server_port}"  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield Handler
         server.shutdown()

@@ -70,7 +70,7 @@ def test_parameters_by_name_are_fetched_and_kept(workplace, parameters, tmp_path
     asked = []
     given = {"checkpoint": None, "weights": "model_1", "preset": "test", "weights_folder": tmp_path / "kept"}
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         config = workplace.change(**given, weights_url=f"http://127.0.0.1:{server.server_port}")
         try:

@@ -87,7 +87,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ty
     sums = [f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  ./{name}\n" for name in FILES]
     Handler.content["/files/SHA256SUMS"] = "".join(sums).encode()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
-        thread = threading.Thread(target=served.serve_forever)
+        thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         yield Handler, f"http://127.0.0.1:{served.server_port}"
         served.shutdown()
