@@ -99,11 +99,19 @@ def test_a_seed_that_fails_leaves_those_before_it(workplace, monkeypatch):
 
 
 def test_the_only_record_fails_after_a_seed(workplace, monkeypatch):
-    """Catches a run that says 'nothing is written' (exit code 2) though a seed is, and Python code that goes on without."""
+    """Catches a run that says 'nothing is written' (exit code 2) though a seed is, Python code that goes on without, and a table
+    that lacks it."""
     workplace.config.fasta.write_text(workplace.config.fasta.read_text().split(">beta_A")[0])
     _at_seed(monkeypatch, 1, UserError("alpha_A: too large"))
     found = predict_records(workplace.config, silent)
     assert (found.results, [failure.some_written for failure in found.failures]) == ([], [True])
+    _at_seed(
+        monkeypatch, 0, UserError("alpha_A: too large")
+    )  # this run writes none, but what is there is of the same inputs
+    found = predict_records(workplace.config, silent)
+    assert [failure.some_written for failure in found.failures] == [True]
+    table = (workplace.config.output / "predictions.csv").read_text()
+    assert [line.split(",")[0] for line in table.splitlines()] == ["target", "alpha_A"]
     assert {path.name for path in workplace.config.output.iterdir()} == {
         "alpha_A",
         "failures.json",
