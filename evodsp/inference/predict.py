@@ -210,9 +210,8 @@ def _predict_with(
         left = (now - begun) * (sum(costs) - done) / max(done, 1)
         if isinstance(found, PredictionResult):
             what = "kept" if found.kept else f"pLDDT {found.mean_plddt[found.best]:.1f}, {now - start:.1f} s"
-            notes = job.target.notes[:-1] if job.target.is_alone else job.target.notes
-            said = [f"{counted(len(job.target.query), 'residue')}, {what}", f"{duration(left)} left", *notes]
-            say(named + "; ".join(said))
+            size = counted(len(job.target.query), "residue")
+            say(named + "; ".join([f"{size}, {what}", f"{duration(left)} left", *job.target.notes_of_many]))
         return found
 
     try:

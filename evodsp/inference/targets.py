@@ -52,6 +52,7 @@ STANDARD_INPUT = Path("-")
 _FASTA = (".fasta", ".fa", ".faa", ".fas")
 _A3M = (".a3m",)
 _TABLE = (".csv", ".tsv")
+_ALONE = "predicted from its sequence alone, which is much less accurate."
 _UNIPROT = ("sp", "tr")
 _PDB = re.compile(r"[0-9][A-Za-z0-9]{3}_[0-9]+")
 _SHORTEST_OF_BASES = 16
@@ -361,8 +362,16 @@ class Target:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no alignments at all. Its last note says so."""
+        """Whether there are no alignments at all. The last note says so."""
         return all(one.alignments is None for one in (self, *self.chains))
+
+    @property
+    def notes_of_many(self) -> tuple[str, ...]:
+        """The notes for a log of many records, where one line says which are alone: of that note what may help, such as the
+        name that was meant."""
+        *others, last = self.notes or ("",)
+        last = last.partition(_ALONE)[2].strip() if self.is_alone else last
+        return (*others, last) if last else tuple(others)
 
     @property
     def sequence(self) -> str:
@@ -511,7 +520,7 @@ def _target(record: InputRecord, alignments: AlignmentFolder | None, alone: bool
         where, close = f" in {alignments.path}", nearest(query.name, list(stems))
         if query.name in stems:  # an empty folder, or a file of another kind
             close = f" {stems[query.name].name} there holds none: alignments are {ALIGNMENTS} files"
-    note = f"no alignments for '{query.name}'{where}: predicted from its sequence alone, which is much less accurate."
+    note = f"no alignments for '{query.name}'{where}: {_ALONE}"
     return Target(query, None, (note + close,))
 
 
@@ -541,10 +550,8 @@ def _complex(record: InputRecord, alignments: AlignmentFolder | None, alone: boo
     notes: tuple[str, ...] = ()
     if lacking:
         where = "" if alignments is None else f" in {alignments.path}"
-        alone_only = (
-            "predicted from its sequence alone" if len(lacking) == 1 else "each is predicted from its sequence alone"
-        )
-        notes = (f"no alignments for {', '.join(lacking)}{where}: {alone_only}, which is much less accurate.",)
+        each = "" if len(lacking) == 1 else "each is "
+        notes = (f"no alignments for {', '.join(lacking)}{where}: {each}{_ALONE}",)
     return replace(target, notes=notes)
 
 

@@ -73,6 +73,7 @@ def test_a_chain_that_was_a_record_keeps_its_alignments(tmp_path: Path) -> None:
     assert [chain.alignments for chain in target.chains] == [folder / "1abc_D", None]
     (note,) = target.notes
     assert note.startswith(f"no alignments for 1abc_E in {folder}: predicted from its sequence alone")
+    assert target.notes_of_many == target.notes, "a complex of which one chain has alignments is not alone"
     assert rows_of(target)[1:] == [f"W{FIRST[1:]}-------", f"{FIRST[:-1]}--------"]
 
 

@@ -99,8 +99,8 @@ def test_a_seed_that_fails_leaves_those_before_it(workplace, monkeypatch):
 
 
 def test_the_only_record_fails_after_a_seed(workplace, monkeypatch):
-    """Catches a run that says 'nothing is written' (exit code 2) though a seed is, Python code that goes on without, and a table
-    that lacks it."""
+    """Catches a run that says 'nothing is written' (exit code 2) though a seed is, Python code that goes on without, and a
+    table that lacks it."""
     workplace.config.fasta.write_text(workplace.config.fasta.read_text().split(">beta_A")[0])
     _at_seed(monkeypatch, 1, UserError("alpha_A: too large"))
     found = predict_records(workplace.config, silent)

@@ -51,9 +51,12 @@ def test_a_record_without_alignments_runs_alone_and_is_told(workplace: Workplace
     lines: list[str] = []
     found = predict_records(workplace.change(seeds=1), lines.append)
     assert [result.name for result in found.results] == ["alpha_A", "betaA"]
+    assert not any("without alignments" in line for line in lines)  # which stands for the notes of many
     (note,) = [line for line in lines if "predicted from its sequence alone" in line]
     assert "no alignments for 'betaA'" in note
     assert note.endswith("Did you mean 'beta_A'?")
+    (targets, _) = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert [target.notes_of_many for target in targets] == [(), ("Did you mean 'beta_A'?",)]
     assert read_json(found.results[1].folder / "timings.json")["alignment_rows"] == 0
 
 
