@@ -145,7 +145,8 @@ def _predict_targets(run: PredictionRun, report: Report, group: Group | None, gr
     if not complete and not any(failure.some_written for failure in failures):
         raise none_usable(failures)
     from_first(lambda: write_failures(output, failures), everyone)
-    make = partial(_write_index, output, failures, report)
+    outdated = {failure.name for failure in failures if not failure.some_written} - results.keys()
+    make = partial(_write_index, output, failures, outdated, report)
     if problem := from_first(partial(page_problem, str(output / INDEX), make), everyone):
         report(problem)
     outcome = Outcome(complete, failures)
@@ -376,6 +377,6 @@ def _add_beside(
             report(f"  {problem}")
 
 
-def _write_index(output: Path, failures: list[RecordFailure], report: Report) -> None:
-    write_batch_table(output, failures)
-    report(f"to look at: {write_batch_page(output, failures)}")
+def _write_index(output: Path, failures: list[RecordFailure], outdated: Collection[str], report: Report) -> None:
+    write_batch_table(output, outdated)
+    report(f"to look at: {write_batch_page(output, failures, outdated)}")

@@ -25,7 +25,7 @@ import re
 import shlex
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -119,12 +119,11 @@ class PredictionResult:
         return self.folder / f"{stem(self.best if key is None else key)}.{self.format}"
 
 
-def result_folders(output: Path, failures: Sequence[RecordFailure] = ()) -> list[Path]:
+def result_folders(output: Path, outdated: Collection[str] = ()) -> list[Path]:
     """The folders of `output` that hold a ranking, by name; numbers in names count by value, so x_2 is before x_10.
 
-    `failures`: records that failed now. What an earlier run has written of them, for example of another sequence, is left out.
+    `outdated`: records of which only an earlier run has written results, for example of another sequence; they are left out.
     """
-    outdated = {failure.name for failure in failures if not failure.some_written}
     found = [path.parent for path in output.glob(f"*/{RANKING}") if path.parent.name not in outdated]
 
     def by_value(folder: Path) -> tuple[list[str | int], str]:
@@ -461,12 +460,12 @@ TABLE, BESIDE_TABLE = "predictions.csv", "predictions_evodsp.csv"
 _COLUMNS = ("target", "rank", "model", "seed", "residues", "mean_plddt", "ptm", "iptm", "structure")
 
 
-def write_batch_table(output: Path, failures: Sequence[RecordFailure] = ()) -> Path:
+def write_batch_table(output: Path, outdated: Collection[str] = ()) -> Path:
     """Write the table of `result_folders`, also of earlier runs; returns its path.
 
     A predictions.csv that evodsp has not written is the user's: the table is then predictions_evodsp.csv.
     """
-    path, text = output / TABLE, csv_text(_COLUMNS, _rows(result_folders(output, failures)))
+    path, text = output / TABLE, csv_text(_COLUMNS, _rows(result_folders(output, outdated)))
     if path.is_file():
         there = path.read_text(encoding="utf-8", errors="replace")
         if there == text:

@@ -225,3 +225,13 @@ def test_the_exit_code_says_that_a_record_failed(workplace, finished: Finished, 
     assert command.run(workplace.config, []) == 0
     config = _empty(workplace)
     assert command.run(config, []) == 1
+
+
+def test_a_name_that_stands_twice_keeps_the_first(workplace):
+    """Catches a page and a table without the record that was predicted, because another of its name failed."""
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>alpha_A\n{OTHER}\n")
+    found = predict_records(workplace.config, silent)
+    assert [(result.name, found.failures[0].name) for result in found.results] == [("alpha_A", "alpha_A")]
+    table = (workplace.config.output / "predictions.csv").read_text()
+    assert [line.split(",")[0] for line in table.splitlines()] == ["target", "alpha_A"]
+    assert "alpha_A/report.html" in (workplace.config.output / "index.html").read_text()

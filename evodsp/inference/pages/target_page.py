@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -76,12 +76,12 @@ _STRIP = 60
 """Most pieces of the coloured strip of a target."""
 
 
-def write_batch_page(output: Path, failures: Sequence[RecordFailure]) -> Path:
+def write_batch_page(output: Path, failures: Sequence[RecordFailure], outdated: Collection[str] = ()) -> Path:
     """Write the page of `result_folders`, also of earlier runs, and of the records that failed now.
 
     An index.html that evodsp has not written is the user's: the page is then index_evodsp.html.
     """
-    path, html = output / index_name(output), batch_page(output, failures).html()
+    path, html = output / index_name(output), batch_page(output, failures, outdated).html()
     if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == html:
         return path  # a run that keeps everything changes nothing
     write_text(path, html)
@@ -94,11 +94,11 @@ def index_name(output: Path) -> str:
     return BESIDE if path.is_file() and OURS not in path.read_text(encoding="utf-8", errors="replace") else INDEX
 
 
-def batch_page(output: Path, failures: Sequence[RecordFailure]) -> Page:
+def batch_page(output: Path, failures: Sequence[RecordFailure], outdated: Collection[str] = ()) -> Page:
     """The page. Folders without a complete result are left out."""
     rows: list[dict[str, str]] = []
     means = []
-    for folder in result_folders(output, failures):
+    for folder in result_folders(output, outdated):
         try:
             result, ranking = read_with_ranking(folder)
             plddt, depth = read_plddt(folder, result.best), read_object(folder / TIMINGS).get("alignment_rows")
