@@ -11,6 +11,7 @@ import base64
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.files import write_text
 from evodsp.geometry.residues import ATOM_TYPES, CA, RESTYPE_1TO3
-from evodsp.inference.interfaces import PairScores, clash_line, clashes_of, read_pair_scores
+from evodsp.inference.interfaces import CLASH_DISTANCE, PairScores, clash_line, clashes_of, read_pair_scores
 from evodsp.inference.pages.residue_charts import (
     BANDS,
     FRAME,
@@ -208,6 +209,14 @@ class _Seed:
         relaxed = {} if self.relaxed is None else {"relaxed": self.relaxed}
         return {**relaxed, "predicted": self.structure}
 
+    @cached_property
+    def clashes(self) -> dict[str, dict[tuple[int, int], int]]:
+        """Pairs of atoms that clash, of each two chains, by the name of the structure."""
+        return {
+            shape: clashes_of([(one.positions[span.residues], one.mask[span.residues]) for span in one.chains])
+            for shape, one in self.shapes.items()
+        }
+
 
 def write_target_page(folder: Path, alignments: Sequence[Alignment]) -> None:
     """Write the page of the finished result in `folder`. `alignments`: the ones that it was predicted from."""
@@ -239,7 +248,6 @@ def target_page(
     targets, in the folder above."""
     best, entries = seeds[0], ranking["ranking"]
     length, chains = len(best.plddt), best.structure.chains if best.structure.lengths else ()
-    shown = next(iter(best.shapes.values()))
     # Where the alignments are one row, the query, there is nothing to show.
     found = found if found is not None and found.sequences > 1 else None
     of = f" of {len(chains)} chains" if chains else ""
@@ -254,7 +262,7 @@ def target_page(
     if "iptm" in entries[0]:
         figures["ipTM, best seed"] = f"{entries[0]['iptm']:.2f}"
     if len(chains) > 1:
-        figures["clashes between chains, best seed"] = f"{sum(_clashes(shown).values()):,}"
+        figures["clashes between chains, best seed"] = f"{sum(next(iter(best.clashes.values())).values()):,}"
     figures |= {"residues": f"{length:,}", "residues with pLDDT above 70": f"{np.mean(best.plddt > 70):.0%}"}
     figures["sequences in the alignments" if found else "no alignments"] = (
         f"{found.sequences:,}" if found else "1 sequence"
@@ -283,12 +291,12 @@ def target_page(
         )
     if pairs:
         page.heading("Interfaces")
-        page.table(_INTERFACES, _interface_rows(pairs, _clashes(best.structure), chains), numbers={*_INTERFACES[1:]})
+        page.table(_INTERFACES, _interface_rows(pairs, best.clashes["predicted"], chains), numbers={*_INTERFACES[1:]})
         left_out = f" The {_MOST_PAIRS} pairs with the highest ipTM." if len(pairs) > _MOST_PAIRS else ""
         page.note(
-            "Of the best seed; of scores that depend on the direction the higher one. A contact is a pair of residues whose CB "
-            f"atoms are within 8 Å, a clash a pair of atoms that overlap: the scores of chains that lie in one another mean "
-            f"nothing.{left_out}"
+            "Of the best seed, as it was predicted; of scores that depend on the direction the higher one. A contact is a pair "
+            "of residues whose CB atoms are within 8 Å, a clash a pair of atoms of two chains that are closer than "
+            f"{CLASH_DISTANCE:g} Å: the scores of chains that lie in one another mean nothing.{left_out}"
         )
     page.heading("Seeds")
     headings = [
@@ -368,7 +376,7 @@ def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> Iter
         for shape, structure in one.shapes.items():
             bonds = peptide_bonds(structure).note
             mend = " --relax best mends such bonds." if bonds and one.relaxed is None else ""
-            clashes = clash_line(_clashes(structure), [chain.name for chain in structure.chains])
+            clashes = clash_line(one.clashes[shape], [chain.name for chain in structure.chains])
             yield {
                 "number": one.seed,
                 "shape": shape,
@@ -376,11 +384,6 @@ def _files(entries: Sequence[Mapping[str, Any]], seeds: Sequence[_Seed]) -> Iter
                 "bonds": bonds + mend,
                 "clashes": clashes,
             }
-
-
-def _clashes(structure: PredictedStructure) -> dict[tuple[int, int], int]:
-    """Pairs of atoms that clash, of each two chains."""
-    return clashes_of([(structure.positions[one.residues], structure.mask[one.residues]) for one in structure.chains])
 
 
 def _links(entry: Mapping[str, Any], one: _Seed) -> Markup:
