@@ -6,7 +6,7 @@ A test marked `verify_but` is a verify test, but for the parameters whose ids ma
 
 `make verify` runs all of them, which takes longer than CI has. `--changed-since` and `--rotate` reorder the tests.
 `--budget-minutes` stops starting verify tests after that time, and ends a test that is still running a quarter of it (`GRACE`)
-later. Tests not started or not finished are reported as skipped and listed.
+later. Tests not started or not finished are reported as skipped and listed. Of several workers (`-n`) each has that time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _COMMON = {"evodsp", "test", "script", "init", "conftest", "main", "config", "co
 GRACE = 0.25
 """How far past the budget a running test may go, as a fraction of the budget. CI is cut off, and then nothing lands."""
 
-_not_run = pytest.StashKey[list[str]]()
 _deadline = pytest.StashKey[float]()
 
 
@@ -170,12 +169,18 @@ def _seconds_left(item: pytest.Item) -> float | None:
 
 
 def _leave_out(item: pytest.Item, why: str) -> NoReturn:
-    item.config.stash.setdefault(_not_run, []).append(item.nodeid)
-    pytest.skip(f"{why}: the budget of {item.config.getoption('--budget-minutes'):g} minutes was spent")
+    pytest.skip(f"{why}: {_spent(item.config)}")
+
+
+def _spent(config: pytest.Config) -> str:
+    return f"the budget of {config.getoption('--budget-minutes'):g} minutes was spent"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    tests = config.stash.get(_not_run, [])
+    if config.getoption("--budget-minutes") is None:
+        return
+    skipped = terminalreporter.stats.get("skipped", [])
+    tests = [report.nodeid for report in skipped if _spent(config) in str(report.longrepr)]
     if not tests:
         return
     terminalreporter.section(f"{len(tests)} verify tests not run to the end: the budget was spent")
