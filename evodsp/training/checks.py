@@ -204,7 +204,8 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
         check_scored_chains(command, chains)
     scored = chains.test if command == "test" else chains.validation
     check_scored(command, settings.trainer, math.ceil(len(scored) / batches.data_ranks))
-    settings = on_every(lambda: _begun(command, settings, start), group)
+    saved = on_every(lambda: _resumed(command, settings, start), group)
+    settings = dataclasses.replace(settings, run=began_with(settings.run, saved))
     checked = CheckedRun(command, settings, ranks, folder, start, chains, batches)
     if command != "fit":
         return checked
@@ -215,32 +216,19 @@ def check_run(command: Command, settings: Settings, group: Group | None = None) 
         )
     check_interval(settings.trainer, batches.batches(data.samples_per_epoch) * settings.batches_per_pass)
     check_least("min_steps", settings.trainer, checked.last_step)
-    check_length(checked)
+    check_length(checked, saved)
     if start is None:
         return checked
-    changed = on_every(lambda: changes(start, read_checkpoint(start), checked.recorded), group)
+    changed = on_every(lambda: changes(start, saved, checked.recorded), group)
     return dataclasses.replace(checked, changed=tuple(changed))
 
 
-def _begun(command: Command, settings: Settings, start: Path | None) -> Settings:
-    """The settings, with the weights that the run of the checkpoint `start` began with.
-
-    Raises UserError if the run cannot begin with that checkpoint, or with the weights of `init_from`.
-    """
-    if start is not None:
-        check_start(command, settings, start)
-        if command == "fit":
-            return dataclasses.replace(settings, run=began_with(settings.run, read_checkpoint(start)))
-    elif settings.run.init_from is not None:
-        check_initial(settings.run.init_from, settings.model.model_config())
-    return settings
-
-
-def check_length(run: CheckedRun) -> None:
+def check_length(run: CheckedRun, checkpoint: Mapping[str, Any]) -> None:
     """Raise UserError if `fit` would resume a finished run or one of another global batch, or lower the learning rate towards
     an end that there is not.
 
-    With `--ckpt_path auto`, which a batch system may repeat, a finished run is no mistake.
+    `checkpoint`: the content of `run.start`. With `--ckpt_path auto`, which a batch system may repeat, a finished run is no
+    mistake.
     """
     trainer, optimizer, start = run.settings.trainer, run.settings.model.optimizer, run.start
     endless = run.last_step < 0 and trainer["max_epochs"] in (None, -1)
@@ -249,7 +237,6 @@ def check_length(run: CheckedRun) -> None:
         raise SettingError("model.optimizer.total_samples", "null", expected)
     if start is None:
         return
-    checkpoint = read_checkpoint(start)
     former = checkpoint.get("samples_per_step", run.batching.samples)  # older versions do not say
     if former != run.batching.samples:
         raise UserError(
@@ -276,20 +263,27 @@ def check_scored_chains(command: Command, chains: Chains) -> None:
         raise UserError(f"{names} null, so there is no chain to score; give a list of chains, or a file of their names")
 
 
-def check_start(command: Command, settings: Settings, start: Path) -> None:
-    """Raise UserError if the checkpoint's model has other sizes than the settings, or if `fit` cannot resume from it.
+def _resumed(command: Command, settings: Settings, start: Path | None) -> dict[str, Any]:
+    """What `fit` resumes from: the content of the checkpoint `start`; nothing of other commands, and without one.
 
-    `validate` and `test` take the sizes from the checkpoint, so settings without any size fit every checkpoint.
+    Raises UserError if the checkpoint's model has other sizes than the settings, or if `fit` cannot resume from it; without
+    one, if the weights of `init_from` do not fit. `validate` and `test` take the sizes from the checkpoint, so settings without
+    any size fit every checkpoint.
     """
     sizes = settings.model.model_config()
+    if start is None:
+        if settings.run.init_from is not None:
+            check_initial(settings.run.init_from, sizes)
+        return {}
     if command != "fit" and (sizes == ModelConfig() or is_parameter_file(start)):
-        return
+        return {}
     checkpoint = read_checkpoint(start)
     if command == "fit" and "optimizer_states" not in checkpoint:
         raise UserError(
             f"{start}: holds weights, but not the state of a run, which --ckpt_path resumes; begin with --init_from {start}"
         )
     check_same_model(start, checkpoint, sizes)
+    return checkpoint if command == "fit" else {}
 
 
 def count_ranks(trainer: Mapping[str, Any], parallel: ParallelConfig) -> int:
