@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,8 @@ from scripts.mutation.draw_mutants import (
     Importers,
     breaks_of,
     drawn,
+    marked,
+    nearest,
     new_row,
     package_files,
     read_rows,
@@ -48,7 +51,27 @@ def test_every_break_is_one_change_of_the_source() -> None:
         ("minus", 5): ("ä + x", "ä - x"),
     }
     for change in found.values():
-        assert change.applied(source, change.broken) == SOURCE.replace(change.text, f"({change.broken})")
+        assert change.applied(source) == SOURCE.replace(change.text, f"({change.broken})")
+
+
+def test_marked_expressions_note_what_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a mark at the wrong place (columns are bytes), around another expression, or of one that is not executed."""
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    source = "def f(ä):\n    return g(1 + ä, key=ä > 3) and not ä > 2 or h(0)\n".encode()
+    found = list(breaks_of("m.py", source))
+    names: dict[str, Any] = {"g": lambda x, key: x > 0, "h": lambda x: 7 + x}
+    exec(marked(source, enumerate(found)), names)
+
+    def executed(ä: int) -> set[tuple[str, str]]:
+        for path in tmp_path.iterdir():
+            path.unlink()
+        assert names["f"](ä) == (7 if ä > 2 else True)
+        return {(found[int(path.name)].kind, found[int(path.name)].text) for path in tmp_path.iterdir()}
+
+    every = {(one.kind, one.text) for one in found}
+    assert len(every) == len(found) == 11
+    assert executed(5) == every
+    assert every - executed(1) == {("one more", "0")}
 
 
 def test_a_seed_is_an_order() -> None:
@@ -90,6 +113,14 @@ def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     found = Importers(tmp_path).tests("evodsp/data/samples/crop.py")
     assert found == ["tests/data/test_crop.py", "tests/test_a.py", "tests/data/test_through.py", "tests/test_far.py"]
+    tests = [
+        f"tests/{file}::{name}" for file in ("test_far.py", "test_a.py", "test_b.py") for name in ("t[1]", "t[0]", "u")
+    ]
+    assert nearest(tests, found) == [
+        *("tests/test_a.py::t[0]", "tests/test_a.py::u", "tests/test_far.py::t[0]", "tests/test_far.py::u"),
+        *("tests/test_b.py::t[0]", "tests/test_b.py::u", "tests/test_a.py::t[1]", "tests/test_far.py::t[1]"),
+        "tests/test_b.py::t[1]",
+    ]
 
 
 @pytest.mark.verify
@@ -129,10 +160,13 @@ def test_results_are_told_apart() -> None:
 
 TOLD_APART = """
 from dataclasses import replace
-from scripts.mutation.draw_mutants import ROOT, breaks_of, copied, try_break
+from scripts.mutation.draw_mutants import ROOT, breaks_of, copied, reaching, try_break
 file, test = "evodsp/rng.py", "tests/test_rng.py::test_known_answers"
 rounds = next(found for found in breaks_of(file, (ROOT / file).read_bytes()) if found.text == "10")
 with copied() as folder:
-    for found, by in ((rounds, test), (replace(rounds, broken="10 + 0"), test), (rounds, "tests/test_errors.py::test_nothing")):
-        print(try_break(found, [by], folder, 20.0)[0].split()[0])
+    last = list(breaks_of(file, (ROOT / file).read_bytes()))[-1]
+    always, never = reaching([rounds, last], [test, "tests/test_errors.py"], folder, 20.0)
+    assert test in always and not never
+    for found, by in ((rounds, [test]), (replace(rounds, broken="10 + 0"), [test]), (last, never)):
+        print(try_break(found, by, folder, 20.0)[0].split()[0])
 """

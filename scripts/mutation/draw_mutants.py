@@ -1,20 +1,20 @@
 """Draws breaks of the package by a seed, and looks for tests that find them.
 
     python -m scripts.mutation.draw_mutants [--seed S] [--first I] [--number N] [--only TEXT ...] [--since REVISION]
-                                            [--seconds T] [--output FILE] [--again WORD ...] [--list]
+                                            [--seconds T | --workers N] [--output FILE] [--again WORD ...] [--list]
 
 Each break is one change in the syntax tree of a module: a comparison is flipped, a number is one more, + is -, `and` is `or`,
 a `not` or a keyword argument is gone, a call's first argument is returned in its place. Kinds take turns. `make verify` draws
 a few in the files that changed; nothing keeps them, since a table of source text would have to follow every change.
 
-Tests are sought in the files that import the broken module, the nearest first. They run once on the package with a mark in
-place of the break, which tells which of them execute it, until `SEEN` have or the time is over. These run again on the broken
-package, up to the first that fails:
+One run of pytest tells which tests execute which of the expressions: it runs on a copy in which each notes that it is executed
+(`notes.py`), and takes all tests with `--workers`, else those of the files that import the broken modules, the nearest first,
+until the time is over. The nearest tests run again on each broken package, up to the first that fails:
 
     caught       a test failed that passes on the unbroken package, or the package can no longer be imported
     hangs        a test does not end
     SURVIVED     all tests that execute the break passed: look whether it changes anything, and write a test if it does
-    NOT REACHED  no test executed it within the time; longer ones might
+    NOT REACHED  no test executed it, or none within the time
     gone         the code of a row of `--again` is no longer there
 
 `--output` keeps the results, with the commit, in a CSV file. `--again WORD` tries rows of that file with this result or number
@@ -38,7 +38,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -52,7 +52,7 @@ COLUMNS = (
     "commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds",
 )  # fmt: skip
 SEEN, FILES = 20, 8
-"""Most tests that try a break, and most test files that are searched for them."""
+"""Most tests that try a break, and most test files that are searched for those that execute it, without `--workers`."""
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -72,9 +72,9 @@ class Break:
     text: str
     broken: str
 
-    def applied(self, source: bytes, expression: str) -> str:
-        """The file with another expression in this place."""
-        return (source[: self.begin] + f"({expression})".encode() + source[self.end :]).decode()
+    def applied(self, source: bytes) -> str:
+        """The broken file."""
+        return (source[: self.begin] + f"({self.broken})".encode() + source[self.end :]).decode()
 
 
 def changes(node: ast.AST) -> Iterator[tuple[str, ast.expr, ast.expr]]:
@@ -155,6 +155,19 @@ def drawn(seed: int, files: Sequence[str]) -> list[Break]:
     return [found for turn in zip_longest(*by_kind.values()) for found in turn if found is not None]
 
 
+def marked(source: bytes, found: Iterable[tuple[int, Break]]) -> str:
+    """The file in which each of these expressions notes its number when it is executed. One may lie within another."""
+    inserted: list[tuple[int, bool, int, str]] = []
+    for number, one in found:
+        path = f"__import__('os').environ.get('MARKS', '/tmp') + '/{number}'"
+        mark = f"(__import__('os').close(__import__('os').open({path}, {os.O_CREAT})) or ("
+        # At one place what ends there comes first, and then the outermost that begins.
+        inserted += [(one.begin, True, one.begin - one.end, mark), (one.end, False, 0, "))")]
+    for place, _, _, text in sorted(inserted, reverse=True):
+        source = source[:place] + text.encode() + source[place:]
+    return source.decode()
+
+
 class Importers:
     """Which files of a repository import which."""
 
@@ -186,7 +199,7 @@ class Importers:
                 waiting.append(other)
         found = [name for name in steps if Path(name).name.startswith("test_")]
         found.sort(key=lambda name: (steps[name], f"/{file.split('/')[1]}/" not in name, name))
-        return found[:FILES]
+        return found
 
 
 @contextmanager
@@ -216,18 +229,18 @@ class Record:
             )
 
 
-def run_tests(copy: Path, words: Sequence[str], record: Record, seconds: float) -> dict[str, str]:
+def run_tests(copy: Path, words: Sequence[str], seconds: float) -> dict[str, str]:
     """Outcome by test id, of tests run in `copy` by a forked process: torch is imported once, evodsp anew each time.
 
-    `words`: for pytest. `record`: a plugin for that process. None have an outcome if they take longer than `seconds`; then
-    there is no file `outcomes.json` beside the copy.
+    `words`: for pytest. None have an outcome if they take longer than `seconds`; then there is no file `outcomes.json` beside
+    the copy.
     """
     result = copy.parent / "outcomes.json"
     result.unlink(missing_ok=True)
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        _child(copy, words, record, result)
+        _child(copy, words, result)
     deadline = time.monotonic() + seconds
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > deadline:
@@ -238,19 +251,22 @@ def run_tests(copy: Path, words: Sequence[str], record: Record, seconds: float) 
     return json.loads(result.read_text()) if result.is_file() else {}
 
 
-def _child(copy: Path, words: Sequence[str], record: Record, result: Path) -> None:
+def _child(copy: Path, words: Sequence[str], result: Path) -> None:
     """Run pytest in `copy`, write the outcomes, and end this process."""
     os.setsid()
     os.chdir(copy)
     quiet = os.open(copy.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    sys.dont_write_bytecode = True  # a file that is broken twice within a second would be taken for the first one
+    os.environ["PYTHONPATH"] = str(copy)  # of the processes that tests start
+    # A file that is broken twice within a second would be taken for the first one.
+    sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     sys.path[:] = [str(copy), *(path for path in sys.path if path and Path(path).resolve() != ROOT)]
     for name in [name for name in sys.modules if name.split(".")[0] in ("evodsp", "tests", "scripts")]:
         del sys.modules[name]
     import pytest
 
+    record = Record()
     pytest.main([*words, "-q", "-p", "no:cacheprovider", "--tb=short", f"--rootdir={copy}"], plugins=[record])
     evodsp = sys.modules.get("evodsp")
     assert evodsp is None or Path(str(evodsp.__file__)).is_relative_to(copy), "not the copy was tested"
@@ -258,52 +274,49 @@ def _child(copy: Path, words: Sequence[str], record: Record, result: Path) -> No
     os._exit(0)
 
 
-class Reached(Record):
-    """Notes which tests execute the mark, and ends the run when they are enough, or the time is over."""
-
-    def __init__(self, mark: Path, notes: Path, seconds: float) -> None:
-        super().__init__()
-        self.mark, self.notes, self.seconds = mark, notes, seconds
-        self.files: set[str] = set()  # whose fixtures execute it
-        self.reached: list[str] = []
-
-    def pytest_collection_finish(self, session: Any) -> None:
-        self.session, self.always = session, self.mark.exists()  # as the package is imported
-        self.deadline = time.monotonic() + self.seconds
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        super().pytest_runtest_logreport(report)
-        seen, file = self.mark.exists(), report.nodeid.split("::")[0]
-        self.mark.unlink(missing_ok=True)
-        if seen and report.when == "setup":
-            self.files.add(file)
-        if report.when == "call" and report.passed and (seen or self.always or file in self.files):
-            self.reached.append(report.nodeid)
-            self.notes.write_text(json.dumps(self.reached))
-        if report.when == "teardown" and (len(self.reached) >= SEEN or time.monotonic() > self.deadline):
-            self.session.shouldstop = "enough"
-
-
-def try_break(found: Break, files: Sequence[str], folder: Path, seconds: float) -> tuple[str, int, str]:
-    """The result, the number of tests that tried it, and the one that found it."""
-    path, mark, notes = folder / found.file, folder.parent / "mark", folder.parent / "reached.json"
-    source = path.read_bytes()
-    mark.unlink(missing_ok=True)
-    notes.write_text("[]")
+def reaching(found: Sequence[Break], words: Sequence[str], folder: Path, seconds: float) -> list[list[str]]:
+    """The tests that execute each of these breaks and pass, among those that pytest runs by these words."""
+    sources = {one.file: (folder / one.file).read_bytes() for one in found}
+    notes = folder.parent / "notes"
+    shutil.rmtree(notes, ignore_errors=True)
+    os.environ |= {"NOTES": str(notes), "SECONDS": str(seconds)}
     try:
-        path.write_text(found.applied(source, f"__import__('pathlib').Path({str(mark)!r}).touch() or ({found.text})"))
-        choice = [] if any("::" in name for name in files) else ["-m", "not verify"]
-        run_tests(folder, [*files, *choice], Reached(mark, notes, seconds), 60 + 4 * seconds)
-        if not (reached := json.loads(notes.read_text())):
-            return "NOT REACHED", 0, ""
-        path.write_text(found.applied(source, found.broken))
-        outcomes = run_tests(folder, [*reached, "-x"], Record(), 60 + 4 * seconds)
+        for file, source in sources.items():
+            (folder / file).write_text(marked(source, [(n, one) for n, one in enumerate(found) if one.file == file]))
+        run_tests(folder, [*words, "-p", "scripts.mutation.notes"], 60 + 2 * seconds)
+    finally:
+        for file, source in sources.items():
+            (folder / file).write_bytes(source)
+    by_worker = [json.loads(path.read_text()) for path in sorted(notes.glob("*/found.json"))]
+    return [[test for tests in by_worker for test in tests.get(str(n), [])] for n in range(len(found))]
+
+
+def nearest(tests: Iterable[str], files: Sequence[str]) -> list[str]:
+    """At most `SEEN` of these tests: by turns one of each function, those of the first `files` first."""
+    by_function = defaultdict[str, list[str]](list)
+    for test in sorted(tests):
+        by_function[test.split("[")[0]].append(test)
+    place = {file: at for at, file in enumerate(files)}
+    functions = sorted(by_function, key=lambda name: (place.get(name.split("::")[0], len(files)), name))
+    turns = zip_longest(*(by_function[name] for name in functions))
+    return [test for turn in turns for test in turn if test is not None][:SEEN]
+
+
+def try_break(found: Break, tests: Sequence[str], folder: Path, seconds: float) -> tuple[str, int, str]:
+    """The result, the number of tests that tried it, and the one that found it. `tests`: which pass without the break."""
+    if not tests:
+        return "NOT REACHED", 0, ""
+    path = folder / found.file
+    source = path.read_bytes()
+    try:
+        path.write_text(found.applied(source))
+        outcomes = run_tests(folder, [*tests, "-x"], 60 + 4 * seconds)
     finally:
         path.write_bytes(source)
     failed = next((test for test, outcome in outcomes.items() if outcome.startswith("failed")), "")
     if failed or not outcomes:
         ended = (folder.parent / "outcomes.json").is_file()
-        return "caught" if ended else "hangs", len(reached), failed or ("the import" if ended else "")
+        return "caught" if ended else "hangs", len(tests), failed or ("the import" if ended else "")
     return "SURVIVED", len(outcomes), ""
 
 
@@ -339,7 +352,8 @@ def main(words: Sequence[str] | None = None) -> int:
         "--only", nargs="+", default=[], metavar="TEXT", help="draw from files whose path contains a TEXT"
     )
     parser.add_argument("--since", metavar="REVISION", help="draw from files that changed since this revision")
-    parser.add_argument("--seconds", type=float, default=60.0, help="to look for tests that execute a break")
+    parser.add_argument("--seconds", type=float, default=60.0, help="a break, to look for tests that execute it")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="look among all tests, by N processes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="rows are added to this CSV file")
     parser.add_argument("--again", nargs="+", metavar="WORD", help="try rows with these results or numbers anew")
     parser.add_argument("--list", action="store_true", help="print the breaks, run nothing")
@@ -360,13 +374,21 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     commit = subprocess.check_output(["git", "describe", "--always", "--dirty"], cwd=ROOT, text=True).strip()
     importers = Importers()
+    searched = [found for row, found in chosen if found is not None and "::" not in row["test"]]
+    if options.workers:
+        words, seconds = ["-n", str(options.workers), "--dist", "worksteal"], 7200.0
+    else:
+        words = list(dict.fromkeys(file for one in searched for file in importers.tests(one.file)[:FILES]))
+        seconds = options.seconds * len(searched)
     with copied() as folder:
+        reached = reaching(searched, [*words, "-m", "not verify"], folder, seconds) if searched else []
+        by_break = dict(zip(searched, reached, strict=True))
         for row, found in chosen:
             begin = time.monotonic()
             result, tried, test = "gone", 0, ""
             if found is not None:
-                files = [row["test"]] if "::" in row["test"] else importers.tests(found.file)
-                result, tried, test = try_break(found, files, folder, options.seconds)
+                tests = [row["test"]] if "::" in row["test"] else nearest(by_break[found], importers.tests(found.file))
+                result, tried, test = try_break(found, tests, folder, options.seconds)
                 row["line"] = str(found.line)
             took = str(round(time.monotonic() - begin))
             row.update(commit=commit, result=result, tests=str(tried), test=test, seconds=took)
