@@ -9,11 +9,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
+from evodsp.cli import main
 from tests.builders.kept_parsers import kept_parsers
 from tests.builders.processes import free_port
 from tests.ranks import RankPool, end_with_parent
@@ -77,8 +79,6 @@ def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
 
 
 def _run(words: list[str], told: dict[str, object]) -> Outcome:
-    from evodsp.cli import main
-
     out, error = io.StringIO(), io.StringIO()
     try:
         with (
@@ -91,6 +91,27 @@ def _run(words: list[str], told: dict[str, object]) -> Outcome:
     finally:
         _leave()
     return Outcome(code, out.getvalue(), error.getvalue())
+
+
+def told(words: list[str]) -> Outcome:
+    """How `evodsp *words` ends in this process."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(words)
+    return Outcome(code, out.getvalue(), error.getvalue())
+
+
+def words(chains: Path, output: Path, *options: str) -> list[str]:
+    """The command line of a run on the folder `chains` of `tests.builders.training_chains.write_chains`."""
+    return ["fit", f"--config={chains}/tiny.yaml", f"--output={output}", *options]
+
+
+def fit(chains: Path, output: Path, *options: str) -> int:
+    """The exit code of that run."""
+    return main(words(chains, output, *options))
+
+
+NO_VALIDATION = "--trainer.limit_val_batches=0"
 
 
 def _leave() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import errno
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -46,28 +45,6 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path) -> None:
         write({"step": 2, "weights": torch.ones(3), "more": Unwritable()}, path)
     assert torch.load(path)["step"] == 1
     assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"]
-
-
-def test_a_run_writes_checkpoints_in_place(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning's way, by the folder of temporary files, which may be on another disk, or full."""
-    words = [
-        "fit",
-        "--config",
-        str(chains / "tiny.yaml"),
-        "--output",
-        str(tmp_path / "run"),
-        "--trainer.max_steps",
-        "1",
-    ]
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
-        assert main(words) == 0
-    folder = tmp_path / "run" / "checkpoints"
-    (folder / ".last.ckpt.123.partial").touch()
-    (tmp_path / "run" / ".curve.csv.123.partial").touch()
-    assert main([*words[:-1], "2", "--ckpt_path", "auto"]) == 0
-    assert {path.name for path in folder.iterdir()} <= {"last.ckpt", "last-1.ckpt", "best.ckpt"}
-    assert not list((tmp_path / "run").glob(".curve*"))
 
 
 def test_only_unfinished_files_are_deleted(tmp_path: Path) -> None:
@@ -245,23 +222,6 @@ def test_a_users_checkpoint_plugin_is_kept(tmp_path: Path, beside: bool) -> None
 
 def fit(chains: Path, output: Path, *options: str) -> int:
     return main(["fit", f"--config={chains}/tiny.yaml", f"--output={output}", *options])
-
-
-def test_a_run_with_plugins_and_callbacks_of_a_user(chains: Path, tmp_path: Path) -> None:
-    """A user's ModelCheckpoint that collides with ours, or is left out; a last checkpoint that does not know the best score,
-    after which a resumed run overwrites best.ckpt with a worse one."""
-    output, own = tmp_path / "run", tmp_path / "own"
-    callback = "--trainer.callbacks"
-    options = [
-        f"{callback}=lightning.pytorch.callbacks.ModelCheckpoint", f"{callback}.dirpath={own}", f"{callback}.mode=max",
-        f"{callback}.monitor=val/lddt_ca", "--trainer.plugins=lightning.pytorch.plugins.AsyncCheckpointIO",
-    ]  # fmt: skip
-    assert fit(chains, output, "--trainer.max_steps=2", "--data.samples_per_epoch=2", *options) == 0
-    assert len(list(own.glob("*.ckpt"))) == 1
-    score = float(read_curve(output / "curve.csv")[1]["val/lddt_ca"])
-    last = read_checkpoint(output / "checkpoints/last.ckpt")
-    assert float(last["callbacks"]["BestCheckpoint"]["best_model_score"]) == pytest.approx(score, abs=1e-6)
-    assert read_checkpoint(output / "checkpoints/best.ckpt")["global_step"] == 2
 
 
 def test_a_run_ends_after_its_last_write(chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,243 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
-import torch
 from lightning.pytorch.cli import LightningCLI
 
 from evodsp.cli import main
-from evodsp.config import FeatureConfig
-from evodsp.errors import UserError
-from evodsp.files import holder, lock
-from evodsp.inference.score.table import columns_of
-from evodsp.report.runs import read_curve
-from evodsp.training.checks import CheckedRun, check_run
-from evodsp.training.command import Built, TrainingCLI, _execute
-from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
+from evodsp.training.command import TrainingCLI
 
 
 def fit(chains: Path, output: Path, *options: str) -> int:
     return main(["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options])
-
-
-NO_VALIDATION = "--trainer.limit_val_batches=0"
-
-
-def losses(output: Path) -> dict[int, str]:
-    return {step: row["train/loss"] for step, row in read_curve(output / "curve.csv").items()}
-
-
-@pytest.fixture(scope="module")
-def finished(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Output of an uninterrupted run of 6 steps, 4 to an epoch."""
-    output = tmp_path_factory.mktemp("runs") / "whole"
-    assert fit(chains, output) == 0
-    return output
-
-
-def test_fit_leaves_checkpoints_logs_and_its_config(finished: Path) -> None:
-    names = {
-        path.relative_to(finished).as_posix().split("/events")[0] for path in finished.rglob("*") if path.is_file()
-    }
-    assert {
-        "checkpoints/last.ckpt",
-        "checkpoints/best.ckpt",
-        "curve.csv",
-        "config.yaml",
-        "tensorboard",
-        "baseline.json",
-    } <= names
-    row = read_curve(finished / "curve.csv")[3]
-    assert {
-        "train/loss",
-        "train/backbone_fape",
-        "train/lr",
-        "val/lddt_ca",
-        "val/lddt_ca/1abc_A",
-        "val/tm_score",
-        "seconds",
-    } <= set(row)
-
-
-@pytest.mark.parametrize("stops", [(2, 5), pytest.param((4,), marks=pytest.mark.verify)], ids=str)
-def test_a_resumed_run_is_the_uninterrupted_run(
-    chains: Path, finished: Path, tmp_path: Path, stops: tuple[int, ...]
-) -> None:
-    """Sample order, dropout, Adam's state, schedule or average lost in a resume: within an epoch, at its end, in the next."""
-    output = tmp_path / "run"
-    for stop in stops:
-        assert fit(chains, output, "--trainer.max_steps", str(stop), "--ckpt_path", "auto") == 0
-        assert list(losses(output)) == list(range(stop))
-    assert fit(chains, output, "--ckpt_path", "last") == 0
-    assert losses(output) == losses(finished)
-    once, twice = (read_checkpoint(folder / "checkpoints" / "last.ckpt") for folder in (finished, output))
-    for weights in ("state_dict", "ema_state_dict"):
-        for name, value in once[weights].items():
-            torch.testing.assert_close(twice[weights][name], value, rtol=0, atol=1e-6)
-
-
-@pytest.mark.verify
-def test_a_checkpoint_between_validations_resumes_alike(chains: Path, finished: Path, tmp_path: Path) -> None:
-    """Lightning counts a batch as done only after the hook in which checkpoints are written."""
-    output = tmp_path / "run"
-    assert (
-        fit(chains, output, "--checkpoint_every", "1", "--trainer.limit_val_batches", "0", "--trainer.max_steps", "3")
-        == 0
-    )
-    other = tmp_path / "other"
-    assert fit(chains, other, "--ckpt_path", str(output / "checkpoints" / "last.ckpt")) == 0
-    assert losses(other) == {step: loss for step, loss in losses(finished).items() if step >= 3}
-
-
-def test_the_checkpoint_holds_raw_and_averaged_weights(finished: Path) -> None:
-    path = finished / "checkpoints" / "last.ckpt"
-    averaged, raw = load_model(path), load_model(path, raw=True)
-    assert not averaged.training
-    differing = [not torch.equal(a, b) for a, b in zip(averaged.parameters(), raw.parameters(), strict=True)]
-    assert sum(differing) > len(differing) / 2
-
-
-def test_the_checkpoint_holds_the_features_of_validation(finished: Path) -> None:
-    """The features of training, with crops and random recycling, or none: prediction would use other sizes."""
-    expected = FeatureConfig(crop_size=None, msa_clusters=4, extra_msa=3, recycles=0, uniform_recycling=False)
-    for name in ("last", "best"):
-        assert load_features(finished / "checkpoints" / f"{name}.ckpt") == expected
-
-
-def test_mixed_precision_trains(chains: Path, finished: Path, tmp_path: Path) -> None:
-    """Lightning refuses to clip gradients in mixed precision where the optimizer is fused; a resume may switch to it."""
-    output, last = tmp_path / "run", finished / "checkpoints" / "last.ckpt"
-    options = ("--trainer.precision", "bf16-mixed", "--trainer.max_steps", "7", "--ckpt_path", str(last))
-    assert fit(chains, output, *options, NO_VALIDATION) == 0
-    assert fit(chains, output, "--trainer.max_steps", "8", "--ckpt_path", "last", NO_VALIDATION) == 0
-    assert list(losses(output)) == [6, 7]
-
-
-def rows(text: str) -> list[str]:
-    """The lines of a table of scores that are of a chain."""
-    return [line for line in text.splitlines() if line.startswith("1abc_A")]
-
-
-def test_validation_in_training_scores_the_average(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Raw weights scored in training, the average by `validate`: their tables must agree."""
-    output = tmp_path / "run"
-    assert fit(chains, output, "--trainer.max_steps", "4") == 0
-    in_training = rows(capsys.readouterr().out)
-    assert len(in_training) == 1
-    common = ["--config", str(chains / "tiny.yaml"), "--output", str(output), "--ckpt_path", "last"]
-    for command in ("validate", "test"):
-        assert main([command, *common]) == 0
-        said, warned = capsys.readouterr()
-        assert rows(said) == in_training
-        assert "warning: 1 of 1 scored chains are trained on, such as 1abc_A: their scores" in warned
-        assert said.splitlines()[-1] == f"scores: {output / command}.csv"
-        check_file(output / f"{command}.csv", in_training, {"validate": "validation"}.get(command, command))
-
-
-def check_file(path: Path, table: list[str], split: str) -> None:
-    """The file has the columns of `evodsp score`, and the numbers of the table."""
-    with path.open() as file:
-        (row,) = csv.DictReader(file)
-    assert list(row) == ["chain", *columns_of("chains")[1:]]
-    assert [row[name] for name in ("chain", "split", "residues", "resolved")] == ["1abc_A", split, "13", "13"]
-    names = ("lddt_ca", "gdt_ts", "tm_score", "rmsd", "plddt")
-    assert [float(row[name]) for name in names] == pytest.approx([float(x) for x in table[0].split()[1:6]], abs=6e-4)
-
-
-def test_without_logger_and_checkpoints_only_the_config_is_written(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """config.yaml written to the current folder, over another one; files named that do not exist; filters that the user wrote
-    and that are not applied, without a word."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.yaml").write_text("mine")
-    options = ("--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.max_steps=1")
-    assert fit(chains, Path("run"), *options, NO_VALIDATION, "--data.filters.max_resolution=9") == 0
-    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert files == {"config.yaml", "run/config.yaml"}
-    assert (tmp_path / "config.yaml").read_text() == "mine"
-    said = capsys.readouterr()
-    assert said.out.splitlines()[-1] == "config: run/config.yaml"
-    assert said.err.count("evodsp: warning: data.filters are not applied: values that are all the default") == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--trainer.enable_checkpointing=false", "curve: OUT/curve.csv"),
-        ("--trainer.logger=false", "checkpoint: OUT/checkpoints/last.ckpt"),
-    ],
-)
-def test_only_files_that_exist_are_named(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, said: str
-) -> None:
-    assert fit(chains, tmp_path / "run", option, "--trainer.max_steps=1", NO_VALIDATION) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == said.replace("OUT", str(tmp_path / "run"))
-
-
-def test_nothing_is_deleted_before_everything_is_checked(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--overwrite with a mistake in another option: the earlier run is gone and there is no new one."""
-    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.touch()
-    for mistake in ("--trainer.accelerator=abacus", "--data.train_chains=[1abc_B]", "--model.ema_decay=2"):
-        assert fit(chains, tmp_path / "run", "--overwrite", mistake) == 2
-        assert checkpoint.is_file()
-
-
-def test_an_earlier_run_is_not_overwritten(chains: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fit(chains, finished) == 2
-    assert "--ckpt_path last" in capsys.readouterr().err
-
-
-def test_a_folder_in_which_another_run_trains(tmp_path: Path) -> None:
-    """Catches two runs that write the same checkpoints: the lock is not taken, or only after the folder was prepared."""
-    run, built = MagicMock(spec=CheckedRun), MagicMock(spec=Built)
-    run.command, run.start, run.changed, run.folder, run.chains = "fit", None, (), MagicMock(path=tmp_path), MagicMock()
-    run.settings = MagicMock(run=MagicMock(init_from=None, dry_run=False))
-    built.module, built.data, built.trainer, built.world = MagicMock(), MagicMock(), MagicMock(), MagicMock(group=None)
-    with (
-        lock(tmp_path / "run.lock", tmp_path, "trains there"),
-        pytest.raises(UserError, match=f"process {os.getpid()} on .* trains there; end it first"),
-    ):
-        _execute(run, built, "")
-    assert not run.folder.prepare.called
-
-    def prepare(*_: object) -> None:
-        assert holder(tmp_path / "run.lock") is not None
-        raise KeyboardInterrupt
-
-    run.folder.prepare.side_effect = prepare
-    with pytest.raises(KeyboardInterrupt):
-        _execute(run, built, "")
-
-
-def test_overwrite_starts_anew_and_its_config_does_not_repeat_that(chains: Path, tmp_path: Path) -> None:
-    output = tmp_path / "run"
-    assert fit(chains, output, "--trainer.max_steps", "2", NO_VALIDATION) == 0
-    assert fit(chains, output, "--trainer.max_steps", "1", "--overwrite", NO_VALIDATION) == 0
-    assert list(losses(output)) == [0]
-    assert main(["fit", "--config", str(output / "config.yaml")]) == 2
-
-
-@pytest.mark.verify
-def test_accumulated_batches_and_workers_run(chains: Path, tmp_path: Path) -> None:
-    """One optimizer step of two batches of two, made by a worker process."""
-    options = ("--trainer.accumulate_grad_batches", "2", "--data.batch_size", "2", "--data.num_workers", "1")
-    assert fit(chains, tmp_path / "run", *options, "--trainer.max_steps", "1") == 0
 
 
 @pytest.mark.verify_but(
@@ -362,48 +141,6 @@ def test_a_mistake_in_the_config_names_its_line(
     assert main(["fit", "--config", str(tmp_path / "wrong.yaml"), "--output", str(tmp_path / "run")]) == 2
     line = 1 + next(number for number, line in enumerate(text.splitlines()) if new in line)
     assert "wrong.yaml" + said.replace("LINE", str(line)) in capsys.readouterr().err
-
-
-@pytest.mark.verify
-def test_a_checkpoint_of_other_sizes_is_refused(
-    chains: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A wall of missing keys, weights silently left at random, or sizes that `validate` ignores."""
-    options = ("--ckpt_path", str(finished / "checkpoints" / "last.ckpt"), "--model.evoformer.blocks", "2")
-    for command in ("fit", "validate", "test"):
-        common = ["--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run")]
-        assert main([command, *common, *options]) == 2
-        assert "trained with model.evoformer.blocks 1, but the config says 2" in capsys.readouterr().err
-
-
-@pytest.mark.verify
-def test_a_run_without_work_is_refused(chains: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 0 without a step or a score; but a repeated `--ckpt_path auto` of a finished run is no mistake."""
-    common = ["--config", str(chains / "tiny.yaml"), "--output", str(finished)]
-    for command, options, said in (
-        (
-            "fit",
-            ["--ckpt_path=last", "--trainer.max_steps=1"],
-            "last.ckpt: is at step 6 already, and trainer.max_steps is 1",
-        ),
-        (
-            "fit",
-            ["--ckpt_path=last", "--trainer.max_steps=9", "--max_samples=6"],
-            "last.ckpt: is at step 6 already, and max_samples is 6, so nothing is left to train; give a larger max_samples",
-        ),
-        ("validate", ["--ckpt_path=last", "--data.validation_chains=null"], "data.validation_chains is null"),
-        (
-            "test",
-            ["--ckpt_path=last", "--data.validation_chains=null"],
-            "data.test_chains and data.validation_chains are",
-        ),
-    ):
-        assert main([command, *common, *options]) == 2
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1
-    settings = TrainingCLI("fit", [*common, "--ckpt_path=auto", "--trainer.max_steps=6"]).settings
-    assert check_run("fit", settings).start == finished / "checkpoints" / "last.ckpt"
 
 
 def test_a_broken_alignment_is_one_line_even_from_a_worker(

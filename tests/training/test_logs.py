@@ -24,7 +24,7 @@ from evodsp.report.runs import RESUMED, read_curve
 from evodsp.training import logs
 from evodsp.training.config import TrainingConfig
 from evodsp.training.gradients import Gradients, Reduced
-from evodsp.training.logs import MEASURED, CurveLogger, LogRows, TrainingProgress
+from evodsp.training.logs import CurveLogger, LogRows, TrainingProgress
 from evodsp.training.module import TrainedBatch, TrainingModule
 from evodsp.training.trainer import hush
 
@@ -137,58 +137,6 @@ def test_a_resumed_start_is_marked_once(tmp_path: Path) -> None:
         assert marks == {0: {}, 2: {3: "2"}, 4: {3: "2", 5: "4"}}[first] or (steps == (3, 4) and marks == {3: "2"})
 
 
-STEPS, EVERY, STOPPED = 6, 3, 4
-
-Rows = dict[int, dict[str, float]]
-
-
-def training_rows(output: Path) -> Rows:
-    """The curve's columns of training that are functions of the settings."""
-    found = {}
-    for step, row in read_curve(output / "curve.csv").items():
-        found[step] = {n: float(v) for n, v in row.items() if n.startswith("train/") and n not in MEASURED}
-    return found
-
-
-@pytest.fixture(scope="module")
-def runs(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rows]:
-    """A run of six steps with a row for each, one with a row for three, and the latter, interrupted within a row's steps."""
-    folder = tmp_path_factory.mktemp("interval")
-
-    def run(name: str, every: int, steps: int, *options: str) -> None:
-        words = ["fit", f"--config={chains}/tiny.yaml", f"--output={folder / name}", f"--trainer.max_steps={steps}"]
-        words += [f"--trainer.log_every_n_steps={every}", "--trainer.limit_val_batches=0", "--data.train.recycles=2"]
-        assert main([*words, *options]) == 0
-
-    run("each", 1, STEPS)
-    run("third", EVERY, STEPS)
-    run("parts", EVERY, STOPPED)
-    run("parts", EVERY, STEPS, "--ckpt_path=last")
-    return {name: training_rows(folder / name) for name in ("each", "third", "parts")}
-
-
-@pytest.mark.verify
-def test_a_row_is_the_mean_of_its_steps(runs: dict[str, Rows]) -> None:
-    """A row that shows its last step only, or goes on with the sums of the row before."""
-    each, third = runs["each"], runs["third"]
-    assert list(each) == list(range(STEPS))
-    assert list(third) == [EVERY - 1, STEPS - 1]
-    assert {"train/loss", "train/lddt_ca", "train/gradient_norm", "train/clipped_fraction", "train/recycles"} < set(
-        each[0]
-    )
-    assert len({row["train/recycles"] for row in each.values()}) > 1
-    for last, row in third.items():
-        steps = [each[step] for step in range(last - EVERY + 1, last + 1)]
-        for name, value in row.items():
-            expected = steps[-1][name] if name == "train/lr" else sum(step[name] for step in steps) / EVERY
-            assert value == pytest.approx(expected, rel=1e-6), name
-
-
-def test_a_row_does_not_depend_on_an_interruption(runs: dict[str, Rows]) -> None:
-    """Sums that are not in the checkpoint: the first row after a resume would lack the steps before it."""
-    assert runs["parts"] == runs["third"]
-
-
 def test_a_number_that_some_steps_lack() -> None:
     """A loss term that a resumed run adds, divided by the steps of the others."""
     training_rows = LogRows()
@@ -235,33 +183,6 @@ def words(chains: Path, output: Path, *options: str, steps: int = 2) -> list[str
 
 def recorded(path: Path) -> list[tuple[str, Any]]:
     return [tuple(json.loads(line)) for line in path.read_text().splitlines()]
-
-
-def test_a_users_logger_is_added(chains: Path, tmp_path: Path) -> None:
-    """No curve.csv as soon as somebody wants Weights & Biases too; a logger that never hears of the settings."""
-    output, record = tmp_path / "run", tmp_path / "record"
-    option = f"--trainer.logger={{class_path: {RECORDING}, init_args: {{file: {record}}}}}"
-    assert main(words(chains, output, option)) == 0
-    calls = recorded(record)
-    assert [kind for kind, _ in calls] == ["settings", "metrics", "metrics", "end"]
-    settings = calls[0][1]
-    assert settings["model"]["optimizer"]["lr"] == 1e-2
-    assert settings == yaml.safe_load((output / "config.yaml").read_text())
-    curve = read_curve(output / "curve.csv")
-    for _, metrics in calls[1:3]:
-        row = curve[metrics.pop("step")]
-        assert {name: float(cell) for name, cell in row.items() if name not in ("step", "seconds")} == pytest.approx(
-            metrics
-        )
-    hparams = yaml.safe_load((output / "tensorboard" / "hparams.yaml").read_text())
-    assert hparams["data"]["train"]["crop_size"] == 10
-    assert list((output / "tensorboard").glob("events.*"))
-
-
-def test_a_run_without_loggers(chains: Path, tmp_path: Path) -> None:
-    """`logger: false`, and files of loggers that nobody wants."""
-    assert main(words(chains, tmp_path / "none", "--trainer.logger=false", steps=1)) == 0
-    assert {path.name for path in (tmp_path / "none").iterdir()} == {"checkpoints", "config.yaml"}
 
 
 @pytest.mark.verify

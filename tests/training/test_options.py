@@ -97,14 +97,11 @@ def test_help_lists_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "default: null" in shown
 
 
-def test_the_saved_config_gives_the_same_model(chains: Path, tmp_path: Path) -> None:
-    """A file that says `preset: test` and not the sizes given beside it, or the sizes twice with different values."""
-    data = yaml.safe_load((chains / "tiny.yaml").read_text())
-    data["model"] = {"preset": "test", "evoformer": {"blocks": 1}}
-    (tmp_path / "preset.yaml").write_text(yaml.safe_dump(data))
-    words = ["--config", str(tmp_path / "preset.yaml"), "--output", str(tmp_path / "run"), "--trainer.max_steps", "1"]
-    assert main(["fit", *words]) == 0
-    assert sizes("--config", str(tmp_path / "run" / "config.yaml")) == with_blocks(ModelConfig.preset("test"), 1)
+def test_the_saved_config_gives_the_same_model(config: str, tmp_path: Path) -> None:
+    """A file that says `preset: small` and not the sizes given beside it, or the sizes twice with different values."""
+    words = ["--config", config, "--model.evoformer.blocks=1"]
+    (tmp_path / "config.yaml").write_text(TrainingCLI("fit", words).config_text())
+    assert sizes("--config", str(tmp_path / "config.yaml")) == with_blocks(SMALL, 1)
 
 
 def test_the_trainers_names_are_those_of_lightning() -> None:

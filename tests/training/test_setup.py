@@ -99,17 +99,3 @@ def test_the_learning_rate_drops_at_its_step(found: list[dict[str, Any]], output
     """A schedule that is computed but not applied, or applied a step late."""
     rates = [float(row["train/lr"]) for row in read_curve(output / "curve.csv").values()]
     assert rates == pytest.approx([0.01, 0.005])
-
-
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_adam_is_fused_in_mixed_precision_and_gradients_are_clipped(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str
-) -> None:
-    """One launch per parameter and operation of Adam, or Lightning's refusal to clip gradients of a fused optimizer."""
-    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--trainer.max_steps=1"]
-    words += ["--trainer.callbacks=tests.builders.observers.ReportSetup", "--trainer.precision=bf16-mixed"]
-    words += [f"--trainer.gradient_clip_algorithm={algorithm}", "--model.optimizer.clip=batch"]
-    words += ["--trainer.limit_val_batches=0"]
-    assert main(words) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SETUP ")]
-    assert json.loads(line.removeprefix("SETUP "))["fused"] is True

@@ -44,12 +44,12 @@ def assert_same_end(one: Path, other: Path) -> None:
         assert all(torch.equal(value, expected[kind][name]) for name, value in found[kind].items())
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("TerminateTwice", 75, "stopped by SIGTERM; the last checkpoint of step"),
-        pytest.param("User", 75, "stopped by SIGUSR1; the last checkpoint of step", marks=pytest.mark.verify),
-        pytest.param("Interrupt", 130, "interrupted; the last checkpoint of step", marks=pytest.mark.verify),
+        ("User", 75, "stopped by SIGUSR1; the last checkpoint of step"),
+        ("Interrupt", 130, "interrupted; the last checkpoint of step"),
     ],
 )
 def test_a_signal_stops_the_run_with_a_checkpoint(
@@ -62,8 +62,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(
     code: int,
     said: str,
 ) -> None:
-    """A pre-empted job that looks complete (exit code 0), steps that are lost or repeated, a handler that stays; and a further
-    signal that ends the process when it has saved, before its exit code says so."""
+    """As SIGTERM does (`test_run.py`)."""
     stopped = tmp_path / "stopped"
     late: list[int] = []
     monkeypatch.setattr(command, "tell_stopped", lambda: signal.raise_signal(signal.SIGTERM))
