@@ -37,7 +37,6 @@ from evodsp.weights.checkpoint import save_model
 from scripts.benchmarks import gpu as benchmark_gpu
 from scripts.examples.synthetic import __main__ as synthetic
 from scripts.paper import reproduce
-from tests.builders.command_lines import last_options
 from tests.builders.pages import (
     INCLUDED,
     PAGES,
@@ -46,6 +45,7 @@ from tests.builders.pages import (
     blocks,
     check_make,
     check_pip,
+    last_options,
     option,
     run_quietly,
     text_of,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 from collections.abc import Callable
@@ -14,8 +15,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 
 from evodsp.cli import main
+from evodsp.training.checks import Settings
 from tests.builders.kept_parsers import kept_parsers
 from tests.builders.processes import free_port
 from tests.ranks import RankPool, end_with_parent
@@ -109,6 +112,22 @@ def words(chains: Path, output: Path, *options: str) -> list[str]:
 def fit(chains: Path, output: Path, *options: str) -> int:
     """The exit code of that run."""
     return main(words(chains, output, *options))
+
+
+def changed(settings: Settings, options: str) -> Settings:
+    """The settings with `options`, a YAML mapping of dotted names without its braces."""
+    for name, value in yaml.safe_load(f"{{{options}}}").items():
+        path = name.split(".")
+        settings = _put(settings, path if hasattr(settings, path[0]) else ["run", *path], value)
+    return settings
+
+
+def _put(part: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    if isinstance(part, dict):
+        return {**part, path[0]: _put(part[path[0]], path[1:], value)}
+    return dataclasses.replace(part, **{path[0]: _put(getattr(part, path[0]), path[1:], value)})
 
 
 NO_VALIDATION = "--trainer.limit_val_batches=0"

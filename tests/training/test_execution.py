@@ -30,47 +30,11 @@ from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
 from evodsp.training.execution import RecordedStacks, check_graphs, obstacle_to_graphs
 from evodsp.training.gradients import BatchGradients, PlainGradients
 from evodsp.training.module import TrainingModule
-from tests.builders.compiled_check_cases import refusal
-from tests.builders.compiled_training_program import both
-from tests.builders.host_waits_program import waits
 from tests.builders.labelled_batch import batch_of
 from tests.builders.small_model import CYCLES, SMALL, config, features
 from tests.builders.training import CommandPool
+from tests.builders.unchecked import both, refusal, waits
 from tests.ranks import in_a_fork
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--compile", "model"), "compile"),
-        (("--compile", "blocks", "--plan.stream_bias", "true"), "set plan.stream_bias to false"),
-        (("--compile", "blocks", "--data.train.crop_size", "null"), "set data.train.crop_size"),
-        (
-            ("--compile", "blocks", "--parallel.parameters", "fsdp2", "--model.optimizer.clip", "batch"),
-            "replicate or zero1",
-        ),
-    ],
-)
-def test_what_cannot_be_compiled_is_one_line(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
-) -> None:
-    """Catches a setting that is silently ignored, and one that ends in a traceback of torch after minutes."""
-    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), *options]
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert len(error.splitlines()) == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_compiler_is_one_line(
-    chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches torch's traceback on a machine without a C++ compiler."""
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(tmp_path / "run"), "--compile", "blocks"]
-    assert main(words) == 2
-    assert "no-such-compiler is not found; install g++" in capsys.readouterr().err
 
 
 @pytest.mark.verify

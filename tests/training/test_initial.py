@@ -28,14 +28,10 @@ from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.initial import initialise
 from evodsp.weights.openfold import export_openfold, write_openfold
 from tests.builders.processes import ROOT
-from tests.builders.training import CommandPool
+from tests.builders.training import CommandPool, words
 from tests.builders.weights import SMALL, random_model, same
 
 OPTIONS = ("--trainer.max_steps=1", "--trainer.callbacks=tests.builders.observers.FirstLoss", "--checkpoint_every=1")
-
-
-def words(chains: Path, output: Path, *options: str) -> list[str]:
-    return ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options]
 
 
 @pytest.fixture(scope="module")
@@ -256,27 +252,6 @@ def assert_averaged(checkpoint: dict[str, Any], before: dict[str, torch.Tensor])
     """The average is that of one update from `before`."""
     for name, average in checkpoint["ema_state_dict"].items():
         torch.testing.assert_close(average, 0.9 * before[name] + 0.1 * checkpoint["state_dict"][name])
-
-
-@pytest.mark.verify_but("options2-*", "options3-*")
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--init_from=FOLDER/own.ckpt", "--ckpt_path=FOLDER/own.ckpt"), "leave one out"),
-        (("--init_from=FOLDER/none.ckpt",), "none.ckpt: no such file"),
-        (("--init_from=FOLDER/broken.npz",), "broken.npz: neither a checkpoint nor"),
-        (("--init_from=FOLDER/own.ckpt", "--model.channels.pair=6"), "model.channels.pair 5, but the config says 6"),
-        (("--init_from=FOLDER/deepmind.npz", "--model.channels.pair=6"), "model.channels.pair"),
-    ],
-)
-def test_a_mistake_is_one_line_and_leaves_nothing(
-    chains: Path, sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
-) -> None:
-    (sources / "broken.npz").write_bytes((sources / "deepmind.npz").read_bytes()[:999])
-    assert main(words(chains, tmp_path / "run", *(word.replace("FOLDER", str(sources)) for word in options))) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.verify

@@ -172,8 +172,8 @@ LOSSES = ((1.0, 0.5), (float("nan"), 100.0), (5.0, 1.5))
 """Of three passes, of which the second one is left out."""
 
 
-RECORDING = "tests.builders.recording_logger.RecordingLogger"
-FIXED = "tests.builders.recording_logger.FixedRunLogger"
+RECORDING = "tests.builders.observers.RecordingLogger"
+FIXED = "tests.builders.observers.FixedRunLogger"
 
 
 def words(chains: Path, output: Path, *options: str, steps: int = 2) -> list[str]:
@@ -201,16 +201,6 @@ def test_a_logger_that_refuses_changed_settings(
     assert list(read_curve(tmp_path / "run/curve.csv")) == [0, 1, 2]
     settings = yaml.safe_load((tmp_path / "run/tensorboard/hparams.yaml").read_text())
     assert (settings["trainer"]["max_steps"], settings["model"]["optimizer"]["lr"]) == (3, 0.001)
-
-
-def test_a_logger_that_cannot_be_made(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A traceback of the parser's types where a logger cannot be made, alone or in a list."""
-    made = f"{{class_path: {RECORDING}, init_args: {{file: ''}}}}"
-    for option in (f"--trainer.logger={made}", f"--trainer.logger=[{made}]"):
-        assert main(words(chains, tmp_path / "run", option)) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert f"'{RECORDING}': no module named 'records'" in said
 
 
 def test_the_table_of_a_profiler_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -162,7 +162,7 @@ def test_too_many_bad_chains_stop_the_run_after_a_checkpoint(
     """Hours of training lost with the run, a resume that goes on although nothing changed, or one that cannot be made to."""
     output = tmp_path / "run"
     options = ["--data.num_workers=0", "--data.time_limit=null", "--checkpoint_every=100"]
-    options += ["--data.samples_per_epoch=50"]
+    options += ["--data.samples_per_epoch=50", "--trainer.limit_val_batches=0"]
     assert main(words(config, output, 14, *options, "--data.max_quarantined=1", callback=RECORD)) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("evodsp: error: 2 chains failed, the last ")

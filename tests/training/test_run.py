@@ -1,4 +1,4 @@
-"""The story of a run: one that nothing stops, and the same run in three parts, with what both leave in their folders."""
+"""The story of a run: one that nothing stops, and the same run in four parts, with what both leave in their folders."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from evodsp.weights.checkpoint import load_features, load_model, read_checkpoint
 from tests.builders.signal_to_itself import STEP
 from tests.builders.training import NO_VALIDATION, Outcome, fit, told, words
 
-LOGGER = "tests.builders.recording_logger.RecordingLogger"
+LOGGER = "tests.builders.observers.RecordingLogger"
 EVERY = 3
-"""Steps of a row in the run of three parts."""
+"""Steps of a row in the run of parts."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    """The parts end in a signal within an epoch, after five steps within a row's steps, and after the six; the last of them has
-    a callback and a plugin of the user."""
+    """The parts end in a signal within an epoch, after the epoch, in the next one, and after the six steps, twice within the
+    steps of a row; the last of them has a callback and a plugin of the user."""
     folder = tmp_path_factory.mktemp("story")
     whole, parts, own = folder / "whole", folder / "parts", folder / "own"
     logger = f"--trainer.logger={{class_path: {LOGGER}, init_args: {{file: {folder}/record}}}}"
@@ -77,8 +77,8 @@ def story(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
         f"{callback}=lightning.pytorch.callbacks.ModelCheckpoint", f"{callback}.dirpath={own}", f"{callback}.mode=max",
         f"{callback}.monitor=val/lddt_ca", "--trainer.plugins=lightning.pytorch.plugins.AsyncCheckpointIO",
     )  # fmt: skip
-    for options in (("--ckpt_path=auto", "--trainer.max_steps=5"), ("--ckpt_path=last", *users)):
-        assert fit(chains, parts, every, *options) == 0
+    for options in (("auto", "--trainer.max_steps=4"), ("auto", "--trainer.max_steps=5"), ("last", *users)):
+        assert fit(chains, parts, every, f"--ckpt_path={options[0]}", *options[1:]) == 0
     return Story(whole, done.out, folder / "record", parts, stopped, state, own)
 
 
@@ -148,8 +148,8 @@ def test_a_users_logger_is_added(story: Story) -> None:
 
 
 def test_a_resumed_run_is_the_uninterrupted_run(story: Story) -> None:
-    """Sample order, dropout, Adam's state, schedule or average lost in a resume within an epoch and in the next one; a row that
-    shows its last step only, goes on with the sums of the row before, or lacks the steps before a resume."""
+    """Sample order, dropout, Adam's state, schedule or average lost in a resume within an epoch, at its end, or in the next; a
+    row that shows its last step only, goes on with the sums of the row before, or lacks the steps before a resume."""
     each, third = of_training(story.whole), of_training(story.parts)
     assert list(each) == list(range(6))
     assert list(third) == [2, 5]
@@ -163,9 +163,9 @@ def test_a_resumed_run_is_the_uninterrupted_run(story: Story) -> None:
     curves = [read_curve(folder / "curve.csv") for folder in (story.whole, story.parts)]
     scores = [{step: row["val/lddt_ca"] for step, row in curve.items() if "val/lddt_ca" in row} for curve in curves]
     assert scores[0].keys() == {3, 5}
-    assert scores[1].pop(4), "the weights that the second start ended with"
+    assert scores[1].pop(4), "the weights that the third start ended with"
     assert scores[0] == scores[1]
-    assert {step: row[RESUMED] for step, row in curves[1].items() if RESUMED in row} == {3: "3", 5: "5"}
+    assert {step: row[RESUMED] for step, row in curves[1].items() if RESUMED in row} == {3: "3", 4: "4", 5: "5"}
     once, twice = (read_checkpoint(folder / "checkpoints/last.ckpt") for folder in (story.whole, story.parts))
     assert once["global_step"] == twice["global_step"] == 6
     for weights in ("state_dict", "ema_state_dict"):

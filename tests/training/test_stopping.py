@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from evodsp.training import command
 from evodsp.training.logs import MEASURED
 from evodsp.training.run_end import Interruption, StopRequest, deadline
 from evodsp.weights.checkpoint import read_checkpoint
+from tests.builders import training
+from tests.builders.processes import begin
 from tests.builders.signal_to_itself import STEP
 from tests.builders.training import CommandPool
 
@@ -140,12 +144,10 @@ def test_a_signal_to_one_rank_in_a_validation(commands: CommandPool, chains: Pat
 
 
 def test_a_time_limit_that_is_over(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A restart by torchrun, which trains a step again and again; a time that is none."""
+    """A restart by torchrun, which trains a step again and again."""
     assert main(words(chains, tmp_path / "run", "--trainer.max_time=00:00:00:00")) == 75
     assert "the time limit is over" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(words(chains, tmp_path / "run", "--trainer.max_time=soon")) == 2
-    assert "trainer.max_time is soon" in capsys.readouterr().err
 
 
 @pytest.mark.verify
@@ -191,3 +193,18 @@ def test_an_interrupt_is_kept() -> None:
     for exception, happened in ((RuntimeError(), False), (KeyboardInterrupt(), True), (RuntimeError(), True)):
         seen.on_exception(trainer, module, exception)
         assert seen.happened == happened
+
+
+@pytest.mark.verify
+def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) -> None:
+    """Lightning ends an interrupted run with exit code 1 and no hint."""
+    last, deadline = tmp_path / "run/checkpoints/last.ckpt", time.monotonic() + 60
+    command = training.words(chains, tmp_path / "run", "--trainer.max_steps=100000", "--checkpoint_every=2")
+    with begin([sys.executable, "-m", "evodsp", *command]) as process:
+        while not last.is_file() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert "checkpoints/last.ckpt; resume with --ckpt_path last" in error.splitlines()[-1]
+    assert "Traceback" not in error
