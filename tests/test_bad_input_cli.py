@@ -27,7 +27,7 @@ from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import read_checkpoint, save_model
-from tests.builders.command_lines import last_options
+from tests.builders.pages import last_options
 from tests.builders.training_chains import BOTH, SEQUENCES, TINY, write_chain
 
 pytestmark = pytest.mark.usefixtures("parsers")

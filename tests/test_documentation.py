@@ -37,7 +37,6 @@ from evodsp.weights.checkpoint import save_model
 from scripts.benchmarks import gpu as benchmark_gpu
 from scripts.examples.synthetic import __main__ as synthetic
 from scripts.paper import reproduce
-from tests.builders.command_lines import last_options
 from tests.builders.pages import (
     INCLUDED,
     PAGES,
@@ -46,6 +45,7 @@ from tests.builders.pages import (
     blocks,
     check_make,
     check_pip,
+    last_options,
     option,
     run_quietly,
     text_of,
@@ -70,7 +70,7 @@ NOT_RUN = {
     "../kit/run.sh": "runs a command on a machine with a GPU; the command is checked, and a test beside it runs it",
     "sbatch": "needs SLURM; the script and the options of evodsp are checked, and a test beside it runs it",
     "srun": "needs SLURM; the options of evodsp are checked",
-    "mpirun": "needs an MPI; the options of evodsp are checked, and tests/training/test_starters.py sets its variables",
+    "mpirun": "needs an MPI; the options of evodsp are checked, and tests/training/test_mesh.py sets its variables",
     "make wheel": "tests/test_packaged.py builds it",
     "make dist": "asks a package index; tests/test_packaged.py builds what it builds",
     "docker": "needs Docker; the recipe is looked for, and a test beside it installs what it installs",

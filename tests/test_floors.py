@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from evodsp.cli import COMMANDS, SettingsCommand
-from tests.builders.budget import table
+from tests.builders.pages import table
 
 ROOT = Path(__file__).parents[1]
 

@@ -21,8 +21,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import ModelOutput
 from evodsp.weights.deepmind import load_arrays
 from evodsp.weights.names import parameter_names
-from tests.builders.golden import close
-from tests.builders.golden_model import CONFIG
+from tests.builders.golden import CONFIG, close
 from tests.shared import load
 
 REAL = 64  # residues, followed by 8 of padding

@@ -20,7 +20,7 @@ from evodsp.inference.score.table import StructureScores, columns_of, write_scor
 from evodsp.printing import counted, escape_others, logger, printable, progress, show, tell
 from evodsp.report.page import Page
 from evodsp.training.logs import TrainingProgress
-from tests.builders.evil_text import EVIL, SHOWN
+from tests.builders.hostile import EVIL, SHOWN
 
 _WRITE = ("getLogger", "write", "print")
 _PAST = ("logging.getLogger(__name__)", "sys.stderr.write(", "sys.stdout.write(", "console.print(")

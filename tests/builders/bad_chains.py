@@ -1,4 +1,4 @@
-"""A data set with bad chains of every kind, and callbacks of `evodsp fit` that plant and record them."""
+"""Data sets with bad chains of every kind and with predictions, and callbacks of `evodsp fit` that plant and record them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from evodsp.data.formats.mmcif import read_chain
+from evodsp.geometry.residues import RESTYPE_ORDER
 from evodsp.training.chains import ChainDataModule
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
 from tests.builders.chains import AMINO_ACIDS
 from tests.builders.planted_store import KILLER, SLEEPER, PlantedStore
 from tests.builders.training_chains import TINY, write_chain
@@ -76,3 +81,76 @@ def digest(batch: Mapping[str, Tensor]) -> int:
         number = zlib.crc32(f"{name} {tuple(batch[name].shape)} {value.dtype}".encode(), number)
         number = zlib.crc32(value.contiguous().numpy().tobytes(), number)
     return number
+
+
+UNSURE = RESTYPE_ORDER["W"]
+"""Predicted structures are unsure of all tryptophans, and sure of all other residues."""
+SURE_PLDDT, UNSURE_PLDDT = 90.0, 49.9
+RESIDUE_LABELS = (
+    "all_atom_positions",
+    "torsion_angles_sin_cos",
+    "alt_torsion_angles_sin_cos",
+    "rigidgroups_gt_frames",
+    "rigidgroups_alt_gt_frames",
+    "atom14_gt_positions",
+    "atom14_alt_gt_positions",
+    "chi_angles",
+    "pseudo_beta",
+)
+RESIDUE_MASKS = ("all_atom_mask", "backbone_affine_mask", "pseudo_beta_mask", "torsion_angles_mask", "rigidgroups_gt_exists",
+    "atom14_gt_exists", "atom14_alt_gt_exists", "chi_mask")  # fmt: skip
+
+
+def write_sets(folder: Path, chains: int = 4) -> Path:
+    """`chains` chains of experiments, as many of predictions, and the options of a run on both. Each chain has a W or more."""
+    generator = np.random.default_rng(5)
+    for kind, number in (("experiments", 1), ("predictions", 2)):
+        (folder / kind).mkdir()
+        for chain in range(chains):
+            letters = generator.choice(list(AMINO_ACIDS), 13)
+            letters[[3, 9]] = "W"  # each crop of ten residues has one of them
+            write_chain(folder / kind, f"{number}{chain:03d}_A", "".join(letters))
+    for path in (folder / "predictions" / "mmcif_files").iterdir():
+        chain = read_chain(path, "A")
+        plddt = np.where(np.array(list(chain.sequence)) == "W", UNSURE_PLDDT, SURE_PLDDT)
+        write_mmcif(path, [replace(chain, resolution=None)], [plddt])
+    places = {
+        kind: f"alignment_dir: {folder}/{kind}/alignments, structure_dir: {folder}/{kind}/mmcif_files"
+        for kind in ("experiments", "predictions")
+    }
+    roots = "  " + places["experiments"].replace(", ", "\n  ") + f"\n  distillation: {{{places['predictions']}}}\n"
+    (folder / "run.yaml").write_text(TINY.replace("data:\n", "data:\n" + roots).replace("[1abc_A]", "null"))
+    return folder / "run.yaml"
+
+
+class RecordSource(Record):
+    """`Record`; also writes, to `sources_<rank>.jsonl`, of each sample: its number, whether it is a prediction, the largest
+    mask of a label of its tryptophans, and the smallest number of observed atoms of another residue."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        unsure = batch["aatype"][:, 0] == UNSURE
+        masks = max(float(batch[name][unsure].max()) for name in RESIDUE_MASKS)
+        atoms = float(batch["all_atom_mask"][~unsure].sum(-1).min())
+        path = Path(trainer.default_root_dir) / f"sources_{os.environ.get('RANK', 0)}.jsonl"
+        with path.open("a") as file:
+            predicted = float(batch["resolution"][0]) == 0
+            file.write(json.dumps([int(batch["sample_index"][0]), predicted, masks, atoms]) + "\n")
+
+
+class Poison(RecordSource):
+    """`RecordSource`; then the labels of what a prediction is unsure of are replaced by nonsense."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if float(batch["resolution"][0]) == 0:
+            unsure = batch["aatype"][:, 0] == UNSURE
+            for name in RESIDUE_LABELS:
+                shape = (*unsure.shape, *[1] * (batch[name].dim() - unsure.dim()))
+                batch[name] = torch.where(unsure.view(shape), batch[name] + 17, batch[name])
+
+
+def sources(output: Path, rank: int = 0) -> dict[int, tuple[bool, float, float]]:
+    """What `RecordSource` wrote, by sample."""
+    lines = (output / f"sources_{rank}.jsonl").read_text().splitlines()
+    return {index: tuple(found) for index, *found in map(json.loads, lines)}

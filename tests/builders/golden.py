@@ -1,9 +1,13 @@
-"""Comparison of a single module with DeepMind's arrays."""
+"""DeepMind's arrays: comparison of a single module with them, and the model of the end-to-end pack."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from torch import Tensor, nn
+
+from evodsp.config import ModelConfig
 
 
 class Holder(nn.Module):
@@ -20,3 +24,12 @@ def close(actual: Tensor | np.ndarray, expected: np.ndarray, tolerance: float, w
     assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert error <= tolerance, f"{what}: {error:.2e} of the maximum, allowed {tolerance:.0e}"
+
+
+CONFIG = dataclasses.replace(
+    (PTM := ModelConfig.preset("model_1_ptm")),
+    evoformer=dataclasses.replace(PTM.evoformer, blocks=2),
+    extra_msa=dataclasses.replace(PTM.extra_msa, blocks=1),
+    templates=dataclasses.replace(PTM.templates, blocks=1),
+    structure_module=dataclasses.replace(PTM.structure_module, iterations=2),
+)

@@ -4,8 +4,7 @@ It knows of AF2's formulas (supplement 1.2.6 to 1.2.9) and of the addressed rand
 but `deletion_value`, because arc tangents of two libraries differ in their last bit.
 
 Shapes: N sequences, S clusters, E extra sequences, L columns of the chain, R residues of the crop, C recycling iterations,
-K deletions.
-"""
+K deletions."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from evodsp.data.samples.raw_features import (
 from evodsp.data.sources.msa import MsaFeatures
 from evodsp.data.templates.features import TemplateFeatures
 from evodsp.features.batch import deletion_value as of_deletions
-from evodsp.geometry.residues import LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
+from evodsp.geometry.residues import GAP, LETTERS_WITH_GAP, LETTERS_WITH_MASK, LETTERS_WITH_X, MASK
 from evodsp.rng import Draws
 
 _ONE_HOT = np.eye(LETTERS_WITH_MASK, dtype=np.float32)
@@ -286,3 +285,21 @@ def make_features(
     sampled = sampled_features(msa, config, drawn, crop, sizes)
     fixed = fixed_features(aatype, config, cycles, crop, sampled["msa_mask"].shape[2], templates)
     return {**fixed, **sampled}
+
+
+LETTERS = 23
+
+
+def by_formula(
+    centres: np.ndarray, extra: np.ndarray, of_centres: np.ndarray, deletions: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Profiles and mean deletions: a softmax of 1,000 times the agreement, times the number of residues."""
+    residues = centres.shape[1]
+    centre_letters, extra_letters = (np.eye(LETTERS)[x] for x in (centres, extra))
+    counted = np.arange(LETTERS) < GAP
+    agreement = np.einsum("mrc,nrc->nm", extra_letters, centre_letters * counted)
+    exponential = np.exp(1e3 * (agreement - agreement.max(0)))
+    share = exponential / exponential.sum(0) * residues  # [S, E]
+    weight = share.sum(1) + 1
+    profile = (np.einsum("nm,mrc->nrc", share, extra_letters) + centre_letters) / weight[:, None, None]
+    return profile, (share @ deletions + of_centres) / weight[:, None]

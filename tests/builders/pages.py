@@ -127,3 +127,25 @@ def check_pip(words: list[str]) -> None:
 
 def extras() -> set[str]:
     return set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the rows below the line that begins with `heading`, without blanks around them."""
+    rows = (ROOT / "CONTRIBUTING.md").read_text().partition(f"\n{heading}")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def last_options(words: list[str]) -> list[str]:
+    """The words without options that a later word sets again; evodsp refuses repeated options. `--config` may repeat."""
+    kept: list[str] = []
+    for place, word in enumerate(words):
+        name = word.partition("=")[0]
+        later = {other.partition("=")[0] for other in words[place + 1 :]}
+        if word.startswith("--"):
+            dropped = name != "--config" and name in later
+        else:
+            before = words[place - 1] if place else ""
+            dropped = before.startswith("--") and "=" not in before and before != "--config" and before in later
+        if not dropped:
+            kept.append(word)
+    return kept

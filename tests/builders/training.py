@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 
+from evodsp.cli import main
+from evodsp.training.checks import Settings
 from tests.builders.kept_parsers import kept_parsers
 from tests.builders.processes import free_port
 from tests.ranks import RankPool, end_with_parent
@@ -77,8 +82,6 @@ def _serve(rank: int, ranks: int, path: str, pipe: Connection) -> None:
 
 
 def _run(words: list[str], told: dict[str, object]) -> Outcome:
-    from evodsp.cli import main
-
     out, error = io.StringIO(), io.StringIO()
     try:
         with (
@@ -91,6 +94,43 @@ def _run(words: list[str], told: dict[str, object]) -> Outcome:
     finally:
         _leave()
     return Outcome(code, out.getvalue(), error.getvalue())
+
+
+def told(words: list[str]) -> Outcome:
+    """How `evodsp *words` ends in this process."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main(words)
+    return Outcome(code, out.getvalue(), error.getvalue())
+
+
+def words(chains: Path, output: Path, *options: str) -> list[str]:
+    """The command line of a run on the folder `chains` of `tests.builders.training_chains.write_chains`."""
+    return ["fit", f"--config={chains}/tiny.yaml", f"--output={output}", *options]
+
+
+def fit(chains: Path, output: Path, *options: str) -> int:
+    """The exit code of that run."""
+    return main(words(chains, output, *options))
+
+
+def changed(settings: Settings, options: str) -> Settings:
+    """The settings with `options`, a YAML mapping of dotted names without its braces."""
+    for name, value in yaml.safe_load(f"{{{options}}}").items():
+        path = name.split(".")
+        settings = _put(settings, path if hasattr(settings, path[0]) else ["run", *path], value)
+    return settings
+
+
+def _put(part: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    if isinstance(part, dict):
+        return {**part, path[0]: _put(part[path[0]], path[1:], value)}
+    return dataclasses.replace(part, **{path[0]: _put(getattr(part, path[0]), path[1:], value)})
+
+
+NO_VALIDATION = "--trainer.limit_val_batches=0"
 
 
 def _leave() -> None:

@@ -16,7 +16,7 @@ from evodsp.data.doctor import diagnosis as doctor_data
 from evodsp.data.pool import LocalProcesses, Piece, WorkerEndedError
 from evodsp.training.config import DataConfig, DistillationConfig
 from tests.builders.backbone import chain, ligand, pdb_text
-from tests.builders.distillation_run import write_sets
+from tests.builders.bad_chains import write_sets
 from tests.builders.training_chains import BOTH, SEQUENCES, TINY, write_chain
 
 KEY, OTHER = SEQUENCES

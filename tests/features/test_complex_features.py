@@ -21,7 +21,7 @@ from evodsp.features.batch import with_features
 from evodsp.geometry.residues import GAP, decode
 from evodsp.model.alphafold import ARRANGEMENTS
 from evodsp.rng import Draws
-from tests.builders.shared_clusters import by_formula
+from tests.builders.numpy_features import by_formula
 
 CONFIG = FeatureConfig(crop_size=20, msa_clusters=7, extra_msa=64, recycles=1, masked_msa_fraction=0.4)
 

@@ -8,7 +8,7 @@ import torch
 
 from evodsp.features.clusters import shared_deletions, shared_profiles, shares_of
 from evodsp.geometry.residues import GAP, MASK
-from tests.builders.shared_clusters import by_formula
+from tests.builders.numpy_features import by_formula
 
 
 def drawn(kinds: int, extra: int) -> tuple[np.ndarray, ...]:

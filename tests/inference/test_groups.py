@@ -24,7 +24,7 @@ from evodsp.inference.groups import Groups
 from evodsp.inference.predict import predict, predict_records
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.group import Group, own_group
-from tests.builders.attacks import Attack
+from tests.builders.hostile import Attack
 from tests.builders.prediction import read_json, silent
 from tests.ranks import RankPool
 

@@ -28,7 +28,7 @@ from evodsp.inference.target_msas import find_templates, template_digest, templa
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
-from tests.builders.command_lines import last_options
+from tests.builders.pages import last_options
 from tests.builders.parameters import noisy
 from tests.builders.templates import random_templates
 from tests.builders.training_chains import SEQUENCES, write_chain

@@ -16,7 +16,7 @@ from evodsp.errors import UserError
 from evodsp.launch import launcher, process_group, watch
 from evodsp.launch.environment import RankAddress
 from evodsp.launch.watch import LONGEST, Watch, local_store, loopback, open_store, text, texts
-from tests.builders.attacks import Attack
+from tests.builders.hostile import Attack
 from tests.builders.processes import free_port
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}

@@ -25,8 +25,16 @@ from evodsp.losses.structure import (
 from evodsp.losses.total import CHAIN, total_loss
 from evodsp.losses.violation import find_violations
 from evodsp.parallel.exchange import LocalExchange
-from tests.builders.labelled_batch import CHAIN_WEIGHTS, RESIDUES, WEIGHTS, Source, batch_of
-from tests.builders.random_outputs import HEADS, leaves_of, output_of
+from tests.builders.labelled_batch import (
+    CHAIN_WEIGHTS,
+    HEADS,
+    RESIDUES,
+    WEIGHTS,
+    Source,
+    batch_of,
+    leaves_of,
+    output_of,
+)
 
 # Numbers beyond the number of residues (14), of which two leave the same rest, in no order; and padding.
 CHAIN_NUMBERS = torch.tensor([[900] * 4 + [2] * 5 + [30] * 3 + [0] * 2, [1] * 13 + [0]])

@@ -31,8 +31,19 @@ from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group, Ledger
 from tests.builders.comparison import TOLERANCE, close
 from tests.builders.host_waits import HostWaits
-from tests.builders.labelled_batch import CHAIN_WEIGHTS, CLUSTERS, RESIDUES, WEIGHTS, Source, batch_of
-from tests.builders.random_outputs import HEADS, ITERATIONS, Tensors, leaves_of, output_of
+from tests.builders.labelled_batch import (
+    CHAIN_WEIGHTS,
+    CLUSTERS,
+    HEADS,
+    ITERATIONS,
+    RESIDUES,
+    WEIGHTS,
+    Source,
+    Tensors,
+    batch_of,
+    leaves_of,
+    output_of,
+)
 from tests.ranks import RankPool
 
 SHARDED = {"distogram_logits": 1, "predicted_aligned_error_logits": 1, "masked_msa_logits": 2}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from evodsp.model.dropout import DropoutKeys, Masks, draw_blocks
 from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
-from tests.builders.small_stack import RESIDUES, small_stack, streams
+from tests.builders.small_model import RESIDUES, small_stack, streams
 
 
 def own_masks(stack: EvoformerStack, number: int, keys: DropoutKeys, leaf: str) -> Masks:

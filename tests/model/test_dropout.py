@@ -18,7 +18,7 @@ from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Added, Budget, Made, Sharded
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.rng import Draws
-from tests.builders.small_stack import small_stack, streams
+from tests.builders.small_model import small_stack, streams
 from tests.model.compiled_blocks import graphs
 from tests.ranks import in_a_fork
 

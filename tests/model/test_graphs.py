@@ -26,8 +26,7 @@ from evodsp.model.recordings import Rerun, Taken
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.small_model import chains, config, features, features_of_chains, tensors
-from tests.builders.small_stack import small_stack, streams
+from tests.builders.small_model import chains, config, features, features_of_chains, small_stack, streams, tensors
 
 Stack = EvoformerStack | TemplatePairStack
 

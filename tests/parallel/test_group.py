@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from evodsp.parallel.group import _GATHERED, _SUMMED, Group
-from tests.builders.carriers import Carrier, group_by
+from evodsp.selftest.shared_device import HostGroup
 from tests.ranks import RankPool
+
+Carrier = Literal["gloo", "host copies"]
+"""`gloo`: what a run on CPUs uses; asynchronous, as NCCL is. `host copies`: for ranks that share a GPU."""
+
+
+def group_by(carrier: Carrier, handle: Any) -> Group:
+    """A group whose exchanges `carrier` carries. One rank has nobody to exchange with."""
+    if carrier == "gloo" or handle.size() == 1:
+        return Group(handle)
+    return HostGroup(handle)
+
 
 SIZES: dict[Carrier, tuple[int, ...]] = {
     "gloo": (0, 1, 7, _SUMMED + 1, _GATHERED + 1),

@@ -12,7 +12,7 @@ import pytest
 from evodsp.errors import UserError
 from evodsp.reading import answers
 from evodsp.reading.answers import BadAnswerError, SlowAnswerError, ask, check_address, content_of, without_login
-from tests.builders.raw_server import Send, answer, raw_server
+from tests.builders.msa_server import Send, answer, raw_server
 
 
 def read(address: str, seconds: float = 5.0, most: int = 1000, form: bytes | None = None) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from evodsp.printing import one_line, printable, quoted, shown
-from tests.builders.evil_text import EVIL, SHOWN
+from tests.builders.hostile import EVIL, SHOWN
 
 
 def test_what_acts_on_a_terminal_is_escaped() -> None:

@@ -14,7 +14,7 @@ import pytest
 import evodsp
 from evodsp.inference.pages.residue_charts import strip
 from evodsp.report.page import Page, mark, picture, render
-from tests.builders.evil_text import EVIL, SHOWN
+from tests.builders.hostile import EVIL, SHOWN
 
 PACKAGE = Path(evodsp.__file__).parent
 TEMPLATES = [path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.j2"))]

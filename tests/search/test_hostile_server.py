@@ -22,8 +22,7 @@ from evodsp.search import server as archive
 from evodsp.search.config import SearchConfig, ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher, search
 from evodsp.search.server import MsaServer, split
-from tests.builders.msa_server import alignments
-from tests.builders.raw_server import Send, answer, raw_server
+from tests.builders.msa_server import Send, alignments, answer, raw_server
 
 LETTERS = "MKTAYIAK"
 GOOD = alignments([LETTERS], "x")

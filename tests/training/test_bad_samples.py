@@ -4,23 +4,85 @@ from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 from evodsp.cli import main
 from evodsp.config import ModelConfig
+from evodsp.data.samples.dataset import Sample, SampleDataset
+from evodsp.parallel.dtensor import local
 from evodsp.report.runs import read_curve
 from evodsp.training.bad_samples import BadSample, BadSamples, NotFiniteWeightsError, Suspect, merged
 from evodsp.training.config import TrainingConfig
 from evodsp.training.module import TrainingModule
 from evodsp.weights.checkpoint import read_checkpoint
-from tests.builders import planted_numbers
-from tests.builders.planted_numbers import BAD, PARAMETER
 from tests.builders.training import CommandPool
+
+BAD = 3
+"""The sample that is bad."""
+
+
+@contextmanager
+def in_a_label() -> Iterator[None]:
+    """The frames of its first residue."""
+    make = SampleDataset.make
+
+    def planted(self: SampleDataset, index: int, key: str) -> Sample:
+        sample = make(self, index, key)
+        if index == BAD and self.training:
+            sample["rigidgroups_gt_frames"][0] = torch.nan
+        return sample
+
+    with mock.patch.object(SampleDataset, "make", planted):
+        yield
+
+
+@contextmanager
+def in_the_loss() -> Iterator[None]:
+    """Of rank 1 alone, which is the loss of a shard."""
+    step = TrainingModule.training_step
+
+    def planted(self: TrainingModule, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = step(self, batch, batch_idx)
+        if _is_here(self):
+            loss = loss + torch.inf
+            self._passes[-1].numbers["loss"] = loss.detach()
+        return loss
+
+    with mock.patch.object(TrainingModule, "training_step", planted):
+        yield
+
+
+@contextmanager
+def in_a_gradient() -> Iterator[None]:
+    """One number of one parameter's gradient, on rank 1 alone, with a finite loss."""
+    reduce = TrainingModule.on_after_backward
+
+    def planted(self: TrainingModule) -> None:
+        if _is_here(self):
+            gradient = self.model.get_parameter(PARAMETER).grad
+            assert gradient is not None
+            local(gradient).view(-1)[1] = torch.nan
+        reduce(self)
+
+    with mock.patch.object(TrainingModule, "on_after_backward", planted):
+        yield
+
+
+PARAMETER = "heads.masked_msa.logits.weight"
+
+
+def _is_here(module: TrainingModule) -> bool:
+    return BAD in module._passes[-1].samples and os.environ.get("RANK", "1") == "1"
 
 
 def words(chains: Path, output: Path, *options: str, steps: int = 4) -> list[str]:
@@ -44,7 +106,7 @@ def test_a_bad_label_costs_one_sample(chains: Path, tmp_path: Path, capsys: pyte
     """A run that ends, a mean or a curve that is nan, the wrong sample named, Adam or the average changed by a step that was
     left out (one sample a step, so the step has nothing else), and a file that does not show what was wrong."""
     bad, skipped = tmp_path / "bad", tmp_path / "skipped"
-    with planted_numbers.in_a_label():
+    with in_a_label():
         assert main(words(chains, bad)) == 0
     assert main(words(chains, skipped, f"--data.skip_samples=[{BAD}]")) == 0
     (entry,) = listed(bad)
@@ -69,11 +131,11 @@ def test_a_bad_label_costs_one_sample(chains: Path, tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("plant", "options"),
     [
-        (planted_numbers.in_a_gradient, ("--trainer.accumulate_grad_batches=2",)),
-        (planted_numbers.in_the_loss, ()),
-        (planted_numbers.in_a_label, ("--parallel.parameters=zero1",)),
+        (in_a_gradient, ("--trainer.accumulate_grad_batches=2",)),
+        (in_the_loss, ()),
+        (in_a_label, ("--parallel.parameters=zero1",)),
         (
-            planted_numbers.in_a_gradient,
+            in_a_gradient,
             ("--parallel.parameters=fsdp2", "--model.optimizer.clip=batch", "--trainer.accumulate_grad_batches=2"),
         ),
     ],
@@ -91,7 +153,7 @@ def test_two_ranks_leave_the_same_sample_out(
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes
     entries = listed(bad)
     assert BAD in [entry["sample"] for entry in entries]
-    if plant is planted_numbers.in_a_gradient:
+    if plant is in_a_gradient:
         assert [entry["parameters"] for entry in entries if entry["sample"] == BAD] == [[f"model.{PARAMETER}"]]
     if "--parallel.parameters=fsdp2" not in options:
         assert len(entries) == 1
@@ -121,9 +183,9 @@ def test_a_run_that_learns_nothing_is_no_success(
     chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Catches exit code 0 of a run, shorter than the limit, in which every loss was infinite."""
-    assert main(words(chains, tmp_path / "run", "--model.loss.torsion=1e39")) == 2
+    assert main(words(chains, tmp_path / "run", "--model.loss.torsion=1e39", steps=2)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "no sample of this run was finite, the last sample 3 (chain " in error
+    assert "no sample of this run was finite, the last sample 1 (chain " in error
 
 
 def test_what_ranks_saw_is_put_together() -> None:

@@ -1,7 +1,8 @@
-"""Which chains a run takes: missing ones are left out and listed, an index says the same as the folders."""
+"""Which chains a run takes: missing ones are left out and listed; an index, a store and a cache say the same as the folders."""
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -10,25 +11,39 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+import torch
 
 from evodsp.cli import main
-from evodsp.config import FeatureConfig, FilterConfig
+from evodsp.config import FeatureConfig, FilterConfig, LossConfig
+from evodsp.data.build import build
 from evodsp.data.index.data_index import DataIndex
-from evodsp.data.samples.selection import Presence, chain_list
+from evodsp.data.samples.dataset import SampleDataset
+from evodsp.data.samples.selection import DISTILLED, CountedStructures, DistillationSet, Presence, chain_list
 from evodsp.data.similarity import sequences
 from evodsp.data.similarity.nearest import resembling
 from evodsp.data.similarity.sequences import identity
 from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.opening import ComplexFiles
 from evodsp.errors import UserError
+from evodsp.losses.total import total_loss
+from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.group import Group
+from evodsp.report.runs import read_curve
 from evodsp.training import chains as chains_module
-from evodsp.training.chains import find_chains, unapplied_filters
+from evodsp.training.chains import ChainDataModule, find_chains, unapplied_filters
 from evodsp.training.config import DataConfig, DistillationConfig
+from scripts.examples.synthetic.mmcif_writer import write_mmcif
+from tests.builders.builds import config as build_config
 from tests.builders.bundled import dimers
+from tests.builders.chains import MemoryStore, make_chain
 from tests.builders.complex_files import write_complex
-from tests.builders.training_chains import SEQUENCES, TINY, write_chain
+from tests.builders.labelled_batch import WEIGHTS, batch_of
+from tests.builders.small_model import config as small_config
+from tests.builders.small_model import features
+from tests.builders.training_chains import BOTH, SEQUENCES, TINY, write_chain
 from tests.ranks import RankPool
 
 KEY, OTHER = SEQUENCES
@@ -134,6 +149,7 @@ def test_a_run_with_an_index_lists_what_it_leaves_out(folder: Path, capsys: pyte
     )
     (folder / "tiny.yaml").write_text(TINY.replace("data:\n", roots))
     fit = ["fit", "--config", str(folder / "tiny.yaml"), "--output", str(folder / "run"), "--trainer.max_steps=1"]
+    fit.append("--trainer.limit_val_batches=0")
     assert main(fit) == 0
     assert (folder / "run" / "missing_chains.tsv").read_text() == "3abc_C\tno structure\n"
     said = capsys.readouterr().err
@@ -386,3 +402,192 @@ def identities(entry: str, others: set[str]) -> tuple[float, str]:
         for key in sorted(others)
     ]
     return max(found)
+
+
+@pytest.fixture(scope="module")
+def store(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("built") / "store"
+    build(build_config(chains, output))
+    return output
+
+
+def settings(chains: Path, **changes: object) -> DataConfig:
+    folders = {"alignment_dir": str(chains / "alignments"), "structure_dir": str(chains / "mmcif_files")}
+    given: dict = {
+        **folders,
+        "samples_per_epoch": 4,
+        "train_chains": list(SEQUENCES),
+        "validation_chains": list(SEQUENCES),
+        **changes,
+    }
+    return DataConfig(**given)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.verify)])
+def test_batches_equal_those_from_files(chains: Path, store: Path, workers: int) -> None:
+    """Catches the setting ignored, and a store that worker processes cannot open."""
+    nowhere = {"alignment_dir": "nowhere", "structure_dir": "nowhere", "num_workers": workers, "store": str(store)}
+    from_store = find_chains(settings(chains, **nowhere))
+    assert isinstance(from_store.store, FeatureStore)
+    both = [
+        ChainDataModule(settings(chains, num_workers=workers), found)
+        for found in (find_chains(settings(chains)), from_store)
+    ]
+    for loaders in zip(*([m.train_dataloader(), m.val_dataloader()] for m in both), strict=True):
+        for expected, found in zip(*loaders, strict=True):
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"store": "nowhere"}, "nowhere: no feature store there"),
+        (
+            {"train_chains": ["1abc_X"]},
+            r"data\.train_chains: no chain '1abc_X' in .*; leave it out.*Did you mean '1abc_A'",
+        ),
+        (
+            {"template_structure_dir": "data"},
+            r"data\.template_structure_dir is data, but data\.store holds the templates",
+        ),
+        ({"obsolete": "obsolete.dat"}, r"data\.obsolete is obsolete\.dat, but data\.store holds"),
+        (
+            {"max_template_date": "2018-04-30"},
+            r"data\.max_template_date is 2018-04-30, but .* was built without templates",
+        ),
+        ({"max_template_date": "tomorrow"}, r"data\.max_template_date is 'tomorrow', but must be a date"),
+    ],
+)
+def test_wrong_settings_are_one_line(chains: Path, store: Path, changes: dict, message: str) -> None:
+    """Catches settings that a store makes meaningless and that are ignored without a word."""
+    with pytest.raises(UserError, match=message) as caught:
+        find_chains(settings(chains, **{"store": str(store), **changes}))
+    assert "\n" not in str(caught.value)
+
+
+CONFIG = FeatureConfig(crop_size=6, msa_clusters=4, extra_msa=3, recycles=0)
+
+
+@pytest.fixture
+def unresolved(tmp_path: Path) -> Path:
+    """Two chains, of which the second has no resolution, and a config of `fit` that trains on both."""
+    for key, letters in SEQUENCES.items():
+        write_chain(tmp_path, key, letters)
+    without(tmp_path, OTHER)
+    roots = f"data:\n  alignment_dir: {tmp_path}/alignments\n  structure_dir: {tmp_path}/mmcif_files\n{BOTH}"
+    (tmp_path / "tiny.yaml").write_text(TINY.replace("data:\n", roots))
+    return tmp_path
+
+
+def without(unresolved: Path, key: str) -> None:
+    """Write the structure of a chain again, as a model that states no resolution."""
+    chain = ChainFiles(unresolved / "alignments", unresolved / "mmcif_files").chain(key)
+    write_mmcif(unresolved / "mmcif_files" / f"{chain.pdb_id}.cif", [dataclasses.replace(chain, resolution=None)])
+
+
+def test_the_terms_that_ask_for_a_resolution() -> None:
+    """Catches a term that counts other structures than `LossConfig.by_resolution` says, which the notes of a run name."""
+    torch.manual_seed(0)
+    heads = dataclasses.replace(small_config().heads, experimentally_resolved=True, predicted_aligned_error=True)
+    model = AlphaFold(dataclasses.replace(small_config(), heads=heads)).double().eval()
+    batch = {**features(1), **batch_of(1)}
+    with torch.no_grad():
+        output = model(batch)
+        of = [
+            total_loss(output, {**batch, "resolution": torch.tensor([value]).double()}, WEIGHTS, heads)[1]
+            for value in (2.0, 0.0, 3.5)
+        ]
+    for terms in of[1:]:
+        assert [name for name, loss in terms.items() if loss == 0 != of[0][name]] == [
+            "plddt",
+            "experimentally_resolved",
+            "pae",
+        ]
+    assert WEIGHTS.by_resolution == ["plddt", "experimentally_resolved", "pae"]
+    assert LossConfig().by_resolution == ["plddt"]
+
+
+@pytest.mark.parametrize(
+    ("assumed", "resolutions", "expected"),
+    [
+        (None, [2.0, 3.0, 0.1], None),
+        (None, [0.0, 2.0, 0.0], "2 of 3 training chains have no resolution: they do not train plddt"),
+        (
+            None,
+            [0.0, 3.1, 0.05],
+            "1 of 3 training chains have no resolution and 2 have one outside of 0.1 to 3 Å: they do not train",
+        ),
+        (None, [0.0, np.nan, 2.0], "1 of 2 training chains that were looked up have no resolution: they do not train"),
+        (2.0, [0.0, 0.0, 2.0], None),
+        (2.0, [0.0, 4.0, 2.0], "1 of 3 training chains have one outside of 0.1 to 3 Å: they do not train"),
+        (9.0, [0.0, 2.0, 2.0], "1 of 3 training chains have no resolution: they do not train"),
+        (None, [], None),
+    ],
+)
+def test_the_note_counts_what_the_losses_do(
+    assumed: float | None, resolutions: list[float], expected: str | None
+) -> None:
+    """Catches chains above the largest resolution that nobody counts, unknown ones that are, and a note without a reason."""
+    rule = CountedStructures(LossConfig(), assumed)
+    line = rule.line(np.array(resolutions, np.float32), 3, "training chains")
+    assert line is None if expected is None else str(line).startswith(expected)
+    assert line is None or (", as in AlphaFold2, so train/plddt is 0 in steps of such chains alone" in line)
+    assert line is None or ("data.assumed_resolution" in line) == ("have no resolution" in line)
+    assert CountedStructures(LossConfig(plddt=0.0), assumed).line(np.zeros(3), 3, "training chains") is None
+
+
+def test_samples_have_the_assumed_resolution() -> None:
+    """Catches a setting that reaches one of the two sets, or takes the place of a resolution that is known."""
+    store = MemoryStore(make_chain("1abc", "ACDEF", resolution=None), make_chain("2abc", "ACDEF", resolution=3.5))
+    for assumed, expected in ((None, [0.0, 3.5, 0.0]), (2.0, [2.0, 3.5, 1.5])):
+        predicted = mock.Mock(spec=ChainFiles, parsed=store.parsed, kind=store.kind)
+        others = DistillationSet(predicted, 5, assumed_resolution=assumed and 1.5)
+        data = SampleDataset(
+            store, ["1abc_A"], CONFIG, 0, training=True, distillation=others, assumed_resolution=assumed
+        )
+        keys = ("1abc_A", "2abc_A", f"{DISTILLED}1abc_A")
+        assert [float(data.make(0, key)["resolution"]) for key in keys] == expected
+
+
+@pytest.mark.parametrize("how", ["read", "index", "cache", "sample"])
+def test_the_resolutions_of_the_training_chains(unresolved: Path, how: str) -> None:
+    """Catches a data set of which nobody knows the resolutions: a long one, with or without an index or cache."""
+    roots = {"alignment_dir": str(unresolved / "alignments"), "structure_dir": str(unresolved / "mmcif_files")}
+    more: dict[str, str] = {}
+    if how == "index":
+        options = [f"--{name}={value}" for name, value in roots.items()]
+        assert main(["data", "index", *options, "--output", str(unresolved / "index"), "--workers=0"]) == 0
+        more = {"index": str(unresolved / "index")}
+    if how == "cache":
+        facts = {"release_date": "2010-01-01", "seq": "ACDE", "cluster_size": 3}
+        cache = {KEY: {**facts, "resolution": 2.0}, OTHER: {**facts, "resolution": 0.0}}
+        (unresolved / "cache.json").write_text(json.dumps(cache))
+        more = {"chain_data_cache": str(unresolved / "cache.json")}
+    if how == "sample":
+        (unresolved / "mmcif_files" / "3abc.cif").write_text("broken")
+        (unresolved / "alignments" / "3abc_C").mkdir()
+    with mock.patch.object(chains_module, "MOST_CHAINS_READ", 64 if how == "read" else 0):
+        found = find_chains(DataConfig(**roots, **more))  # type: ignore[arg-type]
+    assert found.resolutions.tolist() == [2.0, 0.0]
+
+
+def test_fit_and_the_doctor_say_that_nothing_is_counted(unresolved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches `train/plddt` of 0 for a whole run without a word, and a setting that does not change it."""
+    note = "2 of 2 training chains have no resolution: they do not train plddt, as in AlphaFold2"
+    without(unresolved, KEY)
+    words = [f"--config={unresolved}/tiny.yaml", "--trainer.max_steps=1", "--trainer.limit_val_batches=0"]
+    for name, options in (("none", []), ("assumed", ["--data.assumed_resolution=2"])):
+        assert main(["fit", *words, f"--output={unresolved}/{name}", *options]) == 0
+        assert (f"evodsp: warning: {note}" in capsys.readouterr().err) == (name == "none")
+        assert (float(read_curve(unresolved / name / "curve.csv")[0]["train/plddt"]) > 0) == (name == "assumed")
+    examine = ["data", "doctor", f"--config={unresolved}/tiny.yaml", f"--output={unresolved}/doctor", "--workers=0"]
+    assert main(examine) == 0
+    page, report = ((unresolved / "doctor" / f"doctor.{kind}").read_text() for kind in ("html", "json"))
+    assert note in capsys.readouterr().out
+    assert note in page
+    assert json.loads(report)["not_counted"].startswith(note)
+    text = (unresolved / "tiny.yaml").read_text()
+    (unresolved / "tiny.yaml").write_text(text.replace("data:\n", "data:\n  assumed_resolution: 2\n"))
+    assert main(examine) == 0
+    assert "no resolution" not in capsys.readouterr().out

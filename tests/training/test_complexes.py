@@ -29,7 +29,8 @@ from evodsp.training.config import DataConfig, DistillationConfig, check_samples
 from evodsp.training.scores import known_scores, mean_scores, score, score_table, write_scores
 from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders.complex_files import STRUCTURES, write_complex, write_shortened
-from tests.builders.random_outputs import leaves_of, output_of
+from tests.builders.labelled_batch import leaves_of, output_of
+from tests.builders.training import NO_VALIDATION
 
 CONFIG = """
 model:
@@ -77,8 +78,8 @@ def test_a_run_on_a_complex_and_its_second_half(
     assert "templates of 1abc_A: 1 template of 2 hits; 1 hit: too few residues (2abc_C)" in log
     assert "templates of 1abc_C: 2 templates of 2 hits" in log
     assert "templates of 1abc_B" not in log
-    assert main(words(tmp_path, "halves", "--trainer.max_steps=2")) == 0
-    assert main(words(tmp_path, "halves", "--ckpt_path=auto")) == 0
+    assert main(words(tmp_path, "halves", "--trainer.max_steps=2", NO_VALIDATION)) == 0
+    assert main(words(tmp_path, "halves", "--ckpt_path=auto", NO_VALIDATION)) == 0
     curve = read_curve(tmp_path / "whole" / "curve.csv")
     assert all(float(curve[step]["train/interface_fape"]) > 0 for step in range(4))
     assert float(curve[3]["val/lddt_ca"]) > 0

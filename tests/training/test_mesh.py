@@ -3,21 +3,33 @@
 The runs compute in double precision: Adam turns the rounding errors of parameters whose gradient is zero into steps of full
 size, which after ten steps in single precision had moved a loss by 2e-5, in double precision by less than the curve's eight
 digits. Losses and norms are compared, not weights, for the same reason.
-Runs are whole command lines in a pool of waiting processes (`tests.builders.training`).
-"""
+Runs are whole command lines in a pool of waiting processes (`tests.builders.training`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from evodsp.cli import main
+from evodsp.model.alphafold import AlphaFold
+from evodsp.model.precision import CastParameters
+from evodsp.model.primitives import Linear
+from evodsp.parallel.config import ParallelConfig
+from evodsp.parallel.testing import dense
 from evodsp.report.runs import read_curve
+from evodsp.rng import Draws
+from evodsp.training.world import MeshWorld, shard_parameters
 from evodsp.weights.checkpoint import load_model, read_checkpoint
+from tests.builders.small_model import config, features, tensors
 from tests.builders.training import CommandPool
+from tests.ranks import RankPool
 
 RUN = """
 seed: 3
@@ -174,3 +186,124 @@ def test_ten_steps_with_sharded_state(fit: Fit, mode: str) -> None:
 @pytest.fixture(scope="module")
 def ten_steps(fit: Fit) -> Path:
     return fit((1, 1), *TEN)
+
+
+def by_mpirun(rank: int, ranks: int, port: int) -> dict[str, object]:
+    """As Open MPI 5.0 does on one machine."""
+    name = "OMPI_COMM_WORLD"
+    numbers = {f"{name}_RANK": rank, f"{name}_SIZE": ranks, f"{name}_LOCAL_RANK": rank, f"{name}_LOCAL_SIZE": ranks}
+    return {**numbers, "PMIX_NAMESPACE": f"prterun-host-{port}@1", "PMIX_RANK": rank}
+
+
+@pytest.mark.verify
+def test_two_steps_under_mpirun_are_those_under_torchrun(commands: CommandPool, tmp_path: Path) -> None:
+    """Catches ranks of mpirun that do not meet, that share a sample wrongly, or that all speak and write as the first."""
+    words = [
+        "fit",
+        "--config=quickstart",
+        "--parallel.sequence=2",
+        "--trainer.max_steps=2",
+        "--data.validation_chains=null",
+    ]
+    words += [f"--model.{stack}.blocks=1" for stack in ("extra_msa", "evoformer")]
+    words += ["--data.train.crop_size=16", "--data.num_workers=0", "--trainer.enable_progress_bar=false"]
+    theirs = commands.evodsp(2, *words, f"--output={tmp_path}/torchrun")
+    ours = commands.evodsp(2, *words, f"--output={tmp_path}/mpirun", told=by_mpirun)
+    assert [outcome.code for outcome in (*theirs, *ours)] == [0] * 4, ours
+    assert ours[1].out == theirs[1].out == ""
+    weights = [load_model(tmp_path / name / "checkpoints/last.ckpt").state_dict() for name in ("mpirun", "torchrun")]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def batch_of(number: int) -> dict[str, Tensor]:
+    """Tensors of several types, whose bytes are no multiple of a type's; one is empty, one a scalar, one a view."""
+    return {
+        "letters": torch.arange(13, dtype=torch.int8) + number,
+        "kept": torch.tensor([True, False, True]),
+        "keys": torch.tensor([[-(1 << 62), number]]).expand(2, 2),
+        "cells": torch.zeros(0, dtype=torch.int32),
+        "positions": torch.linspace(0, number, 14, dtype=torch.float64).view(2, 7).T,
+        "resolution": torch.tensor(float(number)),
+    }
+
+
+def shared(group: Any, sequence: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    world = MeshWorld(ParallelConfig(sequence=sequence))
+    on_device = batch_of(10 + world.data_rank) if world.reads else {}
+    return world.share(on_device, {"sample_index": torch.tensor([dist.get_rank(group)])}, torch.device("cpu"))
+
+
+def texts(group: Any, sequence: int) -> list[str]:
+    return MeshWorld(ParallelConfig(sequence=sequence)).of_sample(f"rank {dist.get_rank(group)}")
+
+
+def test_ranks_of_a_sample_hear_each_other(pool: RankPool) -> None:
+    """Catches texts of another sample's ranks, and texts in another order than the ranks."""
+    for sequence in (1, 2, 4):
+        for rank, found in enumerate(pool.run(4, texts, sequence)):
+            first = rank - rank % sequence
+            assert found == [f"rank {number}" for number in range(first, first + sequence)]
+
+
+def test_all_ranks_of_a_group_hold_what_one_read(pool: RankPool) -> None:
+    """A batch of another group, values at the wrong bytes, and a rank that keeps its own."""
+    for sequence in (1, 2, 4):
+        for rank, (found, host) in enumerate(pool.run(4, shared, sequence)):
+            wanted = batch_of(10 + rank // sequence)
+            assert found.keys() == wanted.keys()
+            for name, values in wanted.items():
+                assert found[name].dtype == values.dtype
+                assert torch.equal(found[name], values), name
+            assert host["sample_index"].tolist() == [rank - rank % sequence]
+
+
+Measured = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, torch.dtype]]
+
+
+def measured(group: object, sharded: bool, recompute: bool) -> Measured:
+    """Outputs of the same sample on every rank under bf16 autocast, gradients, and the precision in which each layer's weight
+    was used. `recompute`: whole blocks; otherwise the projections of attention."""
+    model = dense(AlphaFold(config(recompute, projections=not recompute))).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    names = [name for name, _ in model.named_parameters()]
+    casts = CastParameters(model)
+    if sharded:
+        shard_parameters(model, torch.bfloat16)
+    used: dict[str, torch.dtype] = {}
+
+    def note(name: str, layer: nn.Module) -> None:
+        layer.register_forward_pre_hook(lambda module, _: used.__setitem__(name, module.weight.dtype))
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            note(name, layer)
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in features(1).items()}
+    with casts:  # in the backward pass too, which recomputes activations
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            found = tensors(model(batch, [Draws.root(0)]))
+        torch.stack([value.float().square().mean() for value in found.values()]).sum().backward()
+    gradients = {}
+    for name, parameter in zip(names, model.parameters(), strict=True):
+        gradient = parameter.grad
+        assert gradient is not None, name
+        gradients[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return {name: value.detach() for name, value in found.items()}, gradients, used
+
+
+@pytest.mark.verify_but("True")
+@pytest.mark.parametrize("recompute", [True, False])
+def test_blocks_gather_their_parameters_in_half_precision(pool: RankPool, recompute: bool) -> None:
+    """Catches parameters that are gathered in float32 and cast at each use, gradients summed in half precision or scaled, a
+    part that computes in float32 but gets cast parameters, and projections from parameters that have been freed."""
+    expected, expected_gradients, _ = measured(None, False, True)
+    for outputs, gradients, used in pool.run(4, measured, True, recompute):
+        for name, value in outputs.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+        for name, gradient in gradients.items():
+            assert gradient.dtype == torch.float32, name
+            assert (gradient - expected_gradients[name]).norm() <= 2**-7 * expected_gradients[name].norm(), name
+        in_blocks = {used[name] for name in used if "msa_stack" in name or "pair_stack" in name}
+        assert in_blocks == {torch.bfloat16}, used
+        assert {used[name] for name in used if name.startswith("structure_module")} == {torch.float32}, used

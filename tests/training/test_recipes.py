@@ -1,4 +1,4 @@
-"""The configs of AlphaFold2's recipe, beside the numbers of its supplement."""
+"""The configs of AlphaFold2's recipe, beside the numbers of its supplement and, at full widths, on real chains."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from evodsp.cli import main
 from evodsp.config import ModelConfig, leaves
 from evodsp.parallel.config import WHEN_TO_RAISE
 from evodsp.parallel.group import init_mesh
+from evodsp.report.runs import read_curve
 from evodsp.training.chains import ChainDataModule
 from evodsp.training.checks import CheckedRun, Settings, check_run
 from evodsp.training.command import TrainingCLI
 from evodsp.training.gradients import learning_rate
 from evodsp.training.world import World
 from evodsp.weights import by_name
+from evodsp.weights.checkpoint import read_checkpoint
 from scripts.benchmarks.fake_ranks import fake_group
+from tests.builders.training import changed
 from tests.builders.training_chains import SEQUENCES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -153,35 +156,42 @@ def test_each_number_is_the_supplements(name: str, tmp_path: Path) -> None:
     assert (found["model.optimizer.drop_samples"] < found["max_samples"]) == (name == "af2_initial")
 
 
-def checked(name: str, folder: Path, chains: Path, *words: str) -> CheckedRun:
-    """A run of the config on the two small chains."""
+@pytest.fixture(scope="module", params=STAGES)
+def recipe(
+    request: pytest.FixtureRequest, chains: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Settings]:
+    """The name of a stage, and the settings of its run on the two small chains."""
+    name, folder = request.param, tmp_path_factory.mktemp("recipe")
     cache = {
         chain: {"release_date": "2010-01-01", "seq": letters, "resolution": 2.0, "cluster_size": 1}
         for chain, letters in SEQUENCES.items()
     }
     (folder / "cache.json").write_text(json.dumps(cache))
     folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
-    index = ["--output", f"{folder}/predictions_index", "--workers=0", "--overwrite"]
-    assert main(["data", "index", *(word for name in folders for word in (f"--{name}", folders[name])), *index]) == 0
+    index = [
+        f"--output={folder}/predictions_index",
+        "--workers=0",
+        *(f"--{part}={path}" for part, path in folders.items()),
+    ]
+    assert main(["data", "index", *index]) == 0
     own = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["data"]["distillation"]
-    settings = settings_of(
-        name, folder, f"--output={folder}/run", "--trainer.accelerator=cpu", *words,
+    return name, settings_of(
+        name, folder, f"--output={folder}/run", "--trainer.accelerator=cpu",
         **folders, template_structure_dir=f"{chains}/mmcif_files", chain_data_cache=f"{folder}/cache.json",
         distillation={**own, **folders, "index": f"{folder}/predictions_index"}, num_workers=0, time_limit=None,
     )  # fmt: skip
-    return check_run("fit", settings)
 
 
 @pytest.mark.parametrize(("ranks", "sequence", "accumulate"), [(8, 2, 32), (512, 8, 2)])
-@pytest.mark.parametrize("name", STAGES)
 def test_the_recipe_is_the_same_on_every_mesh(
-    name: str, ranks: int, sequence: int, accumulate: int, chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: tuple[str, Settings], ranks: int, sequence: int, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On ranks that do not exist: a step of other samples, a run of other length, another learning rate at a sample."""
     launched = {"WORLD_SIZE": ranks, "RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     for variable, value in launched.items():
         monkeypatch.setenv(variable, str(value))
-    run = checked(name, tmp_path, chains, f"--parallel.sequence={sequence}")
+    name, settings = recipe
+    run = check_run("fit", changed(settings, f"parallel.sequence: {sequence}"))
     said = f"parallel.sequence is {sequence}, so {ranks // sequence} data ranks take the 128 samples of a step"
     assert f"{said} {TURNS}" in run.notes
     assert (run.ranks, run.batching.data_ranks, run.batching.accumulate) == (ranks, ranks // sequence, accumulate)
@@ -198,30 +208,39 @@ def test_the_recipe_is_the_same_on_every_mesh(
         assert samples_of_a_step(run, world, step) == list(whole[rank // sequence :: ranks // sequence])
 
 
+@pytest.fixture(scope="module")
+def quickstart(chains: Path, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    folder = tmp_path_factory.mktemp("quickstart")
+    folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
+    lists = {name: ["1abc_A"] for name in ("train_chains", "validation_chains")}
+    return settings_of("quickstart", folder, f"--output={folder}/run", **folders, **lists)
+
+
 @pytest.mark.parametrize(
     ("options", "gpus", "said"),
     [
-        ((), 0, []),
-        ((), 4, ["and the machine has 4 GPUs; add --trainer.accelerator gpu --trainer.devices 1"]),
-        (("--parallel.sequence=2",), 2, ["add --trainer.accelerator gpu --trainer.devices 2"]),
-        (("--parallel.sequence=2",), 1, ["has 1 GPU; add --trainer.accelerator gpu --trainer.devices 1 --parallel.sequence 1"]),
-        (("--parallel.sequence=2", "--global_batch=4"), 0, [f"1 data rank takes the 4 samples of a step {TURNS}"]),
-        (("--trainer.accelerator=gpu", "--trainer.devices=1"), 4, [NO_GRAPHS]),
-        (("--trainer.accelerator=gpu", "--trainer.devices=1", "--data.train.crop_size=32"), 4, []),
-        (("--trainer.accelerator=gpu", "--trainer.devices=1", "--cuda_graphs=false"), 4, []),
-        (("--trainer.accelerator=gpu", "--trainer.devices=4", "--parallel.sequence=2", "--global_batch=2"), 4, [NO_GRAPHS]),
+        ("", 0, []),
+        ("", 4, ["and the machine has 4 GPUs; add --trainer.accelerator gpu --trainer.devices 1"]),
+        ("parallel.sequence: 2", 2, ["add --trainer.accelerator gpu --trainer.devices 2"]),
+        (
+            "parallel.sequence: 2",
+            1,
+            ["has 1 GPU; add --trainer.accelerator gpu --trainer.devices 1 --parallel.sequence 1"],
+        ),
+        ("parallel.sequence: 2, global_batch: 4", 0, [f"1 data rank takes the 4 samples of a step {TURNS}"]),
+        ("trainer.accelerator: gpu, trainer.devices: 1", 4, [NO_GRAPHS]),
+        ("trainer.accelerator: gpu, trainer.devices: 1, data.train.crop_size: 32", 4, []),
+        ("trainer.accelerator: gpu, trainer.devices: 1, cuda_graphs: false", 4, []),
+        ("trainer.accelerator: gpu, trainer.devices: 4, parallel.sequence: 2, global_batch: 2", 4, [NO_GRAPHS]),
     ],
-)  # fmt: skip
+)
 def test_a_run_says_what_makes_it_slow(
-    options: tuple[str, ...], gpus: int, said: list[str], chains: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quickstart: Settings, options: str, gpus: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Catches a config for CPUs that leaves the GPUs of a machine alone in silence, ranks that share samples one after another,
     GPUs without CUDA graphs, and such a line about the demonstration on two ranks, or about a run that uses its ranks well."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
-    lists = {name: ["1abc_A"] for name in ("train_chains", "validation_chains")}
-    settings = settings_of("quickstart", tmp_path, f"--output={tmp_path}/run", *options, **folders, **lists)
-    notes = [note for note in check_run("fit", settings).notes if "resolution" not in note]
+    notes = [note for note in check_run("fit", changed(quickstart, options)).notes if "resolution" not in note]
     assert len(notes) == len(said)
     assert all(note.endswith(end) for note, end in zip(notes, said, strict=True)), notes
 
@@ -245,3 +264,63 @@ def test_own_chains_need_their_two_folders_only(chains: Path, tmp_path: Path) ->
     assert run.settings.model.model_config() == ModelConfig.preset("model_3")  # that of init_from
     text = (CONFIGS / "finetune_own.yaml").read_text()
     assert len([line for line in text.splitlines() if not line.startswith("#")]) <= 10
+
+
+LENGTHS = {"102m_A": 154, "1k1a_A": 241, "2q2k_A": 70}
+TWO_BLOCKS = [f"--model.{stack}.blocks=2" for stack in ("evoformer", "extra_msa")]
+FEW = [
+    f"--data.{part}.{name}={value}"
+    for part in ("train", "validation")
+    for name, value in (("crop_size", 48), ("msa_clusters", 16), ("extra_msa", 32), ("recycles", 1))
+]
+"""Samples so small that a step takes seconds; the widths of the model stay."""
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("name", ["af2_initial", "af2_finetune", "af2_finetune_ptm"])
+def test_the_recipe_trains_and_resumes(name: str, real_data: Path, tmp_path: Path) -> None:
+    """Settings that do not go together at full size: heads that a loss needs, templates without features, rows of templates
+    that leave no cluster, a first checkpoint that does not resume."""
+    content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    content.pop("init_from", None)
+    (tmp_path / "cache.json").write_text(
+        json.dumps(
+            {
+                chain: {
+                    "release_date": "2010-01-01",
+                    "seq": "ACDEFGHIKL" * (length // 10),
+                    "resolution": 2.0,
+                    "cluster_size": 1,
+                }
+                for chain, length in LENGTHS.items()
+            }
+        )
+    )
+    content["data"] |= {
+        "alignment_dir": str(real_data / "alignments"),
+        "structure_dir": str(real_data / "mmcif_files"),
+        "template_structure_dir": str(real_data / "mmcif_files"),
+        "chain_data_cache": str(tmp_path / "cache.json"),
+        "distillation": {},
+        "train_chains": list(LENGTHS),
+        "validation_chains": ["2q2k_A"],
+        "samples_per_epoch": 1,
+        "num_workers": 0,
+        "time_limit": None,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    words = ["fit", "--config", str(tmp_path / "run.yaml"), "--output", str(tmp_path / "run"), "--global_batch=1"]
+    words += [*TWO_BLOCKS, *FEW, "--trainer.accelerator=cpu", "--trainer.log_every_n_steps=1"]
+    assert main([*words, "--trainer.max_steps=1"]) == 0
+    assert main([*words, "--trainer.max_steps=2", "--ckpt_path=last"]) == 0
+    rows = read_curve(tmp_path / "run" / "curve.csv")
+    losses = {"af2_initial": (), "af2_finetune": ("violation",), "af2_finetune_ptm": ("violation", "pae")}[name]
+    assert list(rows) == [0, 1]
+    for row in rows.values():
+        assert float(row["val/loss"]) > 0
+        assert all(float(row[f"train/{term}"]) > 0 for term in ("masked_msa", "backbone_fape", *losses))
+    rates = [float(row["train/lr"]) for row in rows.values()]
+    assert rates == pytest.approx([1e-3 / 128_000, 2e-3 / 128_000] if name == "af2_initial" else [5e-4, 5e-4])
+    checkpoint = read_checkpoint(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    assert checkpoint["global_step"] == 2
+    assert checkpoint["model_config"]["channels"] == {"msa": 256, "pair": 128, "extra_msa": 64, "single": 384}

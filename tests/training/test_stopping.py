@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from evodsp.training import command
 from evodsp.training.logs import MEASURED
 from evodsp.training.run_end import Interruption, StopRequest, deadline
 from evodsp.weights.checkpoint import read_checkpoint
+from tests.builders import training
+from tests.builders.processes import begin
 from tests.builders.signal_to_itself import STEP
 from tests.builders.training import CommandPool
 
@@ -44,12 +48,12 @@ def assert_same_end(one: Path, other: Path) -> None:
         assert all(torch.equal(value, expected[kind][name]) for name, value in found[kind].items())
 
 
+@pytest.mark.verify
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("TerminateTwice", 75, "stopped by SIGTERM; the last checkpoint of step"),
-        pytest.param("User", 75, "stopped by SIGUSR1; the last checkpoint of step", marks=pytest.mark.verify),
-        pytest.param("Interrupt", 130, "interrupted; the last checkpoint of step", marks=pytest.mark.verify),
+        ("User", 75, "stopped by SIGUSR1; the last checkpoint of step"),
+        ("Interrupt", 130, "interrupted; the last checkpoint of step"),
     ],
 )
 def test_a_signal_stops_the_run_with_a_checkpoint(
@@ -62,8 +66,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(
     code: int,
     said: str,
 ) -> None:
-    """A pre-empted job that looks complete (exit code 0), steps that are lost or repeated, a handler that stays; and a further
-    signal that ends the process when it has saved, before its exit code says so."""
+    """As SIGTERM does (`test_run.py`)."""
     stopped = tmp_path / "stopped"
     late: list[int] = []
     monkeypatch.setattr(command, "tell_stopped", lambda: signal.raise_signal(signal.SIGTERM))
@@ -141,12 +144,10 @@ def test_a_signal_to_one_rank_in_a_validation(commands: CommandPool, chains: Pat
 
 
 def test_a_time_limit_that_is_over(chains: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A restart by torchrun, which trains a step again and again; a time that is none."""
+    """A restart by torchrun, which trains a step again and again."""
     assert main(words(chains, tmp_path / "run", "--trainer.max_time=00:00:00:00")) == 75
     assert "the time limit is over" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert main(words(chains, tmp_path / "run", "--trainer.max_time=soon")) == 2
-    assert "trainer.max_time is soon" in capsys.readouterr().err
 
 
 @pytest.mark.verify
@@ -192,3 +193,18 @@ def test_an_interrupt_is_kept() -> None:
     for exception, happened in ((RuntimeError(), False), (KeyboardInterrupt(), True), (RuntimeError(), True)):
         seen.on_exception(trainer, module, exception)
         assert seen.happened == happened
+
+
+@pytest.mark.verify
+def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) -> None:
+    """Lightning ends an interrupted run with exit code 1 and no hint."""
+    last, deadline = tmp_path / "run/checkpoints/last.ckpt", time.monotonic() + 60
+    command = training.words(chains, tmp_path / "run", "--trainer.max_steps=100000", "--checkpoint_every=2")
+    with begin([sys.executable, "-m", "evodsp", *command]) as process:
+        while not last.is_file() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=120)[1]
+    assert process.returncode == 130
+    assert "checkpoints/last.ckpt; resume with --ckpt_path last" in error.splitlines()[-1]
+    assert "Traceback" not in error

@@ -23,7 +23,7 @@ from evodsp.reading import answers as download
 from evodsp.weights import by_name
 from evodsp.weights.by_name import fetch_weights, find_weights, need_weights, weights_folder
 from evodsp.weights.checkpoint import load_model
-from tests.builders.raw_server import Answer, Send, answer, raw_server
+from tests.builders.msa_server import Answer, Send, answer, raw_server
 
 FILES = ("params_model_1.npz", "params_model_2_ptm.npz", "LICENSE")
 

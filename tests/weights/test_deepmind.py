@@ -24,7 +24,7 @@ from evodsp.weights.deepmind import (
     write_npz,
 )
 from evodsp.weights.names import parameter_names
-from tests.builders.golden_model import CONFIG as GOLDEN
+from tests.builders.golden import CONFIG as GOLDEN
 from tests.builders.weights import SMALL, random_model, same
 from tests.shared import load
 

@@ -15,7 +15,7 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.model.structure_module import PairRows
 from evodsp.weights.deepmind import load_deepmind
 from evodsp.weights.openfold import export_openfold
-from tests.builders.golden_model import CONFIG
+from tests.builders.golden import CONFIG
 from tests.shared import load
 
 ROOT = "alphafold/alphafold_iteration"

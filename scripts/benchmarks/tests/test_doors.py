@@ -5,7 +5,7 @@ from __future__ import annotations
 from evodsp.errors import memory_size
 from evodsp.parallel.collectives import shard_slice
 from scripts.benchmarks.doors import counted, doors
-from tests.builders.budget import table
+from tests.builders.pages import table
 
 
 def test_files_are_those_of_the_last_call() -> None:

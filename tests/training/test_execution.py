@@ -1,4 +1,4 @@
-"""`cuda_graphs`: what a run refuses, and runs whose stacks are recorded compared with the same ones without."""
+"""How steps are executed: compiled blocks, recorded stacks, copies of parameters in half precision, where the host waits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,82 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
 
 from evodsp.cli import main
 from evodsp.config import FeatureConfig
 from evodsp.errors import UserError
 from evodsp.launch.watch import Watch
+from evodsp.model.alphafold import AlphaFold
 from evodsp.model.recordings import Rerun
 from evodsp.parallel.config import ParallelConfig
 from evodsp.training.checkpoints import LastCheckpoint
 from evodsp.training.checks import CheckedRun
 from evodsp.training.command import _callbacks
-from evodsp.training.config import DataConfig, RunConfig
+from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
 from evodsp.training.execution import RecordedStacks, check_graphs, obstacle_to_graphs
-from evodsp.training.gradients import BatchGradients
+from evodsp.training.gradients import BatchGradients, PlainGradients
 from evodsp.training.module import TrainingModule
+from tests.builders.labelled_batch import batch_of
+from tests.builders.small_model import CYCLES, SMALL, config, features
 from tests.builders.training import CommandPool
+from tests.builders.unchecked import both, refusal, waits
+from tests.ranks import in_a_fork
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize(
+    ("options", "quick"),
+    [
+        (("--model.evoformer.blocks=2", "--data.train.recycles=0"), True),
+        (("--model.evoformer.blocks=3",), False),
+        (("--model.evoformer.blocks=2", "--data.train.recycles=0", "--model.evoformer.checkpoint_projections=true"), True),
+        (("--model.evoformer.blocks=2", "--data.train.recycles=0",
+             "--model.freeze=[evoformer.blocks.1.pair_stack, extra_msa_stack]"), True),
+        (("--model.evoformer.blocks=3", "--trainer.precision", "bf16-mixed", "--model.evoformer.checkpoint", "true",
+             "--model.extra_msa.checkpoint", "true"), False),
+    ],
+)  # fmt: skip
+def test_a_compiled_run_is_the_run(chains: Path, tmp_path: Path, options: tuple[str, ...], quick: bool) -> None:
+    """Catches a graph for each block or step, changed numbers, and other names in checkpoints.
+
+    Several blocks of the Evoformer, one of the extra-MSA stack, recycling, dropout, the moving average. Each half of a block is
+    one graph in passes with gradients, and one in recycled passes without; three more are those of the check at the start.
+    `make test` runs the graphs as they are traced, without recycling and without that check, which has tests of its own.
+    """
+    plain, compiled, graphs = in_a_fork(both, chains, tmp_path, (*options, "--trainer.max_steps=3"), quick)
+    assert len(plain["loss"]) == 3
+    tolerance = 1e-2 if "bf16-mixed" in options else 1e-4
+    torch.testing.assert_close(compiled["loss"], plain["loss"], rtol=tolerance, atol=0)
+    assert compiled["names"] == plain["names"]
+    assert graphs <= (4 if quick else 8 + 3)
+
+
+@pytest.mark.verify
+@pytest.mark.parametrize("half", [False, True])
+def test_a_right_backend_compiles(half: bool) -> None:
+    """Catches a false alarm: rounding errors, and gradients that are nothing else."""
+    assert in_a_fork(refusal, "right", half) == ""
+
+
+@pytest.mark.verify_but("wrong_gradient*")
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("wrong_result", "a block's MSA stack: result 1 differs by 1.0e-01 of its size"),
+        ("wrong_gradient", "a block's MSA stack: the gradient of input 1 differs by 5.0e-01 of its size"),
+        ("broken", "OSError: no code"),
+    ],
+)
+def test_a_wrong_backend_is_refused(backend: str, said: str) -> None:
+    """Catches a run that trains on wrong numbers, as with torch 2.11: results were right, and gradients were not."""
+    message = in_a_fork(refusal, backend, False)
+    assert said in message
+    assert f"torch {torch.__version__}" in message
+    assert "set compile to none" in message
+    assert "\n" not in message
+
 
 RUN, DATA = RunConfig(cuda_graphs=True), DataConfig()
 
@@ -192,3 +253,69 @@ def test_a_recorded_run_on_two_ranks_is_the_run(
         found.append(torch.load(output / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"])
     usual, replayed = found
     assert all(torch.equal(x, replayed[name]) for name, x in usual.items())
+
+
+def labelled_sample() -> dict[str, Tensor]:
+    clusters, _, residues = SMALL
+    generator = torch.Generator().manual_seed(2)
+    batch = {
+        **features(1),
+        **batch_of(1, residues),
+        "true_msa": torch.randint(22, (1, CYCLES, clusters, residues), generator=generator),
+        "bert_mask": torch.ones(1, CYCLES, clusters, residues),
+        "sample_index": torch.zeros(1, dtype=torch.long),
+    }
+    return {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def test_copies_last_until_the_backward_pass_has_ended() -> None:
+    """Catches a recomputation in the backward pass that casts parameters one by one again, and copies that hide the parameters
+    when the optimizer has changed them or when the moving average takes their place."""
+    module = TrainingModule(TrainingConfig(**vars(config())))
+    module.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    module._gradients = PlainGradients(module.model.parameters(), None)
+    attention = module.model.evoformer.blocks[0].pair_stack.attention_starting.attention
+    layer = attention.output  # whose parameters an operator takes: it is never called
+    used: list[torch.dtype] = []
+    attention.register_forward_hook(lambda *_: used.append(layer.weight.dtype))
+    batch = labelled_sample()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        loss = module.training_step(batch, 0)
+    passes = len(used)
+    loss.backward()
+    module.on_after_backward()
+    assert len(used) == passes + 1  # recomputed
+    assert isinstance(layer.weight, nn.Parameter)
+    assert layer.weight.grad is not None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        module._evaluate(batch, "val")
+    assert isinstance(layer.weight, nn.Parameter)
+    assert set(used) == {torch.bfloat16}
+
+
+def test_a_model_that_is_scored_is_the_one_that_is_cast() -> None:
+    """Catches copies of the parameters of a new model, where validate and test put another one in its place."""
+    model = AlphaFold(config())
+    module = TrainingModule(TrainingConfig(**vars(config())), model=model)
+    assert module.model is model
+    layer = model.evoformer.blocks[0].pair_stack.attention_starting.attention.output
+    with torch.autocast("cpu", torch.bfloat16), module._casts:
+        assert layer.weight.dtype == torch.bfloat16
+
+
+KEYS = "_to_copy model/dropout.py"
+"""The copy of dropout's keys, from pinned memory on a GPU; a meta tensor's source is never pinned."""
+
+
+@pytest.mark.verify_but("1")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_waits_once(chains: Path, tmp_path: Path, ranks: int) -> None:
+    """Catches losses, a norm or a sample number read one by one, numbers that are copied to the device to be logged, a check of
+    a value on the device, and Lightning's question before each batch of several ranks whether one of them got SIGTERM.
+
+    The one wait is the copy of all losses and of the norm in `TrainingModule.on_before_optimizer_step`. Batches are compared
+    over the ranks before they are on the device, and are copied there asynchronously. So are the keys of dropout, once a pass.
+    """
+    (step,) = in_a_fork(waits, ranks, chains, tmp_path)
+    places = [wait.split(":")[0] for wait in step]
+    assert [place for place in places if place != KEYS] == ["_to_copy training/module.py"]

@@ -1,15 +1,27 @@
-"""From backward passes to what the optimizer takes, on one process and on several."""
+"""From backward passes to new weights: gradients on one process and on several, the learning rate, the moving average."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from evodsp.errors import UserError
 from evodsp.parallel.group import init_mesh
-from evodsp.training.gradients import BatchGradients, PlainGradients, SampleGradients
+from evodsp.training import command
+from evodsp.training.checkpoints import ExponentialMovingAverage, decay_at
+from evodsp.training.config import OptimizerConfig
+from evodsp.training.gradients import BatchGradients, PlainGradients, SampleGradients, learning_rate
+from tests.builders.training import CommandPool
 from tests.ranks import RankPool
 
 SAMPLES = 4
@@ -249,3 +261,222 @@ def test_buckets_sent_during_the_backward_pass_are_the_mean_of_the_batch(
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-12, atol=1e-15)
         uses_all = rank >= 2
         assert launched == ({"one each": 4, "two": 2, "one for all": 1}[size] if uses_all else 0)
+
+
+class Fails(Callback):
+    """Ends the run in the second step, on all ranks."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise UserError("planted")
+
+
+@contextmanager
+def _hooks_are_gone_afterwards() -> Iterator[None]:
+    built: list[command.Built] = []
+    seen: list[int] = []
+    build, hook = command.build, "register_post_accumulate_grad_hook"
+
+    def remember(*given: Any) -> command.Built:
+        built.append(build(*given))
+        parameter = type(next(built[0].module.parameters()))
+        register = getattr(parameter, hook)
+        patch = mock.patch.object(parameter, hook, lambda *of: (seen.append(1), register(*of))[1])
+        patch.start()
+        return built[0]
+
+    try:
+        with mock.patch.object(command, "build", remember):
+            yield
+    finally:
+        mock.patch.stopall()
+    assert seen, "no hook was ever there"
+    left = [name for name, parameter in built[0].module.named_parameters() if parameter._post_accumulate_grad_hooks]
+    assert not left, left
+
+
+@pytest.mark.verify
+def test_hooks_end_with_the_fit(commands: CommandPool, chains: Path, tmp_path: Path) -> None:
+    """Catches a second fit of the same module in which the hooks of the first one send buckets too, also where the first one
+    failed: Lightning then calls no `teardown` of the module."""
+    words = ("fit", f"--config={chains}/tiny.yaml", "--parallel.sequence=2", "--trainer.max_steps=2",
+             "--trainer.limit_val_batches=0", "--model.optimizer.clip=batch")  # fmt: skip
+    fails = "--trainer.callbacks=tests.training.test_optimization.Fails"
+    for code, options in ((0, []), (2, [fails])):
+        output = f"--output={tmp_path}/{code}"
+        outcomes = commands.evodsp(2, *words, *options, output, around=_hooks_are_gone_afterwards)
+        assert [outcome.code for outcome in outcomes] == [code, code], outcomes
+
+
+def rates(config: OptimizerConfig, steps: list[int], batch: int = 1, total: int = 100) -> list[float]:
+    """The learning rates of optimizer steps, in a run of `total` steps of `batch` samples."""
+    return [learning_rate(step * batch, batch, config, total * batch) for step in steps]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_warm_up_is_linear_and_its_first_step_learns(batch: int) -> None:
+    """A warm-up from exactly zero wastes a step; one off by a step never reaches the full rate."""
+    config = OptimizerConfig(lr=1e-3, warmup_samples=4 * batch)
+    assert rates(config, [0, 1, 2, 3, 4, 5], batch) == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+@pytest.mark.parametrize("batch", [1, 8, 128])
+def test_alphafolds_schedule_on_any_global_batch(batch: int) -> None:
+    """A schedule that counts steps, or batches of a rank: eight times as many data ranks would warm up eight times as long.
+    Supplement 1.11.3: 1e-3 after 128,000 samples, 0.95 of that from 6.4 million on."""
+    expected = {63_872: 0.5e-3, 128_000: 1e-3, 6_399_872: 1e-3, 6_400_000: 0.95e-3, 9_999_872: 0.95e-3}
+    for sample, rate in expected.items():
+        assert sample % batch == 0
+        [found] = rates(OptimizerConfig(), [sample // batch], batch)
+        assert found == pytest.approx(rate, rel=128 / 64_000)
+
+
+def test_the_constant_schedule_drops_once() -> None:
+    """A drop applied at every multiple of its sample, one step late, or one step early where a step goes across it."""
+    config = OptimizerConfig(lr=1.0, warmup_samples=0, drop_samples=10, drop_factor=0.95)
+    assert rates(config, [0, 9, 10, 20, 1000]) == pytest.approx([1, 1, 0.95, 0.95, 0.95])
+    assert rates(config, [0, 4, 5, 10], batch=2) == pytest.approx([1, 1, 0.95, 0.95])
+    assert rates(config, [1, 2, 3], batch=4) == pytest.approx([1, 1, 0.95]), "of the first step that begins after it"
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_cosine_goes_from_the_full_rate_to_the_final_one(batch: int) -> None:
+    """A cosine that ends above its floor, or rises again beyond its end."""
+    config = OptimizerConfig(lr=1.0, warmup_samples=10 * batch, schedule="cosine", final_lr=0.1)
+    first, middle, last, beyond = rates(config, [10, 60, 110, 500], batch, total=111)
+    assert first == 1.0
+    assert middle == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert last == beyond == pytest.approx(0.1)
+
+
+def test_no_warm_up_and_a_run_no_longer_than_the_warm_up_divide_by_nothing() -> None:
+    """Division by zero in degenerate configs."""
+    assert rates(OptimizerConfig(lr=1.0, warmup_samples=0), [0], total=1) == [1.0]
+    [rate] = rates(OptimizerConfig(lr=1.0, warmup_samples=5, schedule="cosine"), [5], total=5)
+    assert rate >= 0
+
+
+def test_a_negative_learning_rate_is_refused() -> None:
+    with pytest.raises(UserError, match="lr is -1"):
+        OptimizerConfig(lr=-1.0)
+
+
+class Toy(LightningModule):
+    """One layer of weights."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(float(width)))
+
+
+def following(module: Toy, decay: float) -> tuple[ExponentialMovingAverage, Mock]:
+    average, trainer = ExponentialMovingAverage(decay), Mock(spec=Trainer, global_step=0)
+    average.on_fit_start(trainer, module)
+    return average, trainer
+
+
+def checkpoint_of(average: ExponentialMovingAverage, module: Toy) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = {"state_dict": {k: v.clone() for k, v in module.state_dict().items()}}
+    average.on_save_checkpoint(Mock(spec=Trainer), module, checkpoint)
+    return {name: {k: v.clone() for k, v in weights.items()} for name, weights in checkpoint.items()}
+
+
+def test_the_average_follows_its_formula() -> None:
+    """average <- decay average + (1 - decay) weights with the two exchanged, or the warm-up's decay off by one."""
+    module = Toy(1)
+    nn.init.constant_(module.weight, 1.0)
+    average, trainer = following(module, 0.5)
+    expected = 1.0
+    for step, weight in enumerate((2.0, 3.0, -1.0), start=1):
+        nn.init.constant_(module.weight, weight)
+        trainer.global_step = step
+        average.on_train_batch_end(trainer, module)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * weight
+    assert checkpoint_of(average, module)["ema_state_dict"]["weight"].item() == pytest.approx(expected)
+
+
+def test_the_decay_becomes_af2s() -> None:
+    assert decay_at(1, 0.999) == pytest.approx(2 / 11)
+    assert decay_at(8989, 0.999) < 0.999
+    assert decay_at(8990, 0.999) == decay_at(10**6, 0.999) == 0.999
+
+
+class Grown(Toy):
+    """A layer with weights of a file, and one that is new."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.head = nn.Parameter(torch.zeros(1))
+
+
+def test_weights_of_a_file_are_kept_as_long_as_the_decay_says() -> None:
+    """A run that begins with trained weights loses them from its average in a few steps; a new head that never arrives there;
+    and either of them once the run is resumed."""
+    module, decay = Grown(), 0.999
+    nn.init.constant_(module.weight, 1.0)
+    average, trainer = ExponentialMovingAverage(decay), Mock(spec=Trainer, global_step=0)
+    average.begin_trained(["weight"])
+    average.on_fit_start(trainer, module)
+    nn.init.zeros_(module.weight)
+    nn.init.ones_(module.head)
+    for step in range(1, 101):
+        if step == 51:
+            checkpoint, state = checkpoint_of(average, module), average.state_dict()
+            average = ExponentialMovingAverage(decay)
+            average.on_load_checkpoint(trainer, module, checkpoint)
+            average.load_state_dict(state)
+            average.on_fit_start(trainer, module)
+        trainer.global_step = step
+        average.on_train_batch_end(trainer, module)
+    found = checkpoint_of(average, module)["ema_state_dict"]
+    assert found["weight"].item() == pytest.approx(decay**100, rel=1e-5)  # 0.905; with the rising decay 2e-7
+    left = math.prod((1 + step) / (10 + step) for step in range(1, 101))
+    assert found["head"].item() == pytest.approx(1 - left, abs=1e-6)
+
+
+def test_accumulated_batches_are_one_update() -> None:
+    """Averaging once per batch instead of once per optimizer step changes the decay."""
+    module = Toy(1)
+    average, trainer = following(module, 0.9)
+    trainer.global_step = 1
+    nn.init.constant_(module.weight, 5.0)
+    average.on_train_batch_end(trainer, module)
+    once = checkpoint_of(average, module)["ema_state_dict"]["weight"].clone()
+    average.on_train_batch_end(trainer, module)
+    assert torch.equal(checkpoint_of(average, module)["ema_state_dict"]["weight"], once)
+
+
+def test_validation_sees_the_average_and_leaves_the_weights_as_they_were() -> None:
+    """Training going on from the average, or a checkpoint written in validation with the two exchanged."""
+    module = Toy()
+    average, trainer = following(module, 0.9)
+    start = module.weight.detach().clone()
+    nn.init.constant_(module.weight, 5.0)
+    average.on_validation_start(trainer, module)
+    assert torch.equal(module.weight, start)
+    during = checkpoint_of(average, module)
+    average.on_validation_end(trainer, module)
+    assert (module.weight == 5).all()
+    after = checkpoint_of(average, module)
+    for name in ("state_dict", "ema_state_dict"):
+        assert torch.equal(during[name]["weight"], after[name]["weight"])
+    assert torch.equal(after["ema_state_dict"]["weight"], start)
+
+
+def test_a_resumed_average_goes_on() -> None:
+    """A resume that starts the average anew at the raw weights."""
+    module = Toy()
+    average, trainer = following(module, 0.9)
+    nn.init.constant_(module.weight, 5.0)
+    checkpoint, state = checkpoint_of(average, module), average.state_dict()
+    other = ExponentialMovingAverage(0.9)
+    other.on_load_checkpoint(trainer, module, checkpoint)
+    other.load_state_dict(state)
+    other.on_fit_start(trainer, module)
+    assert torch.equal(checkpoint_of(other, module)["ema_state_dict"]["weight"], checkpoint["ema_state_dict"]["weight"])
+
+
+def test_a_decay_of_one_is_refused() -> None:
+    with pytest.raises(UserError, match="ema_decay"):
+        ExponentialMovingAverage(1.0)

@@ -1,13 +1,17 @@
-"""Trains a small model on the meta device, as one process or as rank 0 of two, and says where the host waits.
+"""What tests of training run in a process of its own, without the checks of shapes, which torch cannot trace.
 
-The meta device has shapes and no numbers, so it runs everything that a GPU would, and nothing that reads a value.
+Blocks are compiled, and a step runs on the meta device, which has shapes and no numbers: it does everything that a GPU would,
+and nothing that reads a value.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,22 +20,117 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import Adam, Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from evodsp.cli import main
 from evodsp.config import HeadsConfig, ModelConfig
+from evodsp.errors import UserError
+from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.config import ParallelConfig
 from evodsp.parallel.group import Group
+from evodsp.report.runs import read_curve
+from evodsp.training import command, execution
 from evodsp.training.chains import ChainDataModule, find_chains
 from evodsp.training.checkpoints import ExponentialMovingAverage
 from evodsp.training.config import DataConfig, TrainingConfig
+from evodsp.training.execution import CompiledBlocks
 from evodsp.training.logs import CurveLogger, Throughput, TrainingProgress, Utilisation
 from evodsp.training.module import TrainingModule
 from evodsp.training.run_end import StopRequest
 from evodsp.training.trainer import DSPStrategy
 from evodsp.training.world import MeshWorld, World
 from tests.builders.host_waits import HostWaits
+from tests.builders.kept_parsers import kept_parsers
 from tests.builders.labelled_batch import WEIGHTS
+
+
+def right(graph: torch.fx.GraphModule, examples: Any) -> Any:
+    return graph.forward
+
+
+def wrong_result(graph: torch.fx.GraphModule, examples: Any) -> Any:
+    return lambda *arguments: [1.1 * x for x in graph(*arguments)]
+
+
+def wrong_gradient(graph: torch.fx.GraphModule, examples: Any) -> Any:
+    """Results are right, and so are their shapes."""
+
+    def half(x: Tensor) -> Tensor:
+        return x.detach() + 0.5 * (x - x.detach())
+
+    return lambda *arguments: [half(x) for x in graph(*arguments)]
+
+
+def broken(graph: torch.fx.GraphModule, examples: Any) -> Any:
+    raise OSError("no code\nfor you")
+
+
+class _Module(nn.Module):
+    """What the callback needs of a TrainingModule."""
+
+    device, world = torch.device("cpu"), SimpleNamespace(group=None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = AlphaFold(ModelConfig.preset("test"))
+
+
+def refusal(backend: str, half: bool) -> str:
+    """What the callback says with one of these backends; '' if it compiles the blocks. `half`: with autocast to bf16.
+
+    Raises AssertionError if random numbers of the run are used up.
+    """
+    torch.set_num_threads(1)
+    module: Any = _Module()
+    plugin = SimpleNamespace(forward_context=lambda: torch.autocast("cpu", torch.bfloat16) if half else nullcontext())
+    state = torch.get_rng_state()
+    callback = CompiledBlocks(backend=globals()[backend])
+    try:
+        callback.on_fit_start(SimpleNamespace(precision_plugin=plugin), module)
+    except UserError as error:
+        return str(error)
+    finally:
+        assert torch.equal(torch.get_rng_state(), state)
+    return ""
+
+
+def losses_and_names(chains: Path, output: Path, *options: str) -> dict[str, Any]:
+    """The losses of a run, and the names in its checkpoint."""
+    words = ["fit", "--config", str(chains / "tiny.yaml"), "--output", str(output), *options]
+    assert main([*words, "--trainer.enable_progress_bar", "false"]) == 0
+    curve = read_curve(output / "curve.csv")
+    checkpoint = torch.load(output / "checkpoints" / "last.ckpt", weights_only=True)
+    return {
+        "loss": [float(step["train/loss"]) for step in curve.values() if "train/loss" in step],
+        "names": sorted(checkpoint["state_dict"]),
+    }
+
+
+def both(
+    chains: Path, folder: Path, options: tuple[str, ...], quick: bool
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What `run` finds uncompiled and compiled, and the number of graphs of the compiled run. `quick`: graphs run as they are
+    traced, and small blocks are not compared at the start."""
+    graphs = [0]
+
+    def unasked(*_: Any) -> str:
+        return ""
+
+    def counted(graph: torch.fx.GraphModule, examples: Any) -> Any:
+        graphs[0] += 1
+        return graph.forward if quick else aot_eager(graph, examples)
+
+    with kept_parsers():
+        with (
+            mock.patch.object(command, "CompiledBlocks", functools.partial(CompiledBlocks, backend=counted)),
+            mock.patch.object(execution, "problem_of_compiling", unasked if quick else execution.problem_of_compiling),
+        ):
+            compiled = losses_and_names(chains, folder / "compiled", "--compile", "blocks", *options)
+        return losses_and_names(chains, folder / "plain", *options), compiled, graphs[0]
+
 
 META = torch.device("meta")
 STEPS = 3

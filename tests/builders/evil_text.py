@@ -1,5 +1,0 @@
-"""A text that would act on a terminal, and how it is shown."""
-
-EVIL = "a\x1b[31m\x1b]0;owned\x07\r\x08\0\x7f\x9b\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069\ufeff\ud800\udcff"
-SHOWN = r"a\x1b[31m\x1b]0;owned\x07\r\x08\x00\x7f\x9b\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202e\u2066\u2069\ufeff"
-SHOWN += r"\ud800\udcff"
