@@ -3,7 +3,7 @@
     python -m scripts.benchmarks.gpu [--output DIR] [--minutes 9] [--only PART ...] [--cases TEXT ...]
         [--backends triton ...] [--memory-gib 79] [--cpu] [--dry-run]
 
-Each part (`gpu_parts.py`) runs in a process of its own, which is ended when the part's time is over: a kernel that hangs or
+Each part (`PARTS`) runs in a process of its own, which is ended when the part's time is over: a kernel that hangs or
 that spoils the GPU's context costs its part only, and what was measured before it is kept. A part that needs less time leaves
 the rest to those after it. DIR gets gpu.csv, a line a number, and gpu.md, the same as tables; both are written anew every five
 seconds.
@@ -12,7 +12,6 @@ seconds.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import datetime
 import importlib.metadata
@@ -33,13 +32,31 @@ from typing import Any
 import torch
 
 from evodsp.errors import UserError
-from evodsp.files import check_output_folder, output_errors, whole_file, write_text
+from evodsp.files import check_output_folder, output_errors, write_text
 from evodsp.model.kernels import BACKENDS
 
+from . import gpu_anchors, gpu_peers
+from .gpu_blocks import blocks, machine, operators, profile
 from .gpu_cases import FULL, TINY
-from .gpu_parts import PARTS
-from .gpu_report import report
+from .gpu_model import longest, whole_model
+from .gpu_operators import checks
 from .gpu_rows import Part, Row, Setup, cleaned, out_of_memory
+from .tables import write_csv
+
+PARTS = (
+    Part("machine", "The machine, and the speeds that it reaches", 15, machine),
+    Part("checks", "Operators against their formulas", 90, checks, processes=14),
+    Part("blocks", "One block, forward and backward", 60, blocks),
+    Part("profile", "Where a block's time goes", 20, profile),
+    Part("model", "The whole model", 120, whole_model),
+    Part("peers", "Blocks beside other programs'", 60, gpu_peers.cases),
+    Part("anchors", "Operators at published sizes", 60, gpu_anchors.cases),
+    Part("operators", "Operators against the roofline", 60, operators),
+    Part("longest", "The longest protein", 80, longest),
+    Part("compiled", "Blocks of formulas, compiled by torch", 120, gpu_peers.compiled_cases),
+)
+"""The parts, in the order in which they run: what answers most comes first. A case measures one thing by itself. If it fails,
+or there is no time for it, the others go on."""
 
 HERE = Path(__file__).resolve().parent
 FAILED, LEFT_OUT, OUT_OF_MEMORY = "failed", "left out", "out of memory"
@@ -189,17 +206,82 @@ def _commit() -> str:
 def write(output: Path, rows: Sequence[Row], parts: Sequence[Part], words: Sequence[str]) -> None:
     """gpu.csv and gpu.md, of what was measured so far."""
     facts = about(rows, words)
-    columns = ["part", "case", "backend", "precision", "of", "quantity", "value", "unit", "note", *facts]
-    with (
-        whole_file(output / "gpu.csv") as partial,
-        partial.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            value = "" if row.value is None else f"{row.value:.6g}"
-            writer.writerow(dataclasses.asdict(row) | {"value": value} | facts)
+    columns = ["part", "case", "backend", "precision", "of", "quantity", "value", "unit", "note"]
+    numbers = [dataclasses.asdict(row) | {"value": "" if row.value is None else f"{row.value:.6g}"} for row in rows]
+    write_csv(output / "gpu.csv", [{name: row[name] for name in columns} | facts for row in numbers])
     write_text(output / "gpu.md", "\n".join(report(rows, parts, facts)) + "\n")
+
+
+# ---- The tables of gpu.md ----
+
+_MOST_KERNELS = 16
+"""Kernels of a stage that the report lists; gpu.csv has them all."""
+
+
+def report(rows: Sequence[Row], parts: Sequence[Part], facts: dict[str, str]) -> list[str]:
+    """The lines of gpu.md: a table a part."""
+    lines = ["# Measured on one GPU", "", *(f"- {name}: {value}" for name, value in facts.items())]
+    for part in parts:
+        own = [row for row in rows if row.part == part.name]
+        if own:
+            table = {"checks": _worst, "profile": _kernels}.get(part.name, _by_case)
+            lines += ["", f"## {part.title}", "", *table(own)]
+    return lines
+
+
+def _table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
+    rows = [list(heads), ["---"] * len(heads), *([cell.replace("|", "/") for cell in row] for row in body)]
+    return ["|" + "|".join(row) + "|" for row in rows]
+
+
+def _value(row: Row) -> str:
+    return (row.note or "yes") if row.value is None else f"{row.value:.4g}"
+
+
+def _head(row: Row) -> str:
+    return f"{row.quantity}, {row.unit}" if row.unit else row.quantity
+
+
+def _by_case(rows: Sequence[Row]) -> list[str]:
+    """A line a case, a column a quantity."""
+    quantities = list(dict.fromkeys(_head(row) for row in rows))
+    cases: dict[tuple[str, str, str], dict[str, str]] = {}
+    for row in rows:
+        name = f"{row.case}: {row.of}" if row.of else row.case
+        cases.setdefault((name, row.backend, row.precision), {})[_head(row)] = _value(row)
+    body = [[*key, *(cells.get(quantity, "") for quantity in quantities)] for key, cells in cases.items()]
+    return _table(["case", "backend", "precision", *quantities], body)
+
+
+def _worst(rows: Sequence[Row]) -> list[str]:
+    """The lines of each operator's worst error over all sizes, of what failed, and of what is absent."""
+    errors: dict[tuple[str, str], dict[str, float]] = {}
+    passed = 0
+    others = []
+    for row in rows:
+        if row.quantity == "error" and row.value is not None:
+            cells = errors.setdefault((row.case.rpartition(": ")[2], row.backend), {})
+            cells[row.precision] = max(row.value, cells.get(row.precision, 0.0))
+        elif row.quantity == "self-check":
+            passed += 1
+        else:
+            others.append([row.case, row.backend, row.precision, row.quantity, _value(row)])
+    precisions = sorted({row.precision for row in rows if row.quantity == "error"})
+    body = [[*key, *(f"{cells[p]:.1e}" if p in cells else "" for p in precisions)] for key, cells in errors.items()]
+    lines = _table(["operator", "backend", *(f"worst error, {p}" for p in precisions)], body)
+    lines += ["", f"{passed} self-checks passed."]
+    return lines + (["", *_table(["case", "backend", "precision", "what", "why"], others)] if others else [])
+
+
+def _kernels(rows: Sequence[Row]) -> list[str]:
+    """The kernels that take longest, of each case and stage."""
+    body, listed = [], dict[tuple[str, str], int]()
+    for row in rows:
+        key = (row.case, row.quantity)
+        listed[key] = listed.get(key, -1) + (row.of != "" or row.value is None)
+        if listed[key] <= _MOST_KERNELS:
+            body.append([row.case, row.quantity, row.of[:60], _value(row), row.note if row.value is not None else ""])
+    return _table(["case", "stage", "kernel", "us", "of it"], body)
 
 
 def main(words: Sequence[str] | None = None) -> int:

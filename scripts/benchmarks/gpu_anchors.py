@@ -1,10 +1,8 @@
-"""Operators at the shapes, in the precision and with the clock of published figures, so that one table can hold both.
+"""Operators at the shapes and in the precision of published figures, beside other programs'.
 
 Triangle attention's core and the whole triangle multiplication as in the quickstart of LambdaLabsML's TurboPairFormer: batch 1,
-bf16, 10 runs after 3 that do not count, timed together by the host's clock, which waits for the GPU at the end; the loss is the
-mean of squares; the memory is the allocator's peak, inputs and the last run's graph included. In the same way MSA row attention
-with its bias, column attention, and global column attention, for which nobody has published any. Beside them stand the times of
-`gpu_clock`, by the GPU's own clock.
+bf16. And MSA row attention with its bias, column attention, and global column attention, for which nobody has published any.
+Times are those of `gpu_clock`, by the GPU's own clock; memory is the allocator's peak, above the inputs.
 
 evodsp's attention also applies its gate, which it reads with queries, keys and values, and reads a mask; the others compute the
 core alone. Its triangle multiplication has biases and a mask, as AlphaFold2's, and here everybody's has.
@@ -16,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,13 +35,11 @@ from evodsp.weights.command import randomise
 from . import gpu_clock
 from .gpu_cases import autocast
 from .gpu_clock import Step
-from .gpu_peer_operators import cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
-from .gpu_peers import FORMULAS
+from .gpu_peers import FORMULAS, cueq_absent, cueq_triangle_attention, cueq_triangle_multiplication, relative, sdpa
 from .gpu_rows import Case, Measured, Setup, operators_of
 
 HALF = torch.bfloat16
-GIB = 2**30
-RUNS, WARM_UP = 10, 3
+RUNS = 10
 LIMIT = 0.1
 """Error, relative to the largest number, above which nothing is timed: bf16 makes one of about 0.01."""
 _CHECKED = 1 << 27
@@ -57,8 +52,6 @@ class Sizes:
 
     triangle: tuple[int, ...]
     """N of triangle attention and triangle multiplication."""
-    stock: int
-    """N up to which the formula is measured, too: its memory and time grow with the third power."""
     heads: tuple[int, int]
     """Heads and width of triangle attention."""
     channels: int
@@ -72,9 +65,9 @@ class Sizes:
 
 
 FULL = Sizes(
-    (256, 512, 1024, 128, 768), 512, (4, 32), 128, ((128, 256), (512, 384)), (8, 32), ((1024, 256), (5120, 384)), (8, 8)
+    (256, 512, 1024, 128, 768), (4, 32), 128, ((128, 256), (512, 384)), (8, 32), ((1024, 256), (5120, 384)), (8, 8)
 )
-TINY = Sizes((6, 7), 6, (2, 8), 32, ((3, 5),), (2, 8), ((4, 5),), (2, 8))
+TINY = Sizes((6, 7), (2, 8), 32, ((3, 5),), (2, 8), ((4, 5),), (2, 8))
 
 
 @dataclass(frozen=True)
@@ -121,47 +114,18 @@ def _random(like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
 
 
-def published_clock(contender: Contender, device: torch.device, backward: bool) -> tuple[float, float]:
-    """Milliseconds of a run and GiB of memory at most, as the published figures were measured (see the module's docstring).
-
-    Each run's graph lives until the next one's result is there. Without a GPU the memory is 0.
-    """
-    cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    start = 0.0
-    for number in range(WARM_UP + RUNS):
-        if number == WARM_UP:
-            if cuda:
-                torch.cuda.synchronize(device)
-            start = time.perf_counter()
-        result = contender.function(*contender.leaves)
-        if backward:
-            result.float().square().mean().backward()
-    if cuda:
-        torch.cuda.synchronize(device)
-    milliseconds = 1000 * (time.perf_counter() - start) / RUNS
-    for leaf in contender.leaves:
-        leaf.grad = None
-    return milliseconds, (torch.cuda.max_memory_allocated(device) / GIB if cuda else 0.0)
-
-
 def measure(make: Callable[[], Contender], device: torch.device, seconds: float) -> Iterator[Measured]:
-    """The error; time and memory as published; and time by `gpu_clock`. Nothing but the error of what is wrong."""
+    """The error, memory and times. Nothing but the error of what is wrong."""
     contender = make()
     if contender.checked:
         error = contender.error()
         yield Measured("error", error, "", "of the result and all gradients, from float32")
         if not error <= LIMIT:
             raise ValueError(f"its error of {error:.3g} is more than {LIMIT}")
-    for name, backward in (("forward", False), ("forward and backward", True)):
-        milliseconds, memory = published_clock(contender, device, backward)
-        yield Measured(f"{name}, as published", milliseconds, "ms", contender.note)
-        if device.type == "cuda":
-            yield Measured(f"memory of {name}, as published", memory, "GiB")
     step = contender.step()
+    yield Measured("peak memory", gpu_clock.memory(step, device).peak, "MiB")
     for stage, times in gpu_clock.timed(step, device, seconds, RUNS).items():
-        yield Measured(stage, 1000 * median(times), "ms")
+        yield Measured(stage, 1000 * median(times), "ms", contender.note)
     for stage, kernels in gpu_clock.kernels(step, device).items():
         yield Measured(f"busy {stage}", 1000 * sum(kernel.seconds for kernel in kernels), "ms")
 
@@ -207,7 +171,7 @@ def attention_contender(
             checked,
             "gate and mask included",
         )
-    function = {"cuequivariance": cueq_triangle_attention, "sdpa": sdpa, "stock torch": attention}[backend]
+    function = {"cuequivariance": cueq_triangle_attention, "sdpa": sdpa}[backend]
     leaves = [*(normal(1, rows, heads[0], length, heads[1]) for _ in range(3)), *bias]
     return Contender(backend, function, leaves, attention, checked)
 
@@ -242,8 +206,7 @@ def global_contender(
     leaves = [torch.randn(s, generator=generator, device=device).to(HALF).requires_grad_() for s in shapes]
     checked = sequences * columns * heads[0] <= _CHECKED
     if backend in _PEERS:
-        function = {"sdpa": global_by_sdpa, "stock torch": global_attention}[backend]
-        return Contender(backend, function, leaves, global_attention, checked)
+        return Contender(backend, global_by_sdpa, leaves, global_attention, checked)
     keys = torch.ones(1, sequences, columns, device=device)
     operators = importlib.import_module(f"evodsp.model.kernels.{backend}")
     return Contender(
@@ -306,20 +269,13 @@ def multiplication_contender(backend: str, residues: int, channels: int, device:
     if backend.startswith("cuequivariance"):
         precision = "bfloat16" if backend.endswith("bfloat16") else None
         return Contender(backend, partial(theirs, precision), leaves, exact, checked)
-    use_kernels(layer, _operators(backend))
+    use_kernels(layer, Kernels(**operators_of(backend)))
     return Contender(backend, own, leaves, exact, checked)
-
-
-def _operators(backend: str) -> Kernels:
-    """Every operator of a backend; those that it does not have are the usual ones."""
-    if backend == "stock torch":
-        return FORMULAS
-    return Kernels(**operators_of(backend))
 
 
 # ---- Cases ----
 
-_PEERS = ("cuequivariance", "sdpa", "stock torch")
+_PEERS = ("cuequivariance", "sdpa")
 
 
 def cases(setup: Setup) -> Iterator[Case]:
@@ -338,20 +294,18 @@ def cases(setup: Setup) -> Iterator[Case]:
         return Case(name, backend, "bf16", partial(measure, made, device, _SECONDS))
 
     for n in sizes.triangle:
-        stock = ["stock torch"] if n <= sizes.stock else []
-        for backend in (own, *cueq, "sdpa", *stock):
+        for backend in (own, *cueq, "sdpa"):
             yield case(f"triangle attention core {n}", backend, attention_contender, n, n, sizes.heads, True)
     for n in sizes.triangle:
-        stock = ["stock torch"] if n <= sizes.stock else []
-        for backend in (own, *cueq, *(f"{name}, bfloat16" for name in cueq), *stock):
+        for backend in (own, *cueq, *(f"{name}, bfloat16" for name in cueq)):
             yield case(f"triangle multiplication {n}", backend, multiplication_contender, n, sizes.channels)
     for s, r in sizes.msa:
-        for backend in (own, *cueq, "sdpa", "stock torch"):
+        for backend in (own, *cueq, "sdpa"):
             yield case(f"MSA row attention {s} x {r}", backend, attention_contender, s, r, sizes.msa_heads, True)
-        for backend in (own, "sdpa", "stock torch"):
+        for backend in (own, "sdpa"):
             yield case(f"MSA column attention {s} x {r}", backend, attention_contender, r, s, sizes.msa_heads, False)
     for s, r in sizes.extra:
-        for backend in (own, "sdpa", "stock torch"):
+        for backend in (own, "sdpa"):
             yield case(f"global attention {s} x {r}", backend, global_contender, s, r, sizes.extra_heads)
 
 

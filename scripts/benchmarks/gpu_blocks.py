@@ -13,8 +13,8 @@ import torch
 from evodsp.model.kernels.operators import Operator
 
 from . import gpu_cases, gpu_clock, gpu_operators
-from .gpu_checks import block_calls
 from .gpu_clock import MIB, Step
+from .gpu_operators import block_calls
 from .gpu_rows import HALF, SINGLE, Case, Measured, Setup, chosen, measured, operators_of, precision_name, timed
 
 # ---- The machine ----

@@ -162,58 +162,10 @@ def part(settings: Mapping[str, Any]) -> Part:
         settings,
         ("counting.py", "one_rank.py"),
         measure,
-        report,
-        steps=len(cases),
-        seconds=0.4 * len(cases),
-        wrong=wrong,
+        wrong,
     )
 
 
 def wrong(tables: Tables) -> list[str]:
     """Where a count differs from the paper."""
     return [str(row["differs"]) for row in tables["volumes"] if row["differs"]]
-
-
-def why(refusal: str) -> str:
-    """What stops a method, in a few words, from its error message."""
-    return refusal.partition(": ")[2].partition(", but")[0]
-
-
-def report(tables: Tables) -> str:
-    """All volumes as text, with the paper's beside them. Sizes whose volumes are equal share a table."""
-    sizes: dict[tuple[Any, ...], list[Row]] = {}
-    for row in tables["volumes"]:
-        sizes.setdefault((row["model"], row["tokens"], row["m_numbers"]), []).append(row)
-    headings: dict[str, list[str]] = {}
-    for (model, tokens, m), rows in sizes.items():
-        headings.setdefault("\n".join(map(_line, rows)), []).append(f"{model}, {tokens} tokens, M = {m} numbers")
-    lines = [EXPLANATION]
-    for table, titles in headings.items():
-        lines += ["", *titles, HEADER, table]
-    return "\n".join([*lines, "", *(wrong(tables) or [OK])]) + "\n"
-
-
-HEADER = (
-    f"{'ranks':>5}  {'method':12}{'calls':>6}{'forward':>9}{'paper':>7}{'backward':>10}{'recompute':>11}"
-    f"{'training':>10}{'sent fwd':>10}{'sent training':>15}"
-)
-OK = "ok: every volume equals tables 3 and 8, every number of collectives table 9"
-
-
-def _line(row: Row) -> str:
-    start = f"{row['ranks']:>5}  {row['method']:12}"
-    if row["refused"]:
-        return f"{start}{'x':>6}  {why(row['refused'])}"
-    return (
-        f"{start}{row['forward_calls']:>6}{row['forward_m']:>9}{row['paper_forward_m']:>7}{row['backward_m']:>10}"
-        f"{row['recompute_m']:>11}{row['training_m']:>10}{row['sent_forward_m']:>10}{row['sent_training_m']:>15}"
-    )
-
-
-EXPLANATION = f"""\
-What one layer (two blocks) communicates per rank, in units of M, the numbers in the sequence tensor [B, T, S, C].
-calls: collectives of the forward pass. forward: its volume, counted by the ledger; paper: table 3. An all-reduce counts 2 M,
-an all-gather and a reduce-scatter M, an all-to-all M/N (table 8), a ring M; the part that a rank keeps is included.
-backward, recompute: likewise; activation checkpointing computes each block again. training: bytes of all three phases, in
-units of {BYTES} M; the ring's gradients travel in fp32, the rest in bf16. sent: the same without what a rank keeps, from the
-operators that PyTorch dispatched: (N - 1)/N of the count, but all N hops of the ring's gradients."""

@@ -16,7 +16,7 @@ import torch
 from evodsp.errors import UserError
 from scripts.benchmarks.peak_memory import PeakMemory
 
-from .counting import CLAIMS, why
+from .counting import CLAIMS
 from .experiments import Case, cases
 from .gloo_ranks import Groups as RankGroups
 from .gloo_ranks import on_ranks
@@ -194,18 +194,12 @@ def part(settings: Mapping[str, Any]) -> Part:
             "memory_measured": measured_rows(settings, tick),
         }
 
-    on_real = 2 * len(settings["measured"]["ranks"]) * len(CLAIMS)
-    on_fake = len(weak_cases(settings)) + len(CLAIMS) * len(settings["layer"]["ranks"])
-    smallest = len(smallest_cases(settings))
     return Part(
         "memory",
         settings,
         ("memory.py", "one_rank.py", "gloo_ranks.py", "experiments/table4.yaml", "experiments/table7.yaml"),
         measure,
-        report,
-        steps=on_fake + smallest + on_real,
-        seconds=1.5 * on_fake + 5 * smallest + 0.5 * on_real + 8,
-        wrong=wrong,
+        wrong,
     )
 
 
@@ -218,59 +212,3 @@ def wrong(tables: Tables) -> list[str]:
             if abs(measured - counted) > row["m_bytes"]:
                 found.append(f"{row['method']} on {row['ranks']} ranks: {measured} bytes {what}, {counted} counted")
     return found
-
-
-def report(tables: Tables) -> str:
-    """All tables as text."""
-    lines = [EXPLANATION]
-    weak = "  ".join(f"{name:>9}" for name in ("saved", "peak", "states", "sum"))
-    lines += ["", "The sizes of table 7 (figure 9), activations recomputed, GiB per rank"]
-    lines.append(f"{'model':6}{'ranks':>5}{'batch':>6}{'time':>6}  {'method':12}{weak}")
-    for row in tables["memory_weak"]:
-        start = f"{row['model']:6}{row['ranks']:>5}{row['batch']:>6}{row['time']:>6}  {row['method']:12}"
-        if row["refused"]:
-            lines.append(f"{start}{'x':>9}  {why(row['refused'])}")
-            continue
-        numbers = row["saved_bytes"], row["peak_bytes"], row["states_bytes"], row["peak_bytes"] + row["states_bytes"]
-        lines.append(start + "  ".join(f"{number / GIB:9.2f}" for number in numbers))
-    lines += [
-        "",
-        "Smallest group that fits into an H100 (table 4), activations recomputed, ZeRO-2 over 128 ranks, GiB per rank",
-    ]
-    lines.append(f"{'model':6}{'tokens':>9}  {'method':12}{'paper':>6}{'ranks':>6}{'needed':>9}{'with half':>11}")
-    for row in tables["memory_smallest"]:
-        fewer = f"{row['too_few_bytes'] / GIB:11.1f}" if row["too_few_bytes"] else ""
-        start = f"{row['model']:6}{row['tokens']:>9}  {row['method']:12}{row['paper_ranks']:>6}"
-        if isinstance(row["ranks"], str):
-            lines.append(f"{start}{'x':>6}{'':9}{fewer}")
-        else:
-            lines.append(f"{start}{row['ranks']:>6}{row['bytes'] / GIB:9.1f}{fewer}")
-    lines += [
-        "",
-        "What one layer keeps for the backward pass, nothing recomputed, in sequence tensors M; in brackets times N",
-    ]
-    layer: dict[str, dict[int, float]] = {}
-    for row in tables["memory_layer"]:
-        layer.setdefault(row["method"], {})[row["ranks"]] = row["saved_m"]
-    lines.append(f"{'ranks':12}" + "".join(f"{n:>16}" for n in next(iter(layer.values()))))
-    for method, of in layer.items():
-        lines.append(f"{method:12}" + "".join(f"{m:8.2f} ({m * n:5.1f})" for n, m in of.items()))
-    lines += ["", "Real tensors on gloo ranks, small model, fp32, MiB per rank: measured (counted without ranks)"]
-    lines.append(f"{'ranks':>5}  {'method':12}{'recomputed':>11}{'saved':>18}{'peak':>18}")
-    for row in tables["memory_measured"]:
-        cells = [
-            f"{row[f'measured_{what}_bytes'] / 2**20:8.2f} ({row[f'counted_{what}_bytes'] / 2**20:7.2f})"
-            for what in ("saved", "peak")
-        ]
-        lines.append(
-            f"{row['ranks']:>5}  {row['method']:12}{'yes' if row['recomputed'] else 'no':>11}" + "".join(cells)
-        )
-    return "\n".join([*lines, "", *(wrong(tables) or ["ok: real tensors are as many as were counted"])]) + "\n"
-
-
-EXPLANATION = f"""\
-What the first rank holds. saved: activations alive between the forward and the backward pass; peak: activations and their
-gradients at once; both count every tensor once, from its creation to its release, and neither an allocator's cache nor
-gaps. The first rank never holds less than another. The tokens at the model's two ends are whole on every rank.
-states (modelled): {WEIGHTS} bytes of weights per parameter, {GRADIENTS} of gradients and {STATES} of optimizer; ZeRO-2 spreads
-these two over all ranks, except for the tensor parallel methods, which hold 1/N of the blocks' parameters."""

@@ -79,9 +79,6 @@ def part(settings: Mapping[str, Any]) -> Part:
             f"{settings['device']}.yaml",
         ),
         measure,
-        report,
-        steps=len(bars),
-        seconds=3.5 * len(bars),
     )
 
 
@@ -177,41 +174,3 @@ def speedup(rows: Any, other: str, **where: Any) -> list[float]:
             size = row["model"], row["place"], row["time"], row["ranks"], row["batch"]
             found.setdefault(size, {})[row["method"]] = float(row["milliseconds"])
     return [times[other] / times["dsp"] for times in found.values() if other in times and "dsp" in times]
-
-
-def report(tables: Tables) -> str:
-    """All bars as text."""
-    lines = [
-        EXPLANATION,
-        "",
-        f"{'':8}{'model':6}{'time':>5}{'batch':>6}{'ranks':>6}{'mesh':>7}  {'method':18}{'ms':>10}{'TFLOP/s a GPU':>15}"
-        f"{'exposed':>9}{'GiB':>7}",
-    ]
-    for row in tables["modelled"]:
-        start = (
-            f"{row['table']:8}{row['model']:6}{row['time']:>5}{row['batch']:>6}{row['ranks']:>6}"
-            f"{row['sequence']:>4} x{row['data']:>2}  {method_named(row['method']).title:18}"
-        )
-        if row["status"] == "x":
-            lines.append(f"{start}{'x':>10}  {row['reason']}")
-            continue
-        lines.append(
-            f"{start}{row['milliseconds']:>10}{row['tflops_per_gpu']:>15}{float(row['exposed_share']):>9.0%}{row['gib']:>7}"
-        )
-    lines += [
-        "",
-        "Collectives of one layer's forward pass, 8M tokens (table 9), ms; GB/s: what the paper's time would mean",
-    ]
-    lines.append(f"{'model':6}{'ranks':>6}  {'method':18}{'ms':>10}{'counted GB':>12}{'paper, ms':>11}{'GB/s':>8}")
-    for row in tables["modelled_alone"]:
-        lines.append(
-            f"{row['model']:6}{row['ranks']:>6}  {method_named(row['method']).title:18}{row['milliseconds']:>10}"
-            f"{row['counted_gb']:>12}{row['paper_ms']:>11}{row['paper_gbps']:>8}"
-        )
-    return "\n".join(lines) + "\n"
-
-
-EXPLANATION = """\
-CALCULATED, not measured: one rank's operators and collectives in their order, with times from the planner's files of an H100,
-NVLink 4 and InfiniBand NDR. ms: a training step, or an inference (figure8). exposed: the share of the step in which the device
-stands still for collectives. x: out of memory (78 GiB), or a number of heads or time steps that the ranks do not divide."""

@@ -1,4 +1,4 @@
-"""A part of the reproduction: what it measures, with which settings, and how its tables read."""
+"""A part of the reproduction: what it measures, and with which settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 Tables = Mapping[str, Sequence[Row]]
 """Tables by name; each becomes a CSV file of this name."""
 Tick = Callable[[str], None]
-"""Called with what is measured next, `Part.steps` times."""
+"""Called with what is measured next."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,6 @@ class Part:
     sources: Sequence[str]
     """… and these files of `scripts/paper`, besides the model, the methods and `evodsp.parallel`."""
     measure: Callable[[Tick], Tables]
-    report: Callable[[Tables], str]
-    """The tables as text, with an explanation."""
-    steps: int
-    seconds: float
-    """How long it takes on two idle cores, roughly."""
     wrong: Callable[[Tables], list[str]] = lambda tables: []
     """What contradicts the paper's formulas; one line each."""
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from evodsp.errors import UserError
 
-from . import scaling, timing
+from . import timing
 from .counting import CLAIMS
 from .memory import CAPACITY, GIB
 from .methods import method_named
-from .part import Row, Tables
+from .part import Tables
 from .rounds import Spread
 
 COLOURS = {
@@ -36,7 +36,6 @@ def draw(tables: Tables, folder: Path) -> list[Path]:
         "volumes": ("volumes", volumes_figure),
         "memory": ("memory_weak", memory_figure),
         "time": ("time_steps", time_figure),
-        "scaling": ("scaling", scaling_figure),
     }
     drawn = []
     for name, (table, figure) in figures.items():
@@ -164,39 +163,4 @@ def time_figure(tables: Tables) -> Any:
         panel.set_ylabel("time over DSP's")
         panel.set_title(title, fontsize=10, loc="left")
     legend(figure, axes[0], 5)
-    return figure
-
-
-def scaling_figure(tables: Tables) -> Any:
-    """Figures 6 to 8: throughput against the number of ranks, with the linear line."""
-    figure, [axes] = panels(3, (12, 4.2))
-    rows: Sequence[Row] = tables["scaling"]
-    ranks = sorted({row["ranks"] for row in rows})
-    titles = ("weak scaling, training", "strong scaling, training", "one sample, inference")
-    for panel, experiment, title in zip(axes, scaling.EXPERIMENTS, titles, strict=True):
-        one = scaling.throughput(rows, experiment, "one_device", 1).median
-        panel.plot(ranks, [one * n for n in ranks], color="black", linewidth=0.8, label="linear")
-        if ranks[-1] > 2:
-            panel.plot(
-                ranks, [one * min(n, 2) for n in ranks], color="black", linewidth=0.8, linestyle=":", label="two cores"
-            )
-        for number, method in enumerate(CLAIMS):
-            found = [scaling.throughput(rows, experiment, method, n) for n in ranks]
-            around = [[x.median - x.low for x in found], [x.high - x.median for x in found]]
-            panel.errorbar(
-                [n * (1 + 0.02 * (number - 2)) for n in ranks],  # side by side
-                [x.median for x in found],
-                yerr=around,
-                color=COLOURS[method],
-                marker=MARKERS[method],
-                markersize=5,
-                capsize=3,
-                linewidth=1,
-                label=method_named(method).title,
-            )
-        panel.set_title(title, fontsize=10, loc="left")
-        panel.set_ylabel("thousand tokens per second")
-        panel.set_ylim(0, 1.6 * one * min(ranks[-1], 2))
-        _ranks_axis(panel, ranks)
-    legend(figure, axes[0], 7)
     return figure

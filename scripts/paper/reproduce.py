@@ -2,14 +2,14 @@
 
     python -m scripts.paper.reproduce [--only PART ...] [--output DIR] [--quick] [--overwrite]
 
-The parts are counts, memory, time, scaling, modelled, plots and page.
+The parts are counts, memory, time, modelled, plots and page.
 
 counts: volumes and numbers of collectives at the paper's sizes, which must equal its tables 3, 8 and 9. memory: activations and
 parameters of a rank at the paper's sizes, and real tensors on gloo ranks. time: a training step by every method, side by side.
-scaling: weak and strong scaling, and inference. modelled: the paper's section 5 as evodsp's planner calculates it. plots: PNG
-files from what the output folder holds. page: the tables of docs/paper.md, from the default output folder only.
+modelled: the paper's section 5 as evodsp's planner calculates it. plots: PNG files from what the output folder holds. page: the
+tables of docs/paper.md, from the default output folder only.
 
-Each part writes CSV tables, a text (NAME.txt), and how it was made (NAME.json). A part that is there, made with the same
+Each part writes CSV tables, and how it was made (NAME.json). A part that is there, made with the same
 settings and the same source files, is kept, so an interrupted run goes on where it stopped. --quick: small sizes, a minute, to
 try the program. The exit code is 1 if a count differs from the paper's formulas, and 2 for a mistake in the options.
 """
@@ -35,10 +35,9 @@ from evodsp.errors import UserError, nearest
 from evodsp.files import check_output_folder, output_errors, write_text
 from scripts.benchmarks.tables import write_csv
 
-from . import counting, memory, modelled, modelled_tables, page, plots, scaling, timing
+from . import counting, memory, modelled, modelled_tables, page, plots, timing
 from .experiments import settings
 from .part import Part, Tables, read_csv
-from .progress import Progress
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -51,7 +50,7 @@ DRAWN = ("plots", "page")
 def parts(quick: bool) -> list[Part]:
     """All parts that measure. `quick`: with sizes of seconds."""
     sizes = settings("quick" if quick else "cpu")
-    modules = {"counts": counting, "memory": memory, "time": timing, "scaling": scaling, "modelled": modelled}
+    modules = {"counts": counting, "memory": memory, "time": timing, "modelled": modelled}
     return [module.part(sizes[name]) for name, module in modules.items()]
 
 
@@ -94,18 +93,13 @@ def is_done(part: Part, folder: Path) -> bool:
     return tables_are_there and all(made.get(name) == value for name, value in wanted.items())
 
 
-def run(part: Part, folder: Path, progress: Progress) -> list[str]:
+def run(part: Part, folder: Path) -> list[str]:
     """Measure a part and write its files, the JSON last. Returns what contradicts the paper's formulas."""
-    progress.begin(part)
     about, start = circumstances(), time.monotonic()
-    tables = part.measure(progress.tick)
+    tables = part.measure(lambda text: print(f"{part.name}: {text}", flush=True))
     about |= {"seconds": round(time.monotonic() - start), "load_after": round(os.getloadavg()[0], 2)}
     for name, rows in tables.items():
         write_csv(folder / f"{name}.csv", rows)
-    heading = f"{about['date']}, {about['machine']}, torch {about['torch']}, {about['seconds']} s, load {about['load_before']}"
-    write_text(
-        folder / f"{part.name}.txt", f"{heading} before and {about['load_after']} after\n\n{part.report(tables)}"
-    )
     wrong = part.wrong(tables)
     if not wrong:
         made = {
@@ -114,7 +108,6 @@ def run(part: Part, folder: Path, progress: Progress) -> list[str]:
             "tables": {n: len(r) for n, r in tables.items()},
         }
         write_text(folder / f"{part.name}.json", json.dumps(about | made, indent=1) + "\n")
-    progress.end()
     return wrong
 
 
@@ -141,7 +134,7 @@ def chosen(only: Sequence[str] | None, known: Sequence[str]) -> list[str]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", metavar="PART", help="counts, memory, time, scaling, modelled or plots (default: all)"
+        "--only", nargs="+", metavar="PART", help="counts, memory, time, modelled, plots or page (default: all)"
     )
     parser.add_argument("--output", type=Path, help="folder for the results (default: scripts/paper/results)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the program; needs --output")
@@ -169,10 +162,10 @@ def reproduce(options: argparse.Namespace) -> int:
     for part in asked:
         if part not in missing:
             print(f"{part.name}: kept, made with the same settings and source files (--overwrite measures it again)")
-    wrong, progress = [], Progress(missing)
+    wrong = []
     with output_errors(folder):
         for part in missing:
-            wrong += run(part, folder, progress)
+            wrong += run(part, folder)
         if "plots" in names:
             tables = tables_in(folder)
             for path in (*plots.draw(tables, folder), *modelled_tables.draw(tables, folder)):

@@ -1,4 +1,4 @@
-"""Wall time of forward and backward passes on gloo ranks, in interleaved rounds: every job once in each round.
+"""Wall time of training steps on gloo ranks, in interleaved rounds: every job once in each round.
 
 Neighbouring measurements see the same machine, so a ratio within a round means more than a ratio of two times. The order
 rotates from round to round. A job on fewer ranks than there are leaves the others waiting, which takes no processor time.
@@ -24,13 +24,11 @@ from .workload import Workload
 
 @dataclass(frozen=True)
 class Job:
-    """A method on some ranks, and what it computes."""
+    """A method on some ranks, and the size of its step: forward, backward and the reduction of gradients, no optimizer."""
 
     method: str
     ranks: int
     workload: Workload
-    training: bool = True
-    """Forward, backward and the reduction of gradients, without the optimizer; otherwise the forward pass alone."""
 
 
 def timed(jobs: Sequence[Job], rounds: int, tick: Tick) -> list[list[float]]:
@@ -68,10 +66,6 @@ def _step(job: Job, group: dist.ProcessGroup) -> Callable[[], None]:
     def step() -> None:
         parallel.groups.layer_ledger.entries.clear()
         parallel.groups.end_ledger.entries.clear()
-        if not job.training:
-            with torch.no_grad():
-                parallel(latents)
-            return
         parallel.zero_grad()
         parallel(latents).square().mean().backward()
         method.reduce_gradients(parallel)

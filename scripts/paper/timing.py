@@ -19,11 +19,10 @@ from evodsp.parallel.collectives import Gather, ScatterSum, Sum, Switch, shard_s
 from .counting import CLAIMS
 from .gloo_ranks import Groups as RankGroups
 from .gloo_ranks import on_ranks
-from .methods import method_named
 from .methods.base import RingGroup
 from .methods.ring import Hop
 from .part import Part, Row, Tables, Tick
-from .rounds import Job, Spread, timed
+from .rounds import Job, timed
 from .workload import Workload
 
 TABLE_9_MS = {"dsp": 914, "ulysses": 5828, "megatron_tp": 8412, "megatron_sp": 51908}
@@ -53,9 +52,6 @@ def part(settings: Mapping[str, Any]) -> Part:
         settings,
         ("timing.py", "rounds.py", "gloo_ranks.py"),
         measure,
-        report,
-        steps=settings["rounds"] + settings["alone"]["rounds"] + 2,
-        seconds=settings["seconds"],
     )
 
 
@@ -128,34 +124,3 @@ def ratios(rows: list[Row] | Any, ranks: int, method: str) -> list[float]:
         return [float(row["seconds"]) for row in rows if (row["ranks"], row["method"]) == (ranks, name)]
 
     return [mine / dsp for mine, dsp in zip(times(method), times("dsp"), strict=True)]
-
-
-def report(tables: Tables) -> str:
-    """Medians, and ratios to DSP, as text."""
-    lines = [EXPLANATION]
-    for name, title, unit in (
-        ("time_steps", "A training step (forward, backward, gradients reduced; no optimizer), s", 1),
-        ("time_collectives", "The collectives of one layer's forward pass alone, ms", 1000),
-    ):
-        rows = tables[name]
-        lines += [
-            "",
-            title,
-            f"{'ranks':>5}  {'method':18}{'median':>9}{'quartiles':>21}{'times DSP':>11}{'quartiles':>16}",
-        ]
-        for ranks in sorted({row["ranks"] for row in rows}):
-            for method in CLAIMS:
-                found = [
-                    unit * float(row["seconds"]) for row in rows if (row["ranks"], row["method"]) == (ranks, method)
-                ]
-                took, ratio = Spread.of(found), Spread.of(ratios(rows, ranks, method))
-                lines.append(
-                    f"{ranks:>5}  {method_named(method).title:18}{took.median:9.3f}{f'{took.low:.3f} to {took.high:.3f}':>21}"
-                    f"{ratio.median:11.2f}{f'{ratio.low:.2f} to {ratio.high:.2f}':>16}"
-                )
-    return "\n".join(lines) + "\n"
-
-
-EXPLANATION = """\
-Wall time on processes of this machine, one thread each, connected by gloo, in fp32. Methods take turns within each round.
-times DSP: the median over rounds of a method's time over DSP's in the same round, with quartiles."""

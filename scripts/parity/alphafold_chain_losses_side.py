@@ -9,8 +9,6 @@ as that model would call them.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import alphafold_side as side  # type: ignore[import-not-found]  # first: it stubs what the package lacks, or ends if the package is not installed
@@ -23,7 +21,7 @@ from alphafold.model import (  # type: ignore[import-not-found]
     folding_multimer,
     geometry,
 )
-from peer_calls import check_calls  # type: ignore[import-not-found]
+from peer_calls import serve  # type: ignore[import-not-found]
 
 CLAMPS = {"interface_fape": None, "interface_fape_30": 30.0}
 """Å; None: DeepMind's own."""
@@ -98,15 +96,6 @@ def _pulled(term: str) -> tuple[str, ...]:
     return ("frame", "atom14") if term == "sidechain_fape" else ("backbone",)
 
 
-def main(arguments: list[str]) -> int:
-    check_calls(__file__, "alphafold")
-    subject, result = map(Path, arguments)
-    side.correct_angle_deviation(all_atom_multimer)
-    with np.load(subject) as file:
-        outputs = run({key: jnp.asarray(file[key]) for key in file.files})
-    np.savez(result, **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    side.correct_angle_deviation(all_atom_multimer)
+    serve(__file__, "alphafold", lambda arrays: run({name: jnp.asarray(value) for name, value in arrays.items()}))

@@ -14,8 +14,6 @@ The package and its changes are those of `alphafold_side.py`. Besides:
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import alphafold_side as side  # type: ignore[import-not-found]  # first: it stubs what the package lacks, or ends if the package is not installed
@@ -25,7 +23,7 @@ import jax.numpy as jnp  # type: ignore[import-not-found]
 import numpy as np
 import table  # type: ignore[import-not-found]  # this file is a program, whose folder Python searches
 from alphafold.model import geometry, modules_multimer, prng  # type: ignore[import-not-found]
-from peer_calls import check_calls  # type: ignore[import-not-found]
+from peer_calls import serve  # type: ignore[import-not-found]
 
 LETTERS = 23
 SHORTEST = 1e-3
@@ -132,17 +130,8 @@ def run(subject: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in found.items()}
 
 
-def main(arguments: list[str]) -> int:
-    check_calls(__file__, "alphafold")
-    subject, result = map(Path, arguments)
+if __name__ == "__main__":
     side.remove_barriers()
     take_features()
     settle_directions()
-    with np.load(subject) as file:
-        outputs = run({key: file[key] for key in file.files})
-    np.savez(result, **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve(__file__, "alphafold", run)

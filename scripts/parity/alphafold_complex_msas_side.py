@@ -10,8 +10,6 @@ letters, from which they would draw, are among the results.
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import alphafold_side  # type: ignore[import-not-found]  # noqa: F401  (it stubs what the package lacks, or ends if there is none)
@@ -25,7 +23,7 @@ from alphafold.model import (  # type: ignore[import-not-found]
     prng,
     utils,
 )
-from peer_calls import check_calls  # type: ignore[import-not-found]
+from peer_calls import serve  # type: ignore[import-not-found]
 
 LETTERS = 23
 """Residue types, gap and mask token."""
@@ -82,19 +80,15 @@ def pass_of(case: dict[str, Any], part: dict[str, np.ndarray]) -> dict[str, Any]
     }
 
 
-def main(arguments: list[str]) -> int:
-    check_calls(__file__, "alphafold")
-    subject, result = map(Path, arguments)
-    with np.load(subject) as file:
-        arrays = {key: file[key] for key in file.files}
+def run(arrays: dict[str, Any]) -> dict[str, Any]:
+    """The features of each pass of all cases."""
     outputs: dict[str, Any] = {}
     for case in json.loads(str(arrays.pop("cases"))):
         prefix = f"{case['name']}|"
         part = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
-        outputs |= {f"{name}|{case['name']}": np.asarray(value) for name, value in pass_of(case, part).items()}
-    np.savez(result, **outputs)  # no array is named 'allow_pickle'
-    return 0
+        outputs |= {f"{name}|{case['name']}": value for name, value in pass_of(case, part).items()}
+    return outputs
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve(__file__, "alphafold", run)

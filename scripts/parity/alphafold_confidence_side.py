@@ -9,14 +9,12 @@ package, which is not a part of the environment, cannot be imported. They are of
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import alphafold_side as side  # type: ignore[import-not-found]  # noqa: F401  (it stubs what the package lacks, or ends if there is none)
 import numpy as np
 from alphafold.common import confidence  # type: ignore[import-not-found]
-from peer_calls import check_calls  # type: ignore[import-not-found]
+from peer_calls import serve  # type: ignore[import-not-found]
 
 
 def run(subject: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -61,14 +59,5 @@ def by_colabfold(subject: dict[str, np.ndarray], chains: list[np.ndarray]) -> di
     return {"pair_iptm": pairs, "pair_actifptm": active, "actifptm": whole}
 
 
-def main(arguments: list[str]) -> int:
-    check_calls(__file__, "alphafold")
-    subject, result = map(Path, arguments)
-    with np.load(subject) as file:
-        outputs = run({key: file[key] for key in file.files})
-    np.savez(result, **outputs)  # no array is named 'allow_pickle'
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve(__file__, "alphafold", run)

@@ -25,15 +25,14 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from peer_calls import SKIPPED, serve  # type: ignore[import-not-found]
 
-SKIPPED = 3
-"""Exit code where the package is not installed."""
 if importlib.util.find_spec("alphafold") is None:
     sys.exit(SKIPPED)
 
-import pandas as pd  # type: ignore[import-untyped]  # noqa: E402
-from alphafold.common import residue_constants  # type: ignore[import-not-found]  # noqa: E402
-from alphafold.data import (  # type: ignore[import-not-found]  # noqa: E402
+import pandas as pd  # type: ignore[import-untyped]
+from alphafold.common import residue_constants  # type: ignore[import-not-found]
+from alphafold.data import (  # type: ignore[import-not-found]
     feature_processing,
     msa_identifiers,
     msa_pairing,
@@ -41,7 +40,6 @@ from alphafold.data import (  # type: ignore[import-not-found]  # noqa: E402
     pipeline,
     pipeline_multimer,
 )
-from peer_calls import check_calls  # type: ignore[import-not-found]  # noqa: E402
 
 TO_HHBLITS = np.argsort(residue_constants.MAP_HHBLITS_AATYPE_TO_OUR_AATYPE)
 MERGED = (
@@ -190,26 +188,18 @@ def results_of_files(folder: Path) -> dict[str, Any]:
     return results | {"chain deletions": alone["deletion_matrix_int"]}
 
 
-def main(arguments: list[str]) -> int:
-    check_calls(__file__, "alphafold")
-    subject, result = map(Path, arguments)
-    with np.load(subject) as file:
-        arrays = {key: file[key] for key in file.files}
-    folder = Path(str(arrays.pop("folder")))
-    cases = json.loads(str(arrays.pop("cases")))
+def run(arrays: dict[str, Any]) -> dict[str, Any]:
+    """What the package makes of all cases and of the files, and `released`: cases that differ as released."""
+    folder, cases = Path(str(arrays.pop("folder"))), json.loads(str(arrays.pop("cases")))
     released = [results_of(case, arrays) for case in cases]
     make_sorts_stable()
     stable = [results_of(case, arrays) for case in cases]
-    found = {
-        f"{name}|{case['name']}": value for case, of in zip(cases, stable, strict=True) for name, value in of.items()
-    }
-    found |= {f"{name}|files": value for name, value in results_of_files(folder).items()}
-    both = zip(cases, released, stable, strict=True)
+    both = list(zip(cases, released, stable, strict=True))
     differ = [case["name"] for case, a, b in both if not all(np.array_equal(a[name], b[name]) for name in a)]
-    outputs = {name: np.asarray(value) for name, value in found.items()}
-    np.savez(result, released=np.array(json.dumps(differ)), **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
-    return 0
+    found = {f"{name}|{case['name']}": value for case, _, of in both for name, value in of.items()}
+    found |= {f"{name}|files": value for name, value in results_of_files(folder).items()}
+    return found | {"released": json.dumps(differ)}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve(__file__, "alphafold", run)

@@ -21,15 +21,13 @@ import importlib.util
 import json
 import sys
 import types
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peer_calls import SKIPPED, serve  # type: ignore[import-not-found]
 
 ROTATION = 9
 """Numbers of a frame's rotation; its translation follows."""
-SKIPPED = 3
-"""Exit code where the package is not installed."""
 
 
 def stub_kernels() -> None:
@@ -63,7 +61,6 @@ from alphafold.model import (  # type: ignore[import-not-found]  # noqa: E402
     modules,
     quat_affine,
 )
-from peer_calls import check_calls  # type: ignore[import-not-found]  # noqa: E402
 
 
 def remove_barriers() -> None:
@@ -272,17 +269,8 @@ def _cycles(features: dict[str, np.ndarray]) -> int:
     return len(features["aatype"])
 
 
-def main(arguments: list[str]) -> int:
-    check_calls(__file__, "alphafold")
-    subject, result = map(Path, arguments)
+if __name__ == "__main__":
     remove_barriers()
     correct_angle_deviation()
     settle_bin_edges()
-    with np.load(subject) as file:
-        outputs = run({key: file[key] for key in file.files})
-    np.savez(result, **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve(__file__, "alphafold", run)

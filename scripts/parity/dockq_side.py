@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peer_calls import check_calls  # type: ignore[import-not-found]
+from peer_calls import SKIPPED, serve  # type: ignore[import-not-found]
 
 TRUE, PREDICTED = "WXYZ", "ABCD"
-SKIPPED = 3
 
 
 def run(folder: Path) -> dict[str, Any]:
@@ -41,16 +40,7 @@ def run(folder: Path) -> dict[str, Any]:
     return {**found, "mapping": np.array([PREDICTED.index(name) for name in order])}
 
 
-def main(arguments: list[str]) -> int:
-    if importlib.util.find_spec("DockQ") is None:
-        return SKIPPED
-    check_calls(__file__, "DockQ")
-    subject, result = map(Path, arguments)
-    with np.load(subject) as file:
-        folder = Path(str(file["folder"]))
-    np.savez(result, **run(folder))  # no array is named 'allow_pickle'
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if importlib.util.find_spec("DockQ") is None:
+        sys.exit(SKIPPED)
+    serve(__file__, "DockQ", lambda arrays: run(Path(str(arrays["folder"]))))

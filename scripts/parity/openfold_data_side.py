@@ -262,7 +262,7 @@ def run(subject: Results) -> Results:
     return {name: np.asarray(value) for name, value in results.items()}
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     if source := os.environ.get(SOURCE):
         sys.path.insert(0, source)
     sys.modules["deepspeed"] = None  # type: ignore[assignment]  # it expects a version of 2022
@@ -274,15 +274,11 @@ def main(arguments: list[str]) -> int:
             return 1
         return SKIPPED
     supply_removed_names()
-    from peer_calls import check_calls  # type: ignore[import-not-found]
+    from peer_calls import serve  # type: ignore[import-not-found]
 
-    check_calls(__file__, "openfold")
-    subject, result = map(Path, arguments)
-    with np.load(subject) as file:
-        outputs = run({key: file[key] for key in file.files})
-    np.savez(result, **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
+    serve(__file__, "openfold", run)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

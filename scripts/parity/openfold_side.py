@@ -242,7 +242,7 @@ def part(subject: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
     return {key.removeprefix(f"{name}:"): value for key, value in subject.items() if key.startswith(f"{name}:")}
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     if source := os.environ.get(SOURCE):
         properties = Path(source, "openfold", "resources", "stereo_chemical_props.txt")
         if not properties.is_file():
@@ -258,15 +258,11 @@ def main(arguments: list[str]) -> int:
             print(f"OpenFold cannot be imported from {source or 'this environment'}: {error}", file=sys.stderr)
             return 1
         return SKIPPED
-    from peer_calls import check_calls  # type: ignore[import-not-found]
+    from peer_calls import serve  # type: ignore[import-not-found]
 
-    check_calls(__file__, "openfold")
-    subject, result = map(Path, arguments)
-    with np.load(subject) as file:
-        outputs = run({key: file[key] for key in file.files}, subject.parent)
-    np.savez(result, **outputs)  # type: ignore[arg-type]  # no array is named 'allow_pickle'
+    serve(__file__, "openfold", lambda arrays: run(arrays, Path(sys.argv[1]).parent))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Whether another program still takes the calls that a side of a comparison makes.
+"""What every other side of a comparison does, and whether its program still takes the calls that it makes.
 
 The calls are read from the side's source, the parameters from the functions of the program that is installed: a call that no
 longer fits is named before anything is compared.
@@ -9,9 +9,27 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+SKIPPED = 3
+"""Exit code of a side whose package is not installed, or lacks the model."""
+
+
+def serve(script: str, package: str, run: Callable[[dict[str, np.ndarray]], Mapping[str, Any]]) -> None:
+    """Run a side on the arrays of one .npz file, and write what it returns to another: the two arguments of the command.
+
+    Ends as `check_calls` does.
+    """
+    check_calls(script, package)
+    subject, result = map(Path, sys.argv[1:])
+    with np.load(subject) as file:
+        found = run({key: file[key] for key in file.files})
+    np.savez(result, **{name: np.asarray(value) for name, value in found.items()})  # type: ignore[arg-type]  # none is named 'allow_pickle'
 
 
 def check_calls(script: str, package: str) -> None:

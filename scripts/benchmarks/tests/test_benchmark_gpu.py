@@ -20,11 +20,8 @@ from scripts.benchmarks import (
     gpu,
     gpu_blocks,
     gpu_cases,
-    gpu_checks,
     gpu_clock,
-    gpu_model,
     gpu_operators,
-    gpu_parts,
     gpu_rows,
 )
 from scripts.benchmarks.gpu_rows import Case, Measured, Part, Setup
@@ -58,7 +55,7 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
         ("operators", "fraction backward"), ("model", "optimizer"), ("model", "prediction"),
         ("longest", "R that fits at least"),
     }  # fmt: skip
-    parts = {part.name for part in gpu_parts.PARTS} - {"profile"}  # there are no kernels on a CPU
+    parts = {part.name for part in gpu.PARTS} - {"profile"}  # there are no kernels on a CPU
     assert {row["part"] for row in rows} == parts
     assert all(float(row["value"]) > 0 for row in rows if row["unit"])
     assert {row["command"] for row in rows} == {f"scripts/benchmarks/gpu.sh {' '.join(words[1:])}"}
@@ -149,61 +146,15 @@ def test_without_time_a_case_is_left_out(tmp_path: Path) -> None:
     assert "42" not in file.read_text()
 
 
-def test_a_part_of_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Catches --memory-gib being ignored: the largest protein would be that of the whole GPU."""
-    fractions = [1.0]
-
-    def part(setup: Setup) -> Iterator[Case]:
-        yield Case("fraction", "", "", lambda: [Measured("fraction", fractions[-1])])
-
-    monkeypatch.setattr(gpu, "PARTS", (Part("part", "part", 1.0, part),))
-    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
-    monkeypatch.setattr(gpu, "cleaned", lambda device: None)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30, name="H")
-    )
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: fractions.append(part))
-    for given, expected in (([], "1"), (["--memory-gib", "20"], "0.25"), (["--memory-gib", "90"], "1")):
-        assert gpu.main(["--output", str(tmp_path), *given]) == 0
-        assert [row["value"] for row in read(tmp_path)] == [expected]
-    assert gpu.main(["--output", str(tmp_path), "--memory-gib", "-1"]) == 2
-    assert capsys.readouterr().err == "gpu: error: --memory-gib -1.0: must be more than 0\n"
-
-
 def test_memory_that_is_full_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a backend that needs more memory than there is being reported as a failure of the run."""
     assert run(tmp_path, monkeypatch, 1, full) == (0, [("full", "full", "out of memory", "")])
 
 
-def test_the_largest_that_fits() -> None:
-    """Catches a bisection that ends one step early, tries the same size twice, or runs out of its time."""
-    for limit in range(0, 1500, 37):
-        tried: list[int] = []
-
-        def fits(residues: int, limit: int = limit, tried: list[int] = tried) -> bool:
-            tried.append(residues)
-            return residues <= limit
-
-        found = gpu_model.largest(fits, 250, 1000, 64, time.monotonic() + 100)
-        assert len(tried) == len(set(tried)) <= 7
-        if found.bounded:
-            assert found.residues == limit // 64 * 64 or (found.residues, limit // 64) == (0, 0)
-        else:
-            assert found.residues == 512
-            assert limit >= 512
-    until = time.monotonic() + 1.0
-    slow = gpu_model.largest(lambda n: time.sleep(0.01 * (n / 64) ** 3) is None, 64, 1 << 20, 64, until)
-    assert not slow.bounded
-    assert slow.residues in (128, 256)  # 512 would take 5 s
-    assert time.monotonic() < until + 0.3
-
-
 def attention_call() -> gpu_operators.Call:
     """Of the bf16 pass of a small block."""
     setup = Setup(CPU, gpu_cases.TINY, time.monotonic() + 100)
-    calls = gpu_checks.block_calls(setup, "evoformer", 5, 7, torch.bfloat16)
+    calls = gpu_operators.block_calls(setup, "evoformer", 5, 7, torch.bfloat16)
     return next(call for call in calls if call.operator == "biased_attention")
 
 
@@ -274,7 +225,7 @@ def test_the_list_of_parts(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches parts that together take longer than the ten minutes that a run is to stay under."""
     assert gpu.main(["--dry-run"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == [part.name for part in gpu_parts.PARTS]
+    assert [line.split()[0] for line in listed] == [part.name for part in gpu.PARTS]
     assert sum(float(line.split()[1]) for line in listed) <= 545
 
 

@@ -19,9 +19,8 @@ from evodsp.model.schedule import DAP
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group
 from evodsp.parallel.testing import dense
-from scripts.benchmarks import communication, memory, paired_rows
+from scripts.benchmarks import communication, memory
 from scripts.benchmarks.peak_memory import PeakMemory
-from tests.builders.bundled import dimers
 from tests.builders.comparison import close
 from tests.ranks import RankPool
 
@@ -103,13 +102,6 @@ def test_training_with_default_settings_moves_1_4_times_what_the_passes_need() -
     )  # everything but the switch back to S
 
 
-def test_numbers_that_travel_in_bf16_are_half_the_bytes() -> None:
-    """Catches a collective that ignores the precision of messages."""
-    case, plan = communication.CASES[0], communication.DSP
-    narrow, wide = (communication.measure(case, 4, plan, dtype).total for dtype in (torch.bfloat16, torch.float32))
-    assert 2 * narrow == wide
-
-
 def test_a_wrong_count_is_reported() -> None:
     """Catches a check that accepts any count."""
     case, plan = communication.CASES[0], communication.DSP
@@ -148,13 +140,3 @@ def test_what_is_counted_as_held_is_what_pytorch_allocates() -> None:
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     assert memory_of_program.peak == pytest.approx(max(itertools.accumulate(sizes)), rel=1e-3)
     assert memory_of_program.peak > 4 * 4 * 300 * 400
-
-
-def test_covariation_tells_the_interfaces_of_the_bundled_dimers(capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a classifier that sees the rows in wrong columns, trains on what it is asked, or counts interfaces wrongly."""
-    paired_rows.main(dimers())
-    sizes, *told = capsys.readouterr().out.splitlines()
-    assert sizes == "6 interfaces, 24 training and 6 held-out complexes, chance 0.17"
-    shares = {line.split()[0]: float(line.split()[2]) for line in told}
-    assert shares["covariation"] == 1.0
-    assert max(shares["query"], shares["frequencies"]) < 0.5

@@ -54,17 +54,6 @@ def test_a_step_that_fails_is_listed_and_the_others_run(tmp_path: Path) -> None:
     assert len(commands) == 1 + len(names)  # the first asks whether torch is there
 
 
-def test_some_steps(tmp_path: Path) -> None:
-    """Catches names that are not followed, and one that does not exist but succeeds."""
-    code, lines, commands = rehearse(tmp_path, "training", "prediction")
-    assert code == 0
-    assert lines[-1] == "all rehearsed"
-    assert [command.split()[2] for command in commands[1:]] == ["fit", "predict"]
-    code, lines, _ = rehearse(tmp_path, "trainings")
-    assert code == 1
-    assert "trainings is no step" in lines[-1]
-
-
 def test_every_package_is_pinned() -> None:
     """Catches a version that changes by itself, and one that differs from what a kit brings."""
     pins = (ROOT / "scripts" / "benchmarks" / "rehearsal_requirements.txt").read_text().splitlines()

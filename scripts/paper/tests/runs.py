@@ -1,5 +1,4 @@
-"""Forward and backward passes of a small transformer by any method: as a function that `tests/ranks.py` runs on ranks, and on
-fake ranks."""
+"""Forward and backward passes of a small transformer by any method: a function that `tests/ranks.py` runs on ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.parallel.group import Ledger
 from evodsp.rng import Draws
-from scripts.benchmarks.fake_ranks import fake_group
 from scripts.paper.config import TransformerConfig
 from scripts.paper.methods import METHODS, Groups, method_named, volume
 from scripts.paper.transformer import Transformer
@@ -69,14 +66,6 @@ def run_method(handle: Any, name: str, case: Case) -> Result:
     torch.distributed.all_reduce(latents.grad, group=handle)
     traffic = traffic_of(groups.layer_ledger), traffic_of(groups.end_ledger)
     return Result(output.detach(), latents.grad / groups.size, method.gradients(parallel), *traffic)
-
-
-def run_on_fake_ranks(name: str, case: Case, ranks: int) -> Traffic:
-    """What the layers communicate on the last of `ranks` ranks that do not exist."""
-    with fake_group(ranks, ranks - 1) as group, FakeTensorMode():
-        groups = Groups(group.handle)
-        METHODS[name].apply(Transformer(case.config), groups)(torch.randn(case.latents)).sum().backward()
-        return traffic_of(groups.layer_ledger)
 
 
 def traffic_of(ledger: Ledger) -> Traffic:

@@ -26,22 +26,6 @@ SCRIPT = ROOT / "scripts" / "paper" / "gpu.sh"
 TINY = Workload("tiny", time=4, rows=4, columns=4, checkpoint=True)
 
 
-def test_the_papers_settings() -> None:
-    """Catches a typing error in a table, such as the paper's own (2, 46)."""
-    found = {table: list(cases(table)) for table in TABLES}
-    assert {case.ranks for case in found["table4"]} == {128}
-    assert {case.workload.tokens for case in found["table4"]} == {n * 2**19 for n in (1, 2, 4, 8)}
-    for case in found["table7"]:
-        smallest = min(
-            c.ranks for c in found["table7"] if (c.place, c.workload.model) == (case.place, case.workload.model)
-        )
-        assert case.workload.batch * smallest == case.ranks, "the work of a GPU must stay the same"
-    for table in ("table6", "figure8"):
-        assert {case.workload.batch for case in found[table]} == {1}
-    names = [case.name for table in found.values() for case in table]
-    assert len(set(names)) == len(names)
-
-
 def test_fewer_gpus_run_what_fits() -> None:
     """Catches a case that needs more GPUs than there are, and data ranks that are not reduced."""
     found = list(gpu.available(8, ["table4"]))
@@ -81,14 +65,6 @@ def test_the_commands_of_a_dry_run(tmp_path: Path) -> None:
     assert "--nproc-per-node 8 --nnodes 2 " in large
     assert "--rdzv-endpoint gpu003:" in large
     assert "--gpus 16" in large
-
-
-@pytest.mark.parametrize("words", [["--dryrun"], ["--dry-run"]])
-def test_mistakes_in_the_options_of_the_script(words: list[str], tmp_path: Path) -> None:
-    """Catches an unknown option that is ignored, and a machine without a GPU on which nothing happens."""
-    done = shell(tmp_path, *words, SLURM_GPUS_ON_NODE="0")
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpu.sh: ")
 
 
 def stepped(group: Any) -> list[Any]:

@@ -83,16 +83,3 @@ def test_dsp_needs_no_divisible_sizes(pool: RankPool, one_device: Runner, case: 
     """Catches shards or dropout masks that are right for equal shards only, and empty shards."""
     for found in pool.run(ranks, run_method, "dsp", case):
         assert_same(found, one_device(case))
-
-
-def test_megatron_lm_takes_any_sequence(pool: RankPool, one_device: Runner) -> None:
-    """Catches a requirement that tensor parallelism does not have: its sequence is whole."""
-    for found in pool.run(2, run_method, "megatron_tp", UNEVEN):
-        assert_same(found, one_device(UNEVEN))
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_one_rank(pool: RankPool, one_device: Runner, name: str) -> None:
-    """Catches a method that cannot run on the first point of a scaling curve."""
-    [found] = pool.run(1, run_method, name, EVEN)
-    assert_same(found, one_device(EVEN))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from evodsp.errors import UserError
 from scripts.paper import page, reproduce, timing
 from scripts.paper.part import Tables
 
@@ -33,8 +30,6 @@ def test_the_results_agree_with_the_papers_formulas(tables: Tables) -> None:
     for part in reproduce.parts(quick=False):
         assert part.wrong(tables) == []
         assert made[part.name]["settings"] == part.settings
-        text = (reproduce.RESULTS / f"{part.name}.txt").read_text(encoding="utf-8")
-        assert text.endswith(part.report(tables)), f"{part.name}.txt is not of the tables"
 
 
 def test_what_the_prose_says_of_the_results(tables: Tables) -> None:
@@ -56,16 +51,3 @@ def test_what_the_prose_says_of_the_results(tables: Tables) -> None:
         assert 1.5 < medians["ulysses"] < 3
     assert round(timing.TABLE_9_MS["ulysses"] / timing.TABLE_9_MS["dsp"], 1) == 6.4
     assert sum(row["seconds"] for row in tables["runs"]) < 30 * 60
-
-
-def test_an_unknown_table_is_refused(tables: Tables) -> None:
-    """Catches a table that is never written because its name is misspelt."""
-    with pytest.raises(UserError, match="there is no table 'volume'"):
-        page.updated("<!-- table: volume -->\n\n<!-- end -->", tables)
-
-
-def test_pictures_are_small() -> None:
-    """Catches pictures that make the site slow."""
-    found = list(Path(reproduce.ROOT / "docs" / "assets").glob("paper_*.png"))
-    assert len(found) == 7
-    assert all(picture.stat().st_size < 150_000 for picture in found)

@@ -127,12 +127,6 @@ def mixture(msa: np.ndarray, profile: np.ndarray, config: FeatureConfig) -> np.n
     return probabilities
 
 
-def test_gaps_of_stockholm_files_become_dashes_and_names_keep_their_dots() -> None:
-    """Catches two rows of similar names joined into one."""
-    text = "# STOCKHOLM 1.0\n#=GC RF x.x\na.1   AC.-D\na-1/2 A..cD\n//"
-    assert side.with_dashes(text) == "# STOCKHOLM 1.0\n#=GC RF x.x\na.1   AC--D\na-1/2 A--cD\n//"
-
-
 def test_the_resolution_is_the_model_s() -> None:
     """Catches the resolution of the data where the model has one, and none where the model has none."""
 
@@ -143,14 +137,3 @@ def test_the_resolution_is_the_model_s() -> None:
     header = side.header_of_model(last)
     assert header(both) == "1.86"
     assert header({side.RESOLUTION_OF_DATA: ["1.80"]}) == "1.80"
-
-
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches a traceback for a folder that is not there, and exit code 1, which is reserved for sides that disagree."""
-    assert data.main(["--openfold", "nowhere/python", "--data", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-    for kind, name in (("mmcif_files", "s001.cif"), ("alignments", CHAIN)):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / name).symlink_to(BUNDLED / kind / name)
-    assert data.main(["--openfold", "nowhere/python", "--data", str(tmp_path)]) == 2
-    assert "nowhere/python: cannot be run" in capsys.readouterr().err

@@ -304,7 +304,7 @@ def _schedule(q: Tensor) -> dict[str, int]:
     """Number of warps, and depth of the pipeline of loads. Operands in fp32 take twice the registers.
 
     On an H200 three tiles under way took 0.69 to 0.95 of two's time, and tiles of 32 were faster than those of 64 and 128
-    (`scripts/benchmarks/attention_tiles.py`).
+    (`scripts/benchmarks/results/attention_tiles_h200.txt`).
     """
     if q.element_size() == 4:
         return {"warps": 8, "stages": 1}
