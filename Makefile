@@ -41,7 +41,8 @@ help:
 	@echo "make resolve whether constraints.txt and all extras can be installed from PyPI, on Linux and macOS, with each Python"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
 	@echo "make parity-data OPENFOLD=DIR  readers and features beside OpenFold's alone (DATA=data: a folder of structures and alignments)"
-	@echo "make bench   time and memory of the stacks against the formulas written out (wants an idle machine; ROUNDS=5 takes a quarter)"
+	@echo "make bench   time and memory of the stacks against the formulas written out, and against DeepMind's JAX code and OpenFold"
+	@echo "             where they are (40 minutes; wants an idle machine; ROUNDS=5 takes a quarter; OPENFOLD=DIR: a clone)"
 	@echo "make rehearse  what a GPU machine will run, without a GPU but with its versions: GPU programs with --cpu, kernels compiled for an"
 	@echo "             H100, tests of kernels, the quickstart (5 GB, Python 3.12; STEPS='graphs ahead' takes some of its steps)"
 	@echo "make docs    build the documentation into site/ (make docs-serve shows it while you write)"
@@ -129,9 +130,12 @@ parity-data: $(READY) $(OPENFOLD_READY)
 	$(if $(OPENFOLD),,$(error name a clone of OpenFold: make parity-data OPENFOLD=DIR))
 	$(COMPARE_DATA)
 
+# DeepMind's JAX code takes part if `make parity` (or `make .venv-parity/.ready`) has installed it.
 ROUNDS ?= 20
-bench: $(READY)
-	$(BIN)/python -m scripts.benchmarks.bench --rounds $(ROUNDS) --output scripts/benchmarks/results/bench.csv
+bench: $(READY) $(if $(OPENFOLD),$(OPENFOLD_READY))
+	$(BIN)/python -m scripts.benchmarks.bench --alphafold $(PARITY)/bin/python --rounds $(ROUNDS) \
+	  $(if $(OPENFOLD),--openfold $(OPENFOLD_VENV)/bin/python --openfold-source $(OPENFOLD)) \
+	  --output scripts/benchmarks/results/bench.csv
 
 # NumPy 2.4 and later cannot run Triton 3.6's interpreter, which only tests of kernels use.
 $(REHEARSAL_READY): scripts/benchmarks/rehearsal_requirements.txt

@@ -1,13 +1,14 @@
 """Time and memory of evodsp's stacks against the formulas written out (`formulas.py`), on this machine's CPU.
 
     python -m scripts.benchmarks.bench [--cases evoformer_64x128 ...] [--rounds 20] [--threads 1] [--clock wall]
-        [--output FILE.csv]
+        [--alphafold PYTHON] [--openfold PYTHON --openfold-source DIR] [--output FILE.csv]
 
 fp32, full widths, forward and backward pass, no dropout. Each round runs each once, in alternating order, so that other load on
 the machine affects all; with `--clock cpu` the time is the processor's, which other load affects least. The ratio of a round is
 evodsp's time over another's: below 1, evodsp is faster. The table shows the median of the ratios, to the formulas with the
 first and third quartile. Memory is the peak of all tensors that the passes create, and operators are those of torch that
-compute something (not views); both are counted in a run of their own. `make bench` writes the CSV file that is committed.
+compute something (not views); both are counted in a run of their own. DeepMind's JAX code and OpenFold take part where they
+are installed (`peers.py`). `make bench` writes the CSV file that is committed.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,7 @@ from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
 from evodsp.model.templates import TemplatePairStack
 from evodsp.weights.command import randomise
 
-from . import formulas
+from . import formulas, peers
 from .peak_memory import PeakMemory
 from .tables import write_csv
 
@@ -54,6 +56,8 @@ class Case:
     """Ratio of times that evodsp aims at."""
     memory_limit: float | None = None
     """Ratio of memory that it aims at."""
+    peer: tuple[str, int, int] = ("", 0, 0)
+    """The case as a peer knows it: its kind, its first size and its number of residues."""
 
 
 def _step(model: nn.Module, inputs: list[Tensor], masks: list[Tensor]) -> Step:
@@ -126,11 +130,11 @@ def recomputed(sequences: int, residues: int, blocks: int = 4) -> tuple[Step, St
 
 
 CASES: dict[str, Case] = {
-    "evoformer_64x128": Case(lambda: block(64, 128), 0.78, 0.50),
-    "evoformer_128x256": Case(lambda: block(128, 256), 0.78, 0.50),
-    "extra_msa_1024x128": Case(lambda: block(1024, 128, extra=True), 0.75, None),
-    "templates_4x128": Case(lambda: templates(4, 128), 0.70, None),
-    "recomputed_128x64": Case(lambda: recomputed(128, 64), 0.75, 0.80),
+    "evoformer_64x128": Case(lambda: block(64, 128), 0.78, 0.50, ("evoformer", 64, 128)),
+    "evoformer_128x256": Case(lambda: block(128, 256), 0.78, 0.50, ("evoformer", 128, 256)),
+    "extra_msa_1024x128": Case(lambda: block(1024, 128, extra=True), 0.75, None, ("extra", 1024, 128)),
+    "templates_4x128": Case(lambda: templates(4, 128), 0.70, None, ("templates", 4, 128)),
+    "recomputed_128x64": Case(lambda: recomputed(128, 64), 0.75, 0.80, ("recomputed", 128, 64)),
 }
 
 
@@ -154,6 +158,13 @@ class Result:
     evodsp_operators: int
     formulas_operators: int
     """Operators of torch that compute something in both passes."""
+    alphafold_s: float | None = None
+    alphafold_ratio: float | None = None
+    """evodsp's time over that of DeepMind's JAX code, median of the rounds; None where it is absent."""
+    openfold_s: float | None = None
+    openfold_ratio: float | None = None
+    absent: str = ""
+    """Why a peer has no numbers."""
 
 
 class OperatorCount(TorchDispatchMode):
@@ -171,9 +182,18 @@ class OperatorCount(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(name: str, rounds: int, clock: str = "wall") -> Result:
-    """Run both `rounds` times, in turns. `clock`: wall or cpu."""
-    case = CASES[name]
+@dataclass(frozen=True)
+class Pythons:
+    """Where the peers are; None: absent."""
+
+    alphafold: Path | None = None
+    openfold: Path | None = None
+    openfold_source: Path | None = None
+
+
+def measure(name: str, rounds: int, pythons: Pythons = Pythons(), clock: str = "wall") -> Result:
+    """Run all of them `rounds` times, in turns. `clock`: wall or cpu."""
+    case, threads = CASES[name], torch.get_num_threads()
     own, formula = case.make()
     pairs = zip(own(), formula(), strict=True)  # which is the warm-up, too
     difference = max(float((x - y).norm() / y.norm()) for x, y in pairs)
@@ -185,15 +205,28 @@ def measure(name: str, rounds: int, clock: str = "wall") -> Result:
             step()
         peaks.append(memory.peak / MIB)
         counts.append(operators.operators)
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds):
-        for which in (0, 1) if number % 2 else (1, 0):
-            times[which].append(_seconds((own, formula)[which], clock))
-    ratios = torch.tensor(times[0], dtype=torch.float64) / torch.tensor(times[1], dtype=torch.float64)
-    low, middle, high = (float(ratios.quantile(at)) for at in (0.25, 0.5, 0.75))
+    with (
+        peers.alphafold(pythons.alphafold, threads, case.peer) as alphafold,
+        peers.openfold(pythons.openfold, pythons.openfold_source, threads, case.peer) as openfold,
+    ):
+        runs: tuple[Callable[[], float | None], ...] = (
+            partial(_seconds, own, clock), partial(_seconds, formula, clock),
+            partial(alphafold.seconds, clock), partial(openfold.seconds, clock),
+        )  # fmt: skip
+        times: list[list[float | None]] = [[] for _ in runs]
+        for number in range(rounds):
+            for which in range(len(runs)) if number % 2 else reversed(range(len(runs))):
+                times[which].append(runs[which]())
+    low, middle, high = (float(_ratios(times[0], times[1]).quantile(at)) for at in (0.25, 0.5, 0.75))
+    others: dict[str, float | None] = {}
+    for peer, found in (("alphafold", times[2]), ("openfold", times[3])):
+        if None not in found:
+            others[f"{peer}_s"] = float(torch.tensor(found).median())
+            others[f"{peer}_ratio"] = float(_ratios(times[0], found).median())
     return Result(
-        name, statistics.median(times[0]), statistics.median(times[1]), middle, low, high, case.limit,
+        name, statistics.median(_numbers(times[0])), statistics.median(_numbers(times[1])), middle, low, high, case.limit,
         peaks[0], peaks[1], peaks[0] / peaks[1], case.memory_limit, difference, counts[0], counts[1],
+        absent="; ".join(filter(None, (alphafold.absent, openfold.absent))), **others,
     )  # fmt: skip
 
 
@@ -204,10 +237,19 @@ def _seconds(step: Step, clock: str) -> float:
     return now() - start
 
 
+def _numbers(times: Sequence[float | None]) -> list[float]:
+    return [x for x in times if x is not None]
+
+
+def _ratios(first: Sequence[float | None], second: Sequence[float | None]) -> Tensor:
+    """The ratio of the two times in each round."""
+    return torch.tensor(_numbers(first), dtype=torch.float64) / torch.tensor(_numbers(second), dtype=torch.float64)
+
+
 HEAD = (
     f"{'case':20}{'evodsp s':>10}{'formulas s':>12}{'ratio':>7}  {'middle half':14}{'aim':>5}"
     f"{'evodsp MiB':>12}{'formulas MiB':>14}{'ratio':>7}{'aim':>6}{'difference':>12}"
-    f"{'operators':>14}"
+    f"{'operators':>14}{'to JAX':>8}{'to OpenFold':>13}"
 )
 
 
@@ -218,8 +260,13 @@ def line(result: Result) -> str:
     return (
         f"{result.case:20}{result.evodsp_s:10.3f}{result.formulas_s:12.3f}{result.ratio:7.2f}  {spread:14}{result.limit:5.2f}"
         f"{result.evodsp_mib:12.0f}{result.formulas_mib:14.0f}{result.memory_ratio:7.2f}{aim:>6}{result.difference:12.1e}"
-        f"{result.evodsp_operators:7d}/{result.formulas_operators:<6d}"
+        f"{result.evodsp_operators:7d}/{result.formulas_operators:<6d}{_shown(result.alphafold_ratio):>8}"
+        f"{_shown(result.openfold_ratio):>13}"
     )
+
+
+def _shown(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def write(path: Path, results: list[Result], clock: str) -> None:
@@ -250,6 +297,9 @@ def main() -> None:
         default="wall",
         help="the clock (default: wall); cpu counts the processor's time, for a busy machine",
     )
+    parser.add_argument("--alphafold", type=Path, help="python of an environment with alphafold-colabfold")
+    parser.add_argument("--openfold", type=Path, help="python of an environment with OpenFold's requirements")
+    parser.add_argument("--openfold-source", type=Path, help="a clone of OpenFold")
     parser.add_argument("--output", type=Path, help="CSV file for the results")
     arguments = parser.parse_args()
     if min(arguments.rounds, arguments.threads) < 1:
@@ -260,9 +310,12 @@ def main() -> None:
     )
     print(HEAD)
     results = []
+    pythons = Pythons(arguments.alphafold, arguments.openfold, arguments.openfold_source)
     for name in arguments.cases:
-        results.append(measure(name, arguments.rounds, arguments.clock))
+        results.append(measure(name, arguments.rounds, pythons, arguments.clock))
         print(line(results[-1]), flush=True)
+        if results[-1].absent:
+            print(f"    {results[-1].absent}")
         if arguments.output is not None:
             write(arguments.output, results, arguments.clock)
 

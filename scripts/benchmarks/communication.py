@@ -2,11 +2,12 @@
 
     python -m scripts.benchmarks.communication [--ranks 2 4 8 16 64]
 
-DSP's schedule against FastFold's DAP. The program of one rank runs on fake ranks (`fake_ranks.py`), so that any number of ranks
-can be counted. Settings are the defaults: activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and
-results of all-gathers and all-reduces are kept for the recomputation (`plan.keep_gathered`). A block is the difference between
-a stack of three and a stack of two, so it is not the last block. Every count is compared with a formula and with the schedule's
-prediction. The exit code is 1 if one differs, or if DSP's forward bytes exceed the design's limit.
+Whole blocks: DSP's schedule against FastFold's DAP. Their pair stacks alone: against Fold-CP's one-dimensional mode too
+(`pair_volume.py`). The program of one rank runs on fake ranks (`fake_ranks.py`), so that any number of ranks can be counted.
+Settings are the defaults: activations are recomputed in the backward pass (`model.evoformer.checkpoint`), and results of
+all-gathers and all-reduces are kept for the recomputation (`plan.keep_gathered`). A block is the difference between a stack of
+three and a stack of two, so it is not the last block. Every count is compared with a formula and, for whole blocks, with the
+schedule's prediction. The exit code is 1 if one differs, or if DSP's forward bytes exceed the design's limit.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.parallel.exchange import ShardedExchange
 from evodsp.parallel.group import Entry, Ledger, Phase
 
+from . import pair_volume
 from .fake_ranks import fake_group
+from .pair_volume import MIB, PHASES
 from .traffic import CollectiveCall, StackSizes, extra_msa_calls, inner_block, recomputed
 
-MIB = 2**20
-PHASES: tuple[Phase, ...] = ("forward", "recompute", "backward")
 RANKS = (2, 4, 8, 16, 64)
 DIVISIBLE = 128
 """The largest number that divides every size and width here."""
@@ -88,8 +89,8 @@ class Case:
         if self.extra:
             return None
         msa, pair = self.sequences * self.residues * 256, self.residues**2 * 128
-        pair_stack = pair // 8 + (8 * pair // ranks if plan == DSP else 2 * pair + 4 * pair // ranks)
-        return 2 * msa // ranks + msa // 8 + pair_stack
+        pair_volume = pair // 8 + (8 * pair // ranks if plan == DSP else 2 * pair + 4 * pair // ranks)
+        return 2 * msa // ranks + msa // 8 + pair_volume
 
 
 CASES = (
@@ -215,6 +216,9 @@ def main() -> int:
     wrong = []
     for case in CASES:
         wrong += print_table(case, arguments.ranks)
+    print(f"\n{pair_volume.EXPLANATION}")
+    for residues in pair_volume.RESIDUES:
+        wrong += pair_volume.print_table(residues, arguments.ranks)
     for case in (CASES[0], CASES[2]):
         print_calls(case, 4)
     print(

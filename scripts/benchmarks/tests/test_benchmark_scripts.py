@@ -102,6 +102,13 @@ def test_training_with_default_settings_moves_1_4_times_what_the_passes_need() -
     )  # everything but the switch back to S
 
 
+def test_numbers_that_travel_in_bf16_are_half_the_bytes() -> None:
+    """Catches a collective that ignores the precision of messages."""
+    case, plan = communication.CASES[0], communication.DSP
+    narrow, wide = (communication.measure(case, 4, plan, dtype).total for dtype in (torch.bfloat16, torch.float32))
+    assert 2 * narrow == wide
+
+
 def test_a_wrong_count_is_reported() -> None:
     """Catches a check that accepts any count."""
     case, plan = communication.CASES[0], communication.DSP
