@@ -5,11 +5,12 @@ In double precision, with dropout, with every parameter random. docs/parallelize
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from evodsp.config import ChannelsConfig
-from evodsp.model.primitives import use_exchange
+from evodsp.model.primitives import use_exchange, use_memory
 from evodsp.model.sharded import Sharded
 from evodsp.parallel import average_gradients
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
@@ -27,6 +28,7 @@ from evodsp.rng import Draws
 from scripts.examples import pairformer
 from tests.builders.comparison import close
 from tests.builders.pages import ROOT, blocks
+from tests.builders.processes import free_port
 from tests.ranks import RankPool
 
 SEQUENCES, RESIDUES = 5, 7
@@ -128,6 +130,33 @@ def test_dropout_drops() -> None:
         first, second, none = (model(batch(), draws)[0] for draws in ([Draws.root(3)], [Draws.root(4)], []))
     assert not torch.equal(first, second)
     assert not torch.equal(first, none)
+
+
+def test_in_little_memory() -> None:
+    """Catches a layer of the file that depends on rows which are computed later: a prediction goes piece by piece."""
+    with in_double(), torch.no_grad():
+        model = dense(pairformer.Trunk(ChannelsConfig(msa=6, pair=8, single=10)))
+        whole = model(batch())
+        use_memory(model, 4000)
+        for name, found, expected in zip(("distogram", "atoms"), model(batch()), whole, strict=True):
+            close(found, expected, name)
+
+
+def test_it_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a program that runs and does not train, on one rank."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(pairformer, "PAIRFORMER_BLOCKS", 1)
+    pairformer.start("gloo")
+    try:
+        with redirect_stdout(io.StringIO()) as printed:
+            pairformer.train(steps=6, sequence=1)
+    finally:
+        pairformer.stop()
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", printed.getvalue(), re.MULTILINE)]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.05
 
 
 @pytest.mark.verify

@@ -81,6 +81,19 @@ def test_the_command_of_a_training_job(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_another_checkpoint_path_replaces_auto(tmp_path: Path) -> None:
+    """Given twice, the option would be refused on every rank."""
+    for given in (["--ckpt_path", "x.ckpt"], ["--ckpt_path=x.ckpt"]):
+        words = started(tmp_path, ["--config", "a.yaml", *given])
+        assert words[words.index("evodsp") :] == ["evodsp", "fit", "--config", "a.yaml", *given]
+
+
+def test_predict_takes_no_checkpoint_path(tmp_path: Path) -> None:
+    words = started(tmp_path, ["--fasta", "x"], EVODSP_COMMAND="predict", EVODSP_PYTHON="/env/bin/python")
+    assert words[-3:] == ["predict", "--fasta", "x"]
+    assert words[2] == "/env/bin/python"  # SIGTERM ends torchrun
+
+
 def test_ranks_without_gpus(tmp_path: Path) -> None:
     """A cluster of CPUs, whose SLURM counts no GPUs: a division by zero, or one rank that uses all cores of a node."""
     words = started(tmp_path, ["--config", "a.yaml"], SLURM_GPUS_ON_NODE="", EVODSP_RANKS="4")
