@@ -21,6 +21,7 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.packaged import read_run_config
 from evodsp.report.runs import read_curve
+from evodsp.training.checks import check_run
 from evodsp.training.command import TrainingCLI
 from evodsp.weights import by_name
 from evodsp.weights.checkpoint import read_checkpoint, save_model
@@ -28,7 +29,7 @@ from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.initial import initialise
 from evodsp.weights.openfold import export_openfold, write_openfold
 from tests.builders.processes import ROOT
-from tests.builders.training import CommandPool, words
+from tests.builders.training import CommandPool, changed, words
 from tests.builders.weights import SMALL, random_model, same
 
 OPTIONS = ("--trainer.max_steps=1", "--trainer.callbacks=tests.builders.observers.FirstLoss", "--checkpoint_every=1")
@@ -239,13 +240,11 @@ def test_one_command_line_begins_and_resumes(
     assert second["global_step"] == 2
     assert_averaged(second, first["ema_state_dict"])
     # Without the file the run is still one that has begun with it; with another one it would be a lie.
-    assert main(words(chains, tmp_path / "run", "--ckpt_path=last", "--trainer.max_steps=3", *few)) == 0
-    assert f"init_from: {source}" in (tmp_path / "run" / "config.yaml").read_text()
-    capsys.readouterr()
-    other = ("--ckpt_path=auto", f"--init_from={sources}/own.ckpt", "--trainer.max_steps=4")
-    assert main(words(chains, tmp_path / "run", *other)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"init_from was {source} and is {sources}/own.ckpt now" in line
+    further = words(chains, tmp_path / "run", "--ckpt_path=last", "--trainer.max_steps=3")[1:]
+    assert check_run("fit", TrainingCLI("fit", further).settings).settings.run.init_from == str(source)
+    other = TrainingCLI("fit", [*further, f"--init_from={sources}/own.ckpt"]).settings
+    with pytest.raises(UserError, match=f"init_from was {source} and is {sources}/own.ckpt now"):
+        check_run("fit", changed(other, "ckpt_path: auto"))
 
 
 def assert_averaged(checkpoint: dict[str, Any], before: dict[str, torch.Tensor]) -> None:
