@@ -227,24 +227,24 @@ def test_one_command_line_begins_and_resumes(
     source = tmp_path / "source.ckpt"
     shutil.copy(sources / "own.ckpt", source)
     few = ("--trainer.limit_val_batches=0",)
-    common = words(chains, tmp_path / "run", "--init_from", str(source), "--ckpt_path=auto", *few)
-    assert main([*common, "--trainer.max_steps=1"]) == 0
+    same = words(chains, tmp_path / "run", f"--init_from={source}", "--ckpt_path=auto", *few)
+    assert main([*same, "--trainer.max_steps=1"]) == 0
     assert "starts from" in capsys.readouterr().err
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     first = read_checkpoint(last)
     assert_averaged(first, read_checkpoint(source)["ema_state_dict"])
     source.unlink()
-    assert main([*common, "--trainer.max_steps=2"]) == 0
+    again = TrainingCLI("fit", same[1:]).settings
+    assert check_run("fit", again).start == last
+    # Without the file the run is still one that has begun with it; with another one it would be a lie.
+    assert main(words(chains, tmp_path / "run", "--ckpt_path=last", "--trainer.max_steps=2", *few)) == 0
     assert "starts from" not in capsys.readouterr().err
+    assert f"init_from: {source}" in (tmp_path / "run" / "config.yaml").read_text()
     second = read_checkpoint(last)
     assert second["global_step"] == 2
     assert_averaged(second, first["ema_state_dict"])
-    # Without the file the run is still one that has begun with it; with another one it would be a lie.
-    further = words(chains, tmp_path / "run", "--ckpt_path=last", "--trainer.max_steps=3")[1:]
-    assert check_run("fit", TrainingCLI("fit", further).settings).settings.run.init_from == str(source)
-    other = TrainingCLI("fit", [*further, f"--init_from={sources}/own.ckpt"]).settings
     with pytest.raises(UserError, match=f"init_from was {source} and is {sources}/own.ckpt now"):
-        check_run("fit", changed(other, "ckpt_path: auto"))
+        check_run("fit", changed(again, f"init_from: {sources}/own.ckpt"))
 
 
 def assert_averaged(checkpoint: dict[str, Any], before: dict[str, torch.Tensor]) -> None:
