@@ -21,6 +21,7 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
 from evodsp.packaged import read_run_config
 from evodsp.report.runs import read_curve
+from evodsp.training.checks import check_run
 from evodsp.training.command import TrainingCLI
 from evodsp.weights import by_name
 from evodsp.weights.checkpoint import read_checkpoint, save_model
@@ -28,7 +29,7 @@ from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.initial import initialise
 from evodsp.weights.openfold import export_openfold, write_openfold
 from tests.builders.processes import ROOT
-from tests.builders.training import CommandPool, words
+from tests.builders.training import CommandPool, changed, words
 from tests.builders.weights import SMALL, random_model, same
 
 OPTIONS = ("--trainer.max_steps=1", "--trainer.callbacks=tests.builders.observers.FirstLoss", "--checkpoint_every=1")
@@ -226,26 +227,24 @@ def test_one_command_line_begins_and_resumes(
     source = tmp_path / "source.ckpt"
     shutil.copy(sources / "own.ckpt", source)
     few = ("--trainer.limit_val_batches=0",)
-    common = words(chains, tmp_path / "run", "--init_from", str(source), "--ckpt_path=auto", *few)
-    assert main([*common, "--trainer.max_steps=1"]) == 0
+    same = words(chains, tmp_path / "run", f"--init_from={source}", "--ckpt_path=auto", *few)
+    assert main([*same, "--trainer.max_steps=1"]) == 0
     assert "starts from" in capsys.readouterr().err
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     first = read_checkpoint(last)
     assert_averaged(first, read_checkpoint(source)["ema_state_dict"])
     source.unlink()
-    assert main([*common, "--trainer.max_steps=2"]) == 0
+    again = TrainingCLI("fit", same[1:]).settings
+    assert check_run("fit", again).start == last
+    # Without the file the run is still one that has begun with it; with another one it would be a lie.
+    assert main(words(chains, tmp_path / "run", "--ckpt_path=last", "--trainer.max_steps=2", *few)) == 0
     assert "starts from" not in capsys.readouterr().err
+    assert f"init_from: {source}" in (tmp_path / "run" / "config.yaml").read_text()
     second = read_checkpoint(last)
     assert second["global_step"] == 2
     assert_averaged(second, first["ema_state_dict"])
-    # Without the file the run is still one that has begun with it; with another one it would be a lie.
-    assert main(words(chains, tmp_path / "run", "--ckpt_path=last", "--trainer.max_steps=3", *few)) == 0
-    assert f"init_from: {source}" in (tmp_path / "run" / "config.yaml").read_text()
-    capsys.readouterr()
-    other = ("--ckpt_path=auto", f"--init_from={sources}/own.ckpt", "--trainer.max_steps=4")
-    assert main(words(chains, tmp_path / "run", *other)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"init_from was {source} and is {sources}/own.ckpt now" in line
+    with pytest.raises(UserError, match=f"init_from was {source} and is {sources}/own.ckpt now"):
+        check_run("fit", changed(again, f"init_from: {sources}/own.ckpt"))
 
 
 def assert_averaged(checkpoint: dict[str, Any], before: dict[str, torch.Tensor]) -> None:

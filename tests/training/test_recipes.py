@@ -257,9 +257,9 @@ def samples_of_a_step(run: CheckedRun, world: World, step: int) -> list[int]:
 def test_own_chains_need_their_two_folders_only(chains: Path, tmp_path: Path) -> None:
     """A config for a first run that lacks a setting, or has nonsensical ones; a batch that only some machines divide."""
     folders = {"alignment_dir": f"{chains}/alignments", "structure_dir": f"{chains}/mmcif_files"}
+    settings = settings_of("finetune_own", tmp_path, f"--output={tmp_path}/run", "--trainer.accelerator=cpu", **folders)
     for sequence in (1, 2, 4):
-        words = [f"--output={tmp_path}/run", "--trainer.accelerator=cpu", f"--parallel.sequence={sequence}"]
-        run = check_run("fit", settings_of("finetune_own", tmp_path, *words, **folders))
+        run = check_run("fit", changed(settings, f"parallel.sequence: {sequence}"))
         assert (run.batching.samples, run.last_step) == (8, 1000)
     assert run.settings.model.model_config() == ModelConfig.preset("model_3")  # that of init_from
     text = (CONFIGS / "finetune_own.yaml").read_text()

@@ -287,25 +287,28 @@ def test_files_that_nobody_wants(
     (tmp_path / "config.yaml").write_text("mine")
     no_logger, no_checkpoints = "--trainer.logger=false", "--trainer.enable_checkpointing=false"
 
-    def run(*options: str) -> tuple[set[str], str]:
-        """Files of the run, and the last line that it prints."""
+    def run(*options: str) -> tuple[set[str], str, str]:
+        """Files of the run, the last line that it prints, and what it warns of."""
         assert fit(chains, Path("run"), "--trainer.max_steps=1", NO_VALIDATION, *options) == 0
         names = {path.relative_to("run").as_posix() for path in Path("run").rglob("*") if path.is_file()}
-        return names, capsys.readouterr().out.splitlines()[-1]
+        said = capsys.readouterr()
+        return names, said.out.splitlines()[-1], said.err
 
-    assert run(no_logger) == ({"checkpoints/last.ckpt", "config.yaml"}, "checkpoint: run/checkpoints/last.ckpt")
-    assert main(["fit", "--config=run/config.yaml"]) == 2
-    assert "--ckpt_path last" in capsys.readouterr().err
-    assert run(no_logger, no_checkpoints, "--overwrite", "--data.filters.max_resolution=9") == (
-        {"config.yaml"},
-        "config: run/config.yaml",
-    )
-    names, last = run(no_checkpoints, "--overwrite")
+    names, last, _ = run(no_logger)
+    assert (names, last) == ({"checkpoints/last.ckpt", "config.yaml"}, "checkpoint: run/checkpoints/last.ckpt")
+    names, last, warned = run(no_logger, no_checkpoints, "--overwrite", "--data.filters.max_resolution=9")
+    assert (names, last) == ({"config.yaml"}, "config: run/config.yaml")
+    assert warned.count("evodsp: warning: data.filters are not applied: values that are all the default") == 1
+    names, last, _ = run(no_checkpoints, "--overwrite")
     assert last == "curve: run/curve.csv"
     assert not any(name.startswith("checkpoints") for name in names)
     assert list(losses(Path("run"))) == [0]
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["config.yaml"]
     assert (tmp_path / "config.yaml").read_text() == "mine"
+    Path("run/checkpoints").mkdir()
+    Path("run/checkpoints/last.ckpt").touch()
+    assert main(["fit", "--config=run/config.yaml"]) == 2
+    assert "--ckpt_path last" in capsys.readouterr().err
 
 
 def test_nothing_is_deleted_before_everything_is_checked(
