@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -22,7 +23,6 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import TemplateChains, TemplateSource, listed_chains
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import encode_sequence
-from tests.builders.complex_files import write_complex, write_shortened
 from tests.builders.templates import random_templates
 
 CONFIG = FeatureConfig(crop_size=40, msa_clusters=6, extra_msa=4, max_templates=4, recycles=1, uniform_recycling=False)
@@ -30,12 +30,11 @@ WHOLE = replace(CONFIG, crop_size=None)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> ComplexFiles:
-    """The entry 1abc, of the chains A, B (with one sequence) and C, and the entries 2abc and 3abc: the same structure without
-    the first residues of each chain. (A chain with the whole sequence would be no template.)"""
-    files = ComplexFiles(*write_complex(tmp_path))
-    for number in (2, 3):
-        write_shortened(files.structure_dir, f"{number}abc", 4 + number)
+def files(files: ComplexFiles, complex_folder: Path) -> ComplexFiles:
+    """The entries 2abc and 3abc, too: the same structure without the first residues of each chain. (A chain with the whole
+    sequence would be no template.)"""
+    for entry in ("2abc", "3abc"):
+        shutil.copy(complex_folder / f"{entry}.cif", files.structure_dir)
     return files
 
 
