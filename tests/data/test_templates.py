@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evodsp.data.formats import mmcif, parse_fasta, parse_hmmsearch
+from evodsp.data.formats import mmcif, parse_fasta
 from evodsp.data.records import Chain, ProteinSequence
 from evodsp.data.sources import structures as structures_module
 from evodsp.data.sources.structures import KeptStructures, StructureFolder, TemplateStructures
@@ -75,16 +75,6 @@ def test_gaps_on_both_sides():
     x = found.positions[0, :9, CA, 0] / np.float32(3.8)
     np.testing.assert_allclose(x, [0, 2, 3, 4, 7, 0, 0, 8, 9], atol=1e-5)
     np.testing.assert_array_equal(found.mask[0, :, CA], [0, 1, 1, 1, 1, 0, 0, 1, 1] + [0] * 23)
-
-
-def test_hits_of_hmmsearch():
-    """Catches residues inserted between the query's columns that shift the following ones."""
-    text = "# STOCKHOLM 1.0\n1abc_A/3-8  --TAggYI" + "-" * 26 + "\n//\n"
-    (hit,) = parse_hmmsearch("a.sto", text.encode(), query=LETTERS)
-    found, rejected = template_features(QUERY, [hit], MemoryStructures(straight_chain("MKTAGGYIAK")))
-    assert rejected == {}
-    assert list(map(decode, found.aatype)) == ["--TAYI" + "-" * 26]
-    np.testing.assert_allclose(found.positions[0, 2:6, CA, 0] / np.float32(3.8), [2, 3, 6, 7], atol=1e-5)
 
 
 def test_copies_that_hmmsearch_found_are_one_template():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,75 +40,75 @@ def sequences(chains: dict[str, Chain]) -> dict[str, str]:
     return {name: chain.sequence for name, chain in chains.items()}
 
 
+def numbered(names: Sequence[str], *numbers: tuple[int, str]) -> list[Residue]:
+    """Neighbours with these numbers and insertion codes."""
+    return [Residue(name, number, k, code) for k, (name, (number, code)) in enumerate(zip(names, numbers, strict=True))]
+
+
+SIX = chain(NAMES)
+RUNS = [
+    replace(one, het=one.name in ("MSE", "SEP", "LYS"), label="ABCDEFG"[k])
+    for k, one in enumerate(chain(("GLY", "SER", "MSE", "LYS", "SEP", "ALA", "TRP")))
+]
+PART = [one for one in SIX if one.number not in (3, 4)]
+FREE = [
+    ligand("HOH", 1001, atoms=(("O", 0, 0),)),
+    ligand("GLY", 1002, row=3),
+    ligand("LIG", 1003, row=4),
+    ligand("HEM", 1004, row=5, atoms=(("FE", 0, 0), ("CA", 1, 0))),
+    ligand("SER", 1005, row=6, atoms=(("N", 0, 0), ("CA", 1.2, 0.8))),
+]
+BASES = chain(("PSU", "2MG"), chain="R", row=1, atoms=(("P", 0, 0), ("N1", 1, 1), ("C4", 2, 0)))
+IMGT = numbered(
+    ("CYS", "ALA", "GLY", "SER", "TYR", "ASP", "PHE"),
+    *((110, ""), (111, ""), (111, "A"), (112, "B"), (112, "A"), (112, ""), (113, "")),
+)
+KABAT = numbered(NAMES, (8, ""), (11, ""), (27, ""), (27, "A"), (27, "F"), (28, ""))
+MODIFIED = [replace(one, het=one.name in ("MSE", "ZZ9")) for one in chain(("GLY", "SER", "MSE", "ZZ9", "TRP", "ALA"))]
+TRACE = [replace(one, atoms=(("CA", 0, 0),), het=one.number == 3) for one in SIX]
+CODELESS = numbered(NAMES, *((number, "") for number in (1, 2, 2, 2, 3, 4)))
+LEFT_OUT = "residues with N, CA and C that no peptide bond joins to chain 'A' are left out: GLY 1002, LIG 1003"
+UNLISTED: dict[str, tuple[list[Residue], list[Residue], dict[str, str], list[str]]] = {
+    # A chain that ended at its first HETATM (files without TER, or with a label_asym_id for each run of residues).
+    "runs": ([*RUNS, FREE[0]], RUNS, {"A": "GSMKSAW"}, []),
+    # Copies of a protein that were given the first one's sequence: residues that it lacks were lost.
+    "copies": ([*PART, *chain(NAMES, chain="B", row=1)], PART, {"A": "GSWA", "B": "GSMKWA"}, ["gap"]),
+    # Waters read as X, files with them refused, and a free glycine or a ligand with N, CA and C in the chain.
+    "waters and ligands": ([*SIX, *FREE], SIX, {"A": "GSMKWA"}, [LEFT_OUT]),
+    # An RNA chain read as a protein: AlphaFold2's table of letters, of which G and U are some, has bases too.
+    "bases": ([*SIX, *BASES], SIX, {"A": "GSMKWA"}, []),
+    # Residues sorted by their numbers.
+    "IMGT's CDR3": (IMGT, IMGT, {"A": "CAGSYDF"}, []),
+    # A jump of numbers, as from Kabat's 27 to 28 by 27A to 27F, or from 8 to 11, taken for a break.
+    "Kabat": (KABAT, KABAT, {"A": "GSMKWA"}, []),
+    # A bonded HETATM lost, or put at the chain's end, where a program lists all HETATM behind the others.
+    "HETATM last": (
+        [*MODIFIED[:2], *MODIFIED[4:], FREE[1], *MODIFIED[2:4]],
+        *(MODIFIED, {"A": "GSMXWA"}, ["left out: GLY 1002", "no known name and are X: ZZ9 4"]),
+    ),
+    # Residues lost that have no N and C.
+    "trace of CA": (TRACE, TRACE, {"A": "GSMKWA"}, []),
+    # Neighbours of one number, whose insertion codes a program dropped, taken for two monomers at one place.
+    "dropped codes": (CODELESS, CODELESS, {"A": "GSMKWA"}, []),
+}
+
+
 @forms
-def test_hetatm_inside_a_chain(tmp_path: Path, form: str) -> None:
-    """Catches a chain that ends at its first HETATM (files without TER, or with a label_asym_id for each run of residues)."""
-    residues = chain(("GLY", "SER", "MSE", "LYS", "SEP", "ALA", "TRP"))
-    residues = [replace(r, het=r.name in ("MSE", "SEP", "LYS"), label="ABCDEFG"[k]) for k, r in enumerate(residues)]
-    (found,) = read(tmp_path, form, [*residues, ligand("HOH", 301, atoms=(("O", 0, 0),))]).values()
-    assert found.sequence == "GSMKSAW"
-    assert found.residue_number.tolist() == list(range(1, 8))
+@pytest.mark.parametrize("case", UNLISTED)
+def test_residues_of_an_unlisted_chain(tmp_path: Path, form: str, case: str) -> None:
+    """Catches what is said of each case, atoms on other residues, and residues left out without a note."""
+    file, members, letters, notes = UNLISTED[case]
+    chains = read(tmp_path, form, file)
+    found = chains["A"]
+    assert sequences(chains) == letters
+    assert list(zip(found.residue_number.tolist(), found.insertion_code, strict=True)) == [
+        (one.number, one.code) for one in members
+    ]
     assert not found.is_missing.any()
-    assert found.mask.sum() == 21
-    np.testing.assert_allclose(found.positions[:, ATOM_ORDER["N"], 0], 3.8 * np.arange(7), rtol=1e-6)
-
-
-@forms
-def test_each_chain_has_its_own_residues(tmp_path: Path, form: str) -> None:
-    """Catches copies of a protein that are given the first one's sequence: residues that it lacks are lost."""
-    whole = chain(NAMES, chain="B", row=1)
-    chains = read(tmp_path, form, [r for r in chain(NAMES) if r.number not in (3, 4)] + whole)
-    assert sequences(chains) == {"A": "GSWA", "B": "GSMKWA"}
-    assert chains["B"].mask.sum() == 18
-    assert chains["A"].residue_number.tolist() == [1, 2, 5, 6]
-
-
-@forms
-def test_waters_and_ligands_are_no_residues(tmp_path: Path, form: str) -> None:
-    """Catches waters read as X, files with them refused, and a free glycine or a ligand with N, CA and C in the chain."""
-    others = [
-        ligand("HOH", 1001, atoms=(("O", 0, 0),)),
-        ligand("GLY", 1002, row=3),
-        ligand("LIG", 1003, row=4),
-        ligand("HEM", 1004, row=5, atoms=(("FE", 0, 0), ("CA", 1, 0))),
-        ligand("SER", 1005, row=6, atoms=(("N", 0, 0), ("CA", 1.2, 0.8))),
-    ]
-    (found,) = read(tmp_path, form, chain(NAMES) + others).values()
-    assert found.sequence == "GSMKWA"
-    assert found.notes == (
-        "residues with N, CA and C that no peptide bond joins to chain 'A' are left out: GLY 1002, LIG 1003",
-    )
-
-
-@forms
-def test_modified_bases_are_no_residues(tmp_path: Path, form: str) -> None:
-    """Catches an RNA chain read as a protein: AlphaFold2's table of letters, of which G and U are some, has bases too."""
-    bases = [
-        replace(r, atoms=(("P", 0, 0), ("N1", 1, 1), ("C4", 2, 0))) for r in chain(("PSU", "2MG"), chain="R", row=1)
-    ]
-    assert sequences(read(tmp_path, form, chain(NAMES) + bases)) == {"A": "GSMKWA"}
-
-
-@forms
-def test_imgt_numbers_run_backwards(tmp_path: Path, form: str) -> None:
-    """Catches residues sorted by their numbers: IMGT's CDR3 is 110, 111, 111A, 112B, 112A, 112, 113."""
-    numbers = [(110, ""), (111, ""), (111, "A"), (112, "B"), (112, "A"), (112, ""), (113, "")]
-    names = ("CYS", "ALA", "GLY", "SER", "TYR", "ASP", "PHE")
-    residues = [Residue(n, number, k, code) for k, (n, (number, code)) in enumerate(zip(names, numbers, strict=True))]
-    (found,) = read(tmp_path, form, residues).values()
-    assert found.sequence == "CAGSYDF"
-    assert list(zip(found.residue_number.tolist(), found.insertion_code, strict=True)) == numbers
-    assert found.notes == ()
-
-
-@forms
-def test_kabat_numbers_jump(tmp_path: Path, form: str) -> None:
-    """Catches a jump of numbers, as from Kabat's 27 to 28 by 27A to 27F, or from 8 to 11, taken for a break."""
-    numbers = [(8, ""), (11, ""), (27, ""), (27, "A"), (27, "F"), (28, "")]
-    residues = [Residue(n, number, k, code) for k, (n, (number, code)) in enumerate(zip(NAMES, numbers, strict=True))]
-    (found,) = read(tmp_path, form, residues).values()
-    assert (found.sequence, found.insertion_code) == ("GSMKWA", ("", "", "", "A", "F", ""))
-    assert found.notes == ()
+    assert found.mask.sum() == sum(len(one.atoms) for one in members)
+    places = [3.8 * one.at + {name: x for name, x, _ in one.atoms}["CA"] for one in members]
+    np.testing.assert_allclose(found.positions[:, CA, 0], places, atol=2e-3)
+    assert [part in note for part, note in zip(notes, found.notes, strict=True)] == [True] * len(notes)
 
 
 @forms
@@ -140,16 +141,6 @@ def test_without_ter_but_with_seqres(tmp_path: Path) -> None:
     assert found.is_missing.tolist() == [True, *[False] * 6, True]
 
 
-@forms
-def test_modified_residues_listed_last(tmp_path: Path, form: str) -> None:
-    """Catches a bonded HETATM that is lost, or put at the chain's end, where a program lists all HETATM behind the others."""
-    residues = chain(("GLY", "SER", "MSE", "ZZ9", "TRP", "ALA"))
-    moved = [*residues[:2], *residues[4:], ligand("GLY", 99), *(replace(r, het=True) for r in residues[2:4])]
-    (found,) = read(tmp_path, form, moved).values()
-    assert (found.sequence, found.residue_number.tolist()) == ("GSMXWA", [1, 2, 3, 4, 5, 6])
-    np.testing.assert_allclose(found.positions[:, ATOM_ORDER["N"], 0], 3.8 * np.arange(6), rtol=1e-6)
-
-
 def test_behind_ter(tmp_path: Path) -> None:
     """Catches the rest of a chain lost for a TER at a break, and a free amino acid behind TER that is no part of it."""
     residues = chain(NAMES)
@@ -163,22 +154,6 @@ def test_behind_ter(tmp_path: Path) -> None:
     for lines in files:
         (tmp_path / "a.pdb").write_text(pdb_text(lines))
         assert read_chain(tmp_path / "a.pdb", "A").sequence == "GSMKWA"
-
-
-@forms
-def test_trace_of_alpha_carbons(tmp_path: Path, form: str) -> None:
-    """Catches residues lost that have no N and C."""
-    residues = [replace(r, atoms=(("CA", 0, 0),), het=r.number == 3) for r in chain(NAMES)]
-    (found,) = read(tmp_path, form, residues).values()
-    assert (found.sequence, found.notes) == ("GSMKWA", ())
-
-
-@forms
-def test_dropped_insertion_codes(tmp_path: Path, form: str) -> None:
-    """Catches neighbours of one number, whose insertion codes a program dropped, taken for two monomers at one place."""
-    residues = [replace(r, number=(1, 2, 2, 2, 3, 4)[k]) for k, r in enumerate(chain(NAMES))]
-    (found,) = read(tmp_path, form, residues).values()
-    assert found.sequence == "GSMKWA"
 
 
 SEEN_TWICE = [
