@@ -19,7 +19,7 @@ import pytest
 
 from evodsp.cli import main
 from evodsp.data import build as command
-from evodsp.data.build import BuildPlan, build, build_parts
+from evodsp.data.build import Account, BuildInputs, BuildPlan, Part, build, build_part, build_parts
 from evodsp.data.index import scan
 from evodsp.data.pool import DaskCluster, LocalProcesses, executor
 from evodsp.data.sources.feature_store import CHAINS, FeatureStore
@@ -289,16 +289,6 @@ def test_a_local_dask_cluster_builds_the_same(folder: Path, undisturbed: Path, t
     assert content(tmp_path / "store") == content(undisturbed)
 
 
-@needs_dask
-def test_a_dask_cluster_builds_the_same(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """Catches shards that are lost or differ when Dask's workers make them."""
-    from distributed import LocalCluster
-
-    with LocalCluster(n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None) as cluster:
-        build(config(folder, tmp_path / "store", scheduler=cluster.scheduler_address))
-    assert content(tmp_path / "store") == content(undisturbed)
-
-
 def test_a_scheduler_without_dask_is_one_line(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,3 +310,13 @@ def test_a_scheduler_without_dask_is_one_line(
         assert main(["data", name, *options, "--scheduler", "--workers=2", "--output", str(tmp_path / name)]) == 2
         assert "--scheduler needs Dask, which is not installed" in capsys.readouterr().err
     assert given == [("local", 2)] * 2
+
+
+def test_a_chain_whose_folder_has_a_name_of_any_bytes(tmp_path: Path) -> None:
+    """Catches a build that ends over a name which no text file can hold."""
+    part = Part(tmp_path, CHAINS, 0, ("1ab\udce9_A",), BuildInputs(str(tmp_path), str(tmp_path), None, None))
+    for folder in (part.shard.parent, part.account.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    assert build_part(part) == 1
+    ((name, _),) = Account.read(part.account).failed
+    assert name == "1ab\udce9_A"

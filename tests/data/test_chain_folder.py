@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,18 +84,6 @@ def test_the_order_and_the_rows_of_alphafolds_alignments(
     assert [len(one.names) for one in found] == list(map(len, found))
 
 
-def test_nested_layout_of_openproteinset(tmp_path: Path):
-    """Catches <chain>/a3m/*.a3m found empty."""
-    folder = chain_folder(tmp_path, "1abc_A", {"a3m/bfd.a3m": A3M, "a3m/uniprot_hits.a3m": A3M, "hhr/pdb70.hhr": "x"})
-    assert names(read_alignment_dir(folder)) == ["bfd.a3m"]
-
-
-def test_unknown_residue_matches_any_letter(tmp_path: Path):
-    """Catches a chain with a modified residue (X) refused because the search was run with its parent amino acid."""
-    folder = chain_folder(tmp_path, "1abc_A", {"bfd.a3m": A3M})
-    assert len(read_alignment_dir(folder, ProteinSequence("q", "AXDE"))) == 1
-
-
 def test_files_of_both_searches_and_layouts(tmp_path: Path) -> None:
     """Catches OpenProteinSet's nested hhr/, hmmsearch's result or a gzipped file missed, and MSAs read as searches."""
     folder = tmp_path / "1xyz_A"
@@ -140,3 +129,53 @@ def test_an_empty_alignment_beside_others_is_left_out(tmp_path: Path) -> None:
     """Catches an empty file, gzipped or not, that spoils a good one."""
     folder = chain_folder(tmp_path, "1abc_A", {"a.a3m": "", "b.a3m.gz": "", "c.a3m": A3M})
     assert names(read_alignment_dir(folder)) == ["c.a3m"]
+
+
+# The store of chains: OpenFold's alignment database, chain keys, real layouts.
+
+
+def test_alignment_database(tmp_path: Path):
+    """Catches wrong offsets in OpenFold's database, and files read as alignments that are not."""
+    files = {"uniref90_hits.sto": STO, "uniprot_hits.sto": STO, "bfd.a3m": A3M, "pdb70_hits.hhr": "x"}
+    store = ChainFiles(database(tmp_path, {"2xyz_B": {"bfd.a3m": ">q\nWW\n"}, "1abc_A": files}))
+    assert store.keys() == ["1abc_A", "2xyz_B"]
+    assert names(store.alignments("1abc_A")) == ["uniref90_hits.sto", "bfd.a3m"]
+    assert store.query("2xyz_B") == ProteinSequence("2xyz_B", "WW")
+
+
+def test_several_databases(tmp_path: Path):
+    """Catches chains of the second index left out, a chain in two of them taken from either, and super.index ignored."""
+    database(tmp_path, {"1abc_A": {"bfd.a3m": A3M}})
+    first = json.loads((tmp_path / "alignment_db.index").read_text())
+    (tmp_path / "other.index").write_text(json.dumps({"2abc_A": first["1abc_A"]}))
+    store = ChainFiles(tmp_path)
+    assert store.keys() == ["1abc_A", "2abc_A"]
+    assert names(store.alignments("2abc_A")) == ["bfd.a3m"]
+    (tmp_path / "other.index").write_text(json.dumps(first))
+    with pytest.raises(UserError, match=r"other.index: chain '1abc_A' is in alignment_db.index too"):
+        ChainFiles(tmp_path).keys()
+    (tmp_path / "super.index").write_text(json.dumps({"3abc_A": first["1abc_A"]}))
+    assert ChainFiles(tmp_path).keys() == ["3abc_A"]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (
+            '{"1abc_A": {"db": "alignment_db_0.db", "files": [["bfd.a3m", 0, 1180591620717411303424]]}}',
+            "the entry of chain",
+        ),
+        ('{"1abc_A": {"db": "alignment_db_0.db", "files": [["bfd.a3m", 0, 1099511627776]]}}', "ends before 'bfd.a3m'"),
+        (r'{"1abc_A": {"db": "a\nb.db", "files": []}}', "the entry of chain '1abc_A' is not"),
+        ('{"1abc_A": ' + "9" * 5000 + "}", "a number that is too long"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_hostile_index_is_one_line(tmp_path: Path, index: str, message: str):
+    """Catches a traceback for offsets beyond any file, infinite ones, numbers of thousands of digits, and deep nesting."""
+    (tmp_path / "alignment_db.index").write_text(index)
+    (tmp_path / "alignment_db_0.db").write_text(A3M)
+    with pytest.raises(UserError, match=message) as caught:
+        ChainFiles(tmp_path).alignments("1abc_A")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400

@@ -10,7 +10,18 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from evodsp.data.samples.raw_features import complex_crop, contiguous_crop, interface_residues, spatial_crop
+from evodsp.data.samples.raw_features import (
+    Crop,
+    centre_crop,
+    complex_crop,
+    contiguous_crop,
+    crop_start,
+    interface_residues,
+    piece,
+    sequence_features,
+    spatial_crop,
+)
+from evodsp.data.templates.features import TemplateFeatures
 from evodsp.rng import Draws
 
 Complex = tuple[list[int], np.ndarray, np.ndarray]
@@ -126,14 +137,6 @@ def test_a_spatial_crop_is_what_is_nearest_to_an_interface_residue() -> None:
     assert min(found.values()) > 200 / len(interface) / 2
 
 
-def test_of_equally_near_residues_the_first_is_kept() -> None:
-    """Catches a crop whose residues depend on how equal distances are sorted."""
-    positions = np.array([[5, 0, 0], [0, 0, 0], [-5, 0, 0], [0, 5, 0], [0, 0, 5]], np.float32)
-    crops = [spatial_crop([4, 1], positions, np.ones(5, np.float32), 3, Draws.root(seed)) for seed in range(40)]
-    of_centre = [c.residues.tolist() for c in crops if c is not None and 1 in c.residues]
-    assert [0, 1, 2] in of_centre
-
-
 def test_the_tie_breaker_is_a_thousandth_of_an_angstrom_per_residue() -> None:
     """Catches a tie-breaker that is lost in rounding, or that outweighs distances."""
     for surplus, kept in ((0.0005, 1), (0.0015, 2)):
@@ -166,31 +169,6 @@ def test_without_an_interface_the_crop_is_contiguous() -> None:
             assert found.residues.tolist() == contiguous_crop(lengths, 6, Draws.root(seed)).residues.tolist()
 
 
-def test_half_of_the_crops_are_spatial() -> None:
-    """Catches a setting that is ignored or inverted."""
-    x = cloud([30, 30], size=12)
-
-    def spatial(fraction: float) -> float:
-        found = 0
-        for seed in range(150):
-            crop = complex_crop(*x, 10, Draws.root(seed), spatial_fraction=fraction)
-            other = spatial_crop(*x, 10, Draws.root(seed))
-            found += other is not None and crop.residues.tolist() == other.residues.tolist()
-        return found / 150
-
-    assert spatial(1.0) == 1
-    assert spatial(0.0) == 0
-    assert spatial(0.25) == pytest.approx(0.25, abs=0.1)
-
-
-@pytest.mark.parametrize("crop_size", [None, 40, 41])
-def test_a_small_complex_is_whole(crop_size: int | None) -> None:
-    """Catches a crop that permutes or loses residues of a complex that fits."""
-    x = cloud([30, 1, 9])
-    for seed in range(5):
-        assert complex_crop(*x, crop_size, Draws.root(seed), spatial_fraction=0.5).residues.tolist() == list(range(40))
-
-
 def test_a_crop_depends_on_its_stream_only() -> None:
     """Catches random numbers of the process."""
     x = cloud([30, 1, 39], size=12)
@@ -201,3 +179,56 @@ def test_a_crop_depends_on_its_stream_only() -> None:
     assert crops[:30] == crops[30:]
     assert len({tuple(crop) for crop in crops}) > 20
     assert all(len(crop) == 20 for crop in crops)
+
+
+# Distribution and bounds of crops (supplement 1.2.8).
+
+
+ALMOST_ONE = 1 - 2**-24
+
+
+def test_clamped_samples_start_uniformly() -> None:
+    """Every start from 0 to the surplus, the last included, is equally likely; the shift is ignored."""
+    positions = (np.arange(6000) + 0.5) / 6000
+    starts = [crop_start(5, clamped=True, shift=0.99, position=p) for p in positions]
+    np.testing.assert_array_equal(np.bincount(starts), [1000] * 6)
+
+
+def test_unclamped_samples_favour_the_beginning() -> None:
+    """P(start) = mean over x in 0..n of [start <= n - x] / (n - x + 1)."""
+    grid = (np.arange(360) + 0.5) / 360
+    starts = [crop_start(2, clamped=False, shift=s, position=p) for s in grid for p in grid]
+    expected = np.array([1 + 1 / 2 + 1 / 3, 1 / 2 + 1 / 3, 1 / 3]) / 3
+    np.testing.assert_allclose(np.bincount(starts) / len(starts), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("clamped", [True, False])
+@pytest.mark.parametrize("surplus", [1, 3, 10_000])
+def test_extreme_draws_stay_inside_the_chain(clamped: bool, surplus: int) -> None:
+    draws = [0.0, 0.5, ALMOST_ONE]
+    starts = [crop_start(surplus, clamped, shift, position) for shift in draws for position in draws]
+    assert min(starts) == 0
+    assert max(starts) == surplus
+
+
+def test_centre_crop() -> None:
+    assert centre_crop(11, 4).residues.tolist() == [3, 4, 5, 6]
+
+
+def test_a_crop_of_several_pieces() -> None:
+    """Catches features, templates or labels that take all residues between the first and the last of the crop."""
+    crop = Crop(np.array([0, 1, 5, 6, 9]))
+    assert crop.first == -1
+    assert piece(3, 4).first == 3
+    aatype = np.arange(12, dtype=np.int32)
+    features = sequence_features(aatype, crop)
+    assert features["aatype"].tolist() == features["residue_index"].tolist() == [0, 1, 5, 6, 9]
+    templates = TemplateFeatures(
+        names=("1abc_A", "2abc_A"),
+        aatype=np.stack([aatype, aatype + 1]).astype(np.int8),
+        positions=np.arange(2 * 12 * 37 * 3, dtype=np.float32).reshape(2, 12, 37, 3),
+        mask=np.ones((2, 12, 37), np.float32),
+        sum_probs=np.zeros(2, np.float32),
+    ).select(np.array([1]), crop.residues)
+    assert templates.aatype.tolist() == [[1, 2, 6, 7, 10]]
+    assert templates.positions[0, :, 0, 0].tolist() == [(12 + residue) * 37 * 3 for residue in (0, 1, 5, 6, 9)]

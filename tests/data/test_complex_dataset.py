@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from evodsp.config import FeatureConfig, LossConfig, ModelConfig, as_multimer
-from evodsp.data.records import Assembly, ProteinSequence
+from evodsp.data.records import Assembly
 from evodsp.data.samples.dataset import SampleDataset, collate
 from evodsp.data.samples.sample_records import ComplexRecord, Drawing
 from evodsp.data.sources.opening import ComplexFiles
@@ -24,15 +22,8 @@ from evodsp.model.alphafold import AlphaFold
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.complex_files import write_complex
 
 CONFIG = FeatureConfig(crop_size=40, msa_clusters=4, extra_msa=4, recycles=1, uniform_recycling=False)
-TURN = np.array([[0.6, -0.8, 0.0], [0.8, 0.6, 0.0], [0.0, 0.0, 1.0]])
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> ComplexFiles:
-    return ComplexFiles(*write_complex(tmp_path))
 
 
 def dataset(files: ComplexFiles, training: bool, config: FeatureConfig = CONFIG) -> SampleDataset:
@@ -77,18 +68,6 @@ def test_residue_types_are_those_of_the_structure(files: ComplexFiles, unknown: 
     # The prediction has every atom that is observed, and no atoms where the structure's residue is unknown.
     assert (sample["atom14_atom_exists"][0] >= sample["atom14_gt_exists"]).all()
     assert (unknown == "sequence") == (sample["atom14_atom_exists"][0, len(chains[0]) * 2 + 4].sum() == 0)
-
-
-def test_samples_depend_on_their_number_alone(files: ComplexFiles) -> None:
-    """Catches a crop that is drawn from the process's random numbers, and one that all samples share."""
-    one, other = dataset(files, training=True), dataset(files, training=True)
-    last = one[5]
-    for index in (5, 3):
-        found = other[index]
-        same = all(torch.equal(found[name], last[name]) for name in ("asym_id", "residue_index"))
-        assert same == (index == 5)
-    first, again = dataset(files, training=False)[0], dataset(files, training=False)[0]
-    assert torch.equal(first["residue_index"], again["residue_index"])
 
 
 def test_a_model_learns_from_a_complex(files: ComplexFiles) -> None:
@@ -160,28 +139,3 @@ def test_a_batch_of_complexes_with_and_without_copies(files: ComplexFiles) -> No
         assert torch.equal(found[name], batch[name])
     alone = collate([single.sample(drawing)])
     assert with_fitting_labels(predicted[:1], alone, [Draws.root(1)]).keys() == alone.keys()
-
-
-def test_a_homotrimer_has_the_same_loss_in_any_order(files: ComplexFiles) -> None:
-    """Catches a loss that compares each predicted chain with the true chain of its number."""
-    complex_ = files.parsed("1abc")
-    chain, msa = complex_.assembly.chains[0], complex_.chains[0]
-    turned = [chain.positions, chain.positions[..., [1, 0, 2]] * [1, -1, 1] + 30, chain.positions @ TURN + 12]
-    chains = [dataclasses.replace(chain, positions=x.astype("float32")) for x in turned]
-    names = "A", "B", "C"
-    msas = tuple(dataclasses.replace(msa, query=ProteinSequence(name, chain.sequence)) for name in names)
-    config = as_multimer(ModelConfig.preset("test"))
-    model = dense(AlphaFold(config)).float()
-    weights = dataclasses.replace(LossConfig(), interface_fape=0.5, chain_centre=0.5, violation=0.5, pae=0.5)
-    whole = dataclasses.replace(CONFIG, crop_size=None, recycles=0)
-    losses = []
-    for order in ((0, 1, 2), (2, 0, 1), (1, 0, 2)):
-        assembly = Assembly("1abc", names, tuple(chains[k] for k in order))
-        record = ComplexRecord.of(Parsed(assembly, msas), {})
-        batch = collate([record.sample(Drawing(whole, Draws.root(0), 1, training=True))])
-        batch = with_features(batch, whole)
-        with torch.no_grad():
-            output = model(batch)
-            batch = with_fitting_labels(output.structure.positions, batch, [Draws.root(3)])
-            losses.append(total_loss(output, batch, weights, config.heads)[0])
-    torch.testing.assert_close(torch.stack(losses), losses[0].expand(3), rtol=1e-5, atol=0)

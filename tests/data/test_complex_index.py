@@ -17,9 +17,9 @@ import pytest
 from evodsp.cli import main
 from evodsp.config import FilterConfig
 from evodsp.data.build import build
-from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule
+from evodsp.data.complexes.merging import merge
+from evodsp.data.complexes.pairing import BY_ENTRY, BY_SPECIES, PairingRule, say_query_paired
 from evodsp.data.config import BuildConfig
-from evodsp.data.doctor.examination import Examiner
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.records import COMPLEXES
 from evodsp.data.sources import chain_files
@@ -29,14 +29,9 @@ from evodsp.training.chains import find_chains
 from evodsp.training.config import DataConfig
 from tests.builders.alignments import archives, archives_in_folders, in_folders, one_database
 from tests.builders.bundled import dimers
-from tests.builders.complex_files import write_complex
+from tests.builders.records import same
 
 Folders = tuple[Path, Path]
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> Folders:
-    return write_complex(tmp_path)
 
 
 def index_of(folders: Folders, *options: str) -> DataIndex:
@@ -90,21 +85,27 @@ def listings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return listed
 
 
-@pytest.mark.parametrize("pack", [in_folders, archives, archives_in_folders, one_database])
-@pytest.mark.parametrize("rule", [BY_SPECIES, BY_ENTRY], ids=["species", "entry"])
+@pytest.mark.parametrize(
+    ("pack", "rule"),
+    [
+        *((in_folders, BY_SPECIES), (in_folders, BY_ENTRY), (archives, BY_ENTRY)),
+        *((archives_in_folders, BY_SPECIES), (one_database, BY_ENTRY)),
+    ],
+)
 def test_a_complex_is_the_same_with_an_index_which_lists_its_files(
     folders: Folders,
     rule: PairingRule,
     pack: Callable[[Path, dict[str, list[Path]]], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Catches alignments, rows for pairing or template hits of another chain or in another order, an index that a worker does
-    not get, and folders and indices of databases that each sample reads again."""
+    """Catches alignments, rows for pairing or template hits of another chain or in another order, hits of UniProt that a
+    layout hides, an index that a worker does not get, and folders and indices of databases that each sample reads again."""
     letters = ComplexFiles(*folders).parsed("1abc").assembly.chains[2].sequence
     hit = f"# STOCKHOLM 1.0\n3abc_C/1-{len(letters) - 7}  {'-' * 7}{letters[7:]}\n//\n"
     (folders[0] / "1abc_C" / "hmm_output.sto").write_text(hit)
     packed = folders[0].with_name("packed"), folders[1]
     pack(packed[0], {folder.name: sorted(folder.iterdir()) for folder in folders[0].iterdir()})
+    of_files = ComplexFiles(*folders, rule=rule).parsed("1abc")
     plain = ComplexFiles(*packed, rule=rule).parsed("1abc", with_hits=True)
     indexed = pickle.loads(pickle.dumps(ComplexFiles(*packed, rule=rule, index=index_of(packed))))
     listed = listings(monkeypatch)
@@ -115,52 +116,26 @@ def test_a_complex_is_the_same_with_an_index_which_lists_its_files(
     expected = {} if pack in (archives, archives_in_folders) else {letters: ["3abc_C"]}
     for one in (plain, found):
         assert {query: [hit.key for hit in hits] for query, hits in one.hits.items() if hits} == expected
-    for one, other in zip(plain.chains, found.chains, strict=True):
-        assert one.query == other.query
-        np.testing.assert_array_equal(one.msa.msa, other.msa.msa)
-        assert one.pairing is not None
-        assert other.pairing is not None
-        assert one.pairing.keys == other.pairing.keys
-        np.testing.assert_array_equal(one.pairing.msa, other.pairing.msa)
+    for *others, one in zip(plain.chains, found.chains, of_files.chains, strict=True):
+        for other in others:
+            same(other, one)
+            assert other.pairing is not None
 
 
 def test_identical_chains_lend_their_alignments(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches an entry of OpenProteinSet that is left out because its alignments lie with another one, and is not counted."""
+    """Catches an entry of OpenProteinSet that is left out because its alignments lie with another one; and a
+    chain that is given its duplicate's alignments in place of its own, or of those of its copy in the entry."""
     another(folders, "2abc")
-    same = folders[0].parent / "duplicates.txt"
-    same.write_text("1abc_A 2abc_B\n1abc_C 2abc_C\n")
-    index = index_of(folders, f"--duplicates={same}")
-    assert "1 with alignments of an identical chain; 6 chains" in capsys.readouterr().err
-    assert index.chains(index.row("2abc")).owners == ("1abc_A", "1abc_A", "1abc_C")
+    another(folders, "3abc", "A")
+    lists = folders[0].parent / "duplicates.txt"
+    lists.write_text("1abc_A 2abc_B 3abc_A\n1abc_A 3abc_B\n1abc_C 2abc_C 3abc_C\n")
+    index = index_of(folders, f"--duplicates={lists}")
+    assert "2 with alignments of an identical chain; 9 chains" in capsys.readouterr().err
+    owners = {entry: index.chains(index.row(entry)).owners for entry in ("1abc", "2abc", "3abc")}
+    assert owners["1abc"] == owners["2abc"] == ("1abc_A", "1abc_A", "1abc_C")
+    assert owners["3abc"] == ("3abc_A", "3abc_A", "1abc_C")
     lent = ComplexFiles(*folders, index=index).parsed("2abc")
     assert [len(chain.msa.msa) for chain in lent.chains] == [3, 3, 3]
-
-
-def test_a_complex_with_alignments_borrows_none(folders: Folders) -> None:
-    """Catches a chain that is given its duplicate's alignments in place of its own, or of those of its copy in the entry."""
-    another(folders, "2abc", "A")
-    same = folders[0].parent / "duplicates.txt"
-    same.write_text("1abc_A 2abc_A\n1abc_A 2abc_B\n1abc_C 2abc_C\n")
-    index = index_of(folders, f"--duplicates={same}")
-    assert index.chains(index.row("1abc")).owners == ("1abc_A", "1abc_A", "1abc_C")
-    assert index.chains(index.row("2abc")).owners == ("2abc_A", "2abc_A", "1abc_C")
-
-
-def test_an_empty_folder_borrows_as_that_of_a_chain_does(folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches an empty folder of a complex that goes before alignments which are lent to it, one that nobody lends to which the
-    index leaves out, and a folder with other files that passes for empty."""
-    another(folders, "2abc")
-    for chain in "AC":
-        (folders[0] / f"2abc_{chain}").mkdir()
-    same = folders[0].parent / "duplicates.txt"
-    same.write_text("1abc_A 2abc_A\n")
-    index = index_of(folders, f"--duplicates={same}")
-    assert index.chains(index.row("2abc")).owners == ("1abc_A", "1abc_A", "2abc_C")
-    assert "1 with an empty folder of alignments" in capsys.readouterr().err
-    assert [len(chain.msa.msa) for chain in ComplexFiles(*folders, index=index).parsed("2abc").chains] == [3, 3, 1]
-    (folders[0] / "2abc_C" / "family.a3m.part").touch()
-    index = index_of(folders, f"--duplicates={same}")
-    assert index.content.problems[index.row("2abc")] == "no alignments of 2abc_C"
 
 
 def test_caches_go_before_the_structures_of_complexes(folders: Folders) -> None:
@@ -199,15 +174,6 @@ def test_an_index_finds_the_names_that_folders_do(folders: Folders) -> None:
         assert files.keys() == ["1abc", "1abc-2", "alone"]
         assert all(map(files.structure_lookup(), files.keys()))
         assert [len(files.parsed(key).chains[0].msa.msa) for key in files.keys()] == [3, 3, 3]  # noqa: SIM118
-
-
-def test_the_doctor_notices_files_that_an_index_of_complexes_does_not_list(folders: Folders) -> None:
-    """Catches files that were added to a chain's folder, of which only an index of chains told."""
-    index = index_of(folders)
-    examiner = Examiner(ComplexFiles(*folders, index=index))
-    assert not examiner.differs_from_index("1abc")
-    (folders[0] / "1abc_C" / "more.a3m").touch()
-    assert examiner.differs_from_index("1abc")
 
 
 def test_an_entry_that_was_broken_when_it_was_scanned(folders: Folders) -> None:
@@ -263,13 +229,6 @@ def test_an_index_of_something_else(folders: Folders) -> None:
     assert main(["data", "index", "--assembly=2", *where, "--overwrite=true"]) == 2
 
 
-def test_chains_of_one_sequence_are_a_cluster_where_none_is_known(folders: Folders) -> None:
-    """Catches hundreds of structures of one complex that count as hundreds of clusters."""
-    assert index_of(folders).frequencies().tolist() == [1 / 2 + 1 / 2 + 1]
-    another(folders, "2abc", "A", "C")
-    assert index_of(folders).frequencies().tolist() == [1 / 4 + 1 / 4 + 1 / 2] * 2
-
-
 def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
     """Catches filters and weights that know nothing of complexes, and notes that do not know that an index is old."""
     folders = tmp_path / "alignments", tmp_path / "mmcif_files"
@@ -309,3 +268,57 @@ def test_a_run_filters_and_draws_by_the_index(tmp_path: Path) -> None:
         assert find_chains(uniform, arrangement="multimer").train == ["c001", "c002"], source
     with pytest.raises(UserError, match=r"index of assembly 1, but data\.assembly is the asymmetric unit"):
         find_chains(replace(data, assembly=None), arrangement="multimer")
+
+
+# Complexes read from files: the chains of an assembly, their alignments, and those that are paired.
+
+
+def source(folders: tuple[Path, Path], rule: PairingRule = BY_SPECIES) -> ComplexFiles:
+    return ComplexFiles(*folders, rule=rule)
+
+
+@pytest.mark.parametrize(("rule", "changed"), [(BY_SPECIES, -1), (BY_ENTRY, 0)], ids=["species", "entry"])
+def test_rows_are_paired_by_the_rule(folders: tuple[Path, Path], rule: PairingRule, changed: int) -> None:
+    """Catches uniprot_hits that count as an alignment of the chain, and a rule that is not asked."""
+    parsed = source(folders, rule).parsed("1abc")
+    assert parsed.assembly.names == ("A", "B", "C")
+    assert parsed.assembly.entities == (0, 0, 1)
+    assert [len(chain.msa.msa) for chain in parsed.chains] == [3, 3, 3]
+    merged = merge(parsed.chains)
+    paired = merged.msa[merged.block == 0]
+    assert len(paired) == 2
+    first, second = (merged.ids.asym_id == number for number in (1, 3))
+    for columns in (first, second):
+        differs = np.flatnonzero(paired[0, columns] != paired[1, columns])
+        assert differs.tolist() == [changed % columns.sum()]
+
+
+@pytest.fixture
+def nothing_said() -> None:
+    """Warnings as in a new process."""
+    say_query_paired.cache_clear()
+
+
+def test_warnings_of_a_large_set_end(caplog: pytest.LogCaptureFixture, nothing_said: None) -> None:
+    """Catches a log flooded by thousands of chains without rows for pairing, and one that ends without a word."""
+    for number in [*range(30), 3]:
+        say_query_paired(f"alignments/{number}", "names")
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.split(":")[0] for line in said] == [f"alignments/{number}" for number in range(11)]
+    assert ["doctor" in line for line in said] == [False] * 10 + [True]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_chain_without_rows_for_pairing_is_said(
+    folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture, nothing_said: None, named: bool
+) -> None:
+    """Catches a complex whose rows are not paired without a word, because a search was forgotten or their names are not
+    UniProt's."""
+    hits = folders[0] / "1abc_C" / "uniprot_hits.a3m"
+    hits.write_text(hits.read_text().replace("|", ".")) if named else hits.unlink()
+    parsed = source(folders).parsed("1abc")
+    assert parsed.chains[0].pairing is not None
+    assert parsed.chains[2].pairing is None
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{folders[0] / '1abc_C'}: no rows to pair")
+    assert "with names such as tr|" in said

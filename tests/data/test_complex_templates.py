@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -22,7 +23,6 @@ from evodsp.data.templates.features import TemplateFeatures
 from evodsp.data.templates.source import TemplateChains, TemplateSource, listed_chains
 from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import encode_sequence
-from tests.builders.complex_files import write_complex, write_shortened
 from tests.builders.templates import random_templates
 
 CONFIG = FeatureConfig(crop_size=40, msa_clusters=6, extra_msa=4, max_templates=4, recycles=1, uniform_recycling=False)
@@ -30,12 +30,11 @@ WHOLE = replace(CONFIG, crop_size=None)
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> ComplexFiles:
-    """The entry 1abc, of the chains A, B (with one sequence) and C, and the entries 2abc and 3abc: the same structure without
-    the first residues of each chain. (A chain with the whole sequence would be no template.)"""
-    files = ComplexFiles(*write_complex(tmp_path))
-    for number in (2, 3):
-        write_shortened(files.structure_dir, f"{number}abc", 4 + number)
+def files(files: ComplexFiles, complex_folder: Path) -> ComplexFiles:
+    """The entries 2abc and 3abc, too: the same structure without the first residues of each chain. (A chain with the whole
+    sequence would be no template.)"""
+    for entry in ("2abc", "3abc"):
+        shutil.copy(complex_folder / f"{entry}.cif", files.structure_dir)
     return files
 
 
@@ -149,8 +148,7 @@ def test_one_chain_with_templates_and_one_without(files: ComplexFiles) -> None:
         assert sample[name][0][0, ~is_third].any()
 
 
-@pytest.mark.parametrize("latest", [None, date(2010, 1, 1)])
-def test_no_template_is_newer_than_the_complex(files: ComplexFiles, latest: date | None) -> None:
+def test_no_template_is_newer_than_the_complex(files: ComplexFiles) -> None:
     """Catches a complex without its release date among its templates' limits, which is trained on newer structures."""
     write_hits(files, "A", "3abc_A", "2abc_A")
     released = {"1abc": "2003-01-01", "2abc": "2001-01-01", "3abc": "2005-01-01"}
@@ -159,8 +157,9 @@ def test_no_template_is_newer_than_the_complex(files: ComplexFiles, latest: date
     parsed = files.parsed("1abc", with_hits=True)
     chains = tuple(replace(chain, release_date=date(2003, 1, 1)) for chain in parsed.assembly.chains)
     parsed = replace(parsed, assembly=replace(parsed.assembly, chains=chains))
-    found = find_templates(TemplateSource.open(files.structure_dir, max_date=latest), parsed)
-    assert [own.features.names for own in found.values()] == [("2abc_A",), ()]
+    for latest in (None, date(2010, 1, 1)):
+        found = find_templates(TemplateSource.open(files.structure_dir, max_date=latest), parsed)
+        assert [own.features.names for own in found.values()] == [("2abc_A",), ()]
 
 
 def test_a_truncated_search_is_named(files: ComplexFiles) -> None:
@@ -177,14 +176,13 @@ def test_a_truncated_search_is_named(files: ComplexFiles) -> None:
         load_record(files, "1abc", source)
 
 
-@pytest.mark.parametrize("listed", ["1abc_A", "1abc_B"])
-def test_copies_of_a_listed_chain_are_listed(files: ComplexFiles, listed: str) -> None:
+def test_copies_of_a_listed_chain_are_listed(files: ComplexFiles) -> None:
     """Catches a training complex that may copy its double because another copy of its chain is the one in the list."""
-    letters = files.parsed("1abc").assembly.chains[0].sequence
-    found = load_record(files, "1abc", of_chains(files, listed, "2abc", max_identity=0.9)).templates
-    assert found[letters].features.names == ()
-    unlisted = load_record(files, "1abc", of_chains(files, "2abc", max_identity=0.9)).templates
-    assert unlisted[letters].features.names == ("2abc_A",)
+    parsed = files.parsed("1abc")
+    letters = parsed.assembly.chains[0].sequence
+    for listed, expected in ((["1abc_A"], ()), (["1abc_B"], ()), ([], ("2abc_A",))):
+        found = find_templates(of_chains(files, *listed, "2abc", max_identity=0.9), parsed)
+        assert found[letters].features.names == expected
 
 
 def test_an_entry_stands_for_its_chains(files: ComplexFiles) -> None:

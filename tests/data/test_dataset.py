@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, Chain, ProteinSequence
@@ -64,24 +63,11 @@ def test_a_sample_depends_on_seed_and_index_only() -> None:
     assert [first.key_of(i) for i in range(40)] != [other.key_of(i) for i in range(40)]
 
 
-def test_workers_make_the_same_samples() -> None:
-    data = dataset()
-    loader = DataLoader(data, sampler=[9, 2, 5], batch_size=None, num_workers=1)
-    for index, sample in zip([9, 2, 5], loader, strict=True):
-        assert_equal(sample, data[index])
-
-
 def test_each_epoch_shows_every_chain_once_in_a_new_order() -> None:
     data = dataset()
     epochs = [tuple(data.key_of(5 * epoch + i) for i in range(5)) for epoch in range(8)]
     assert all(set(epoch) == set(data.keys) for epoch in epochs)
     assert len(set(epochs)) > 4
-
-
-def test_same_chain_in_another_epoch_is_another_sample() -> None:
-    data = dataset(replace(CONFIG, uniform_recycling=False), chains=FIVE[:1])
-    one, two = (finished(data[index], data.config) for index in range(2))
-    assert (one["msa_feat"] != two["msa_feat"]).any()
 
 
 def test_number_of_cycles_is_common_to_a_group() -> None:
@@ -92,18 +78,6 @@ def test_number_of_cycles_is_common_to_a_group() -> None:
     assert set(counts) == {1, 2, 3, 4}
     assert min(counts.values()) > 40
     assert len(finished(data[1], data.config)["aatype"]) == cycles[1]
-
-
-def test_recycling_without_draws_takes_the_largest() -> None:
-    data = dataset(replace(CONFIG, uniform_recycling=False))
-    assert {data.cycles_of(i) for i in range(50)} == {4}
-
-
-def test_fraction_of_clamped_samples() -> None:
-    data = dataset(replace(CONFIG, recycles=0), chains=FIVE[:1])
-    flags = torch.stack([data[i]["use_clamped_fape"] for i in range(300)])
-    assert flags.dtype == torch.float32
-    assert 0.83 < flags.mean() < 0.97
 
 
 def test_the_crop_is_that_of_its_fape() -> None:
@@ -168,35 +142,6 @@ def test_labels_are_those_of_the_whole_chain() -> None:
         torch.testing.assert_close(sample[name].double(), whole[name][shown].double(), msg=name)
 
 
-def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
-    sample = finished(dataset()[0], CONFIG)
-    with np.load(golden / "labels.npz") as labels:
-        expected = {name: labels[name] for name in labels.files if name != "backbone_affine_tensor"}
-    assert set(expected) <= set(sample)
-    for name, values in expected.items():
-        assert sample[name].shape == ((12, *values.shape[1:]) if values.ndim else ()), name
-    assert {tensor.dtype for tensor in sample.values()} == {torch.int32, torch.float32}
-    assert set(FEATURE_AXES) <= set(sample)
-    for name, axes in FEATURE_AXES.items():
-        assert sample[name].ndim == 1 + len(axes), f"{name} has lost its axis of recycling iterations"
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-@pytest.mark.parametrize("length", [1, 12, 30])
-def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
-    """Short chains and shallow alignments are padded, long and deep ones cropped: all samples have one shape."""
-    chain = make_chain("1abc", (AMINO_ACIDS * 2)[:length])
-    data = SampleDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
-    sample = finished(data[0], data.config)
-    assert sample["msa_feat"].shape == (1, 6, 12, 49)
-    assert sample["extra_msa"].shape == (1, 7, 12)
-    assert sample["all_atom_positions"].shape == (12, 37, 3)
-    assert sample["seq_mask"].sum() == sample["seq_length"].item() == min(length, 12)
-    assert sample["msa_row_mask"].sum() == min(rows, 6)
-    assert sample["extra_msa_row_mask"].sum() == min(max(rows - 6, 0), 7)
-    assert not sample["all_atom_mask"][length:].any()
-
-
 def test_changing_a_sample_leaves_the_cache_alone() -> None:
     for config in (CONFIG, WHOLE):
         data = dataset(config)
@@ -204,17 +149,6 @@ def test_changing_a_sample_leaves_the_cache_alone() -> None:
         for tensor in data[0].values():
             tensor.zero_()
         assert_equal(data[0], untouched)
-
-
-def test_cache_reads_a_chain_once_and_is_bounded() -> None:
-    data = dataset(replace(CONFIG, recycles=0), training=False)
-    for _ in range(3):
-        list(data)
-    assert set(data.source.reads.values()) == {1}
-    small = SampleDataset(MemoryStore(*FIVE), data.keys, data.config, 0, training=False, cache_bytes=1)
-    for index in (0, 0, 1, 0):
-        small[index]
-    assert small.source.reads[FIVE[0].key] == 2
 
 
 def test_cache_drops_the_least_recently_used_chain() -> None:
@@ -294,14 +228,6 @@ def test_lists_have_the_same_sizes_in_each_step() -> None:
     assert existing_entries({"aatype": batch["aatype"]}) == {}
 
 
-def test_collate_pads_msa_rows() -> None:
-    shallow = prediction_sample(ProteinSequence("a", "ACD"), [make_alignment("ACD", 2)], CONFIG, 0)
-    deep = prediction_sample(ProteinSequence("b", "ACDE"), [make_alignment("ACDE", 11)], CONFIG, 0)
-    batch = collate([shallow, deep])
-    assert batch["msa_row_mask"].sum(-1).tolist() == [[2.0] * 4, [6.0] * 4]
-    assert batch["extra_msa_row_mask"].sum(-1).tolist() == [[0.0] * 4, [5.0] * 4]
-
-
 def test_collate_refuses_what_is_no_batch() -> None:
     data = dataset()
     cycles = {data.cycles_of(i): i for i in range(40)}
@@ -321,39 +247,7 @@ def test_prediction_takes_the_whole_chain_and_all_cycles() -> None:
     assert set(sample) == set(FEATURE_AXES)
 
 
-def test_prediction_seeds_differ_and_repeat() -> None:
-    query, alignments = ProteinSequence("q", AMINO_ACIDS), [make_alignment(AMINO_ACIDS, 30)]
-    one, again, other = (prediction_sample(query, alignments, CONFIG, seed) for seed in (1, 1, 2))
-    assert_equal(one, again)
-    assert (one["msa_feat"] != other["msa_feat"]).any()
-
-
-def test_prediction_without_homologues() -> None:
-    sample = prediction_sample(ProteinSequence("q", "MXA"), [], CONFIG, 0)
-    assert sample["msa_feat"].shape == (4, 1, 3, 49)
-    assert sample["true_msa"][0, 0].tolist() == [12, 20, 0]
-    assert not sample["extra_msa_mask"].any()
-
-
 # User errors ---------------------------------------------------------------------------------------------------------
-
-
-def test_structure_of_another_sequence_is_named() -> None:
-    """The message names the file, the chain, the first position that differs (from 1) and both letters."""
-
-    class Swapped(MemoryStore):
-        def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-            return [make_alignment("ARWD", source="1abc_A/hits.a3m")]
-
-    chain = make_chain("1abc", "ARND")
-    data = SampleDataset(Swapped(chain), [chain.key], CONFIG, 0, training=True)
-    with pytest.raises(UserError, match=r"1abc_A/hits\.a3m: .* has 'W' at position 3, the query '1abc_A' has 'N'"):
-        data[0]
-
-
-def test_query_of_another_length_is_named() -> None:
-    with pytest.raises(UserError, match=r"hits\.a3m: .* has 3 residues, the query 'q' has 4"):
-        prediction_sample(ProteinSequence("q", "ARND"), [make_alignment("ARN")], CONFIG, 0)
 
 
 def test_a_chain_without_homologues_is_its_query_alone() -> None:

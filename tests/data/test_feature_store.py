@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -17,10 +18,11 @@ import torch
 from evodsp.config import FeatureConfig
 from evodsp.data.build import build
 from evodsp.data.complexes.merging import find_templates
-from evodsp.data.formats import parse_fasta
-from evodsp.data.records import Assembly, ProteinSequence
+from evodsp.data.complexes.pairing import BY_ENTRY
+from evodsp.data.config import BuildConfig
+from evodsp.data.records import COMPLEXES, Assembly, ProteinSequence
 from evodsp.data.samples.dataset import SampleDataset
-from evodsp.data.sources.chain_files import ChainFiles
+from evodsp.data.sources.chain_files import ChainFiles, Store
 from evodsp.data.sources.feature_store import (
     FeatureStore,
     decode_chain,
@@ -28,15 +30,21 @@ from evodsp.data.sources.feature_store import (
     digest_of,
     encode_chain,
     encode_record,
+    packed,
+    unpacked,
 )
 from evodsp.data.sources.msa import MsaFeatures, letter_profile
+from evodsp.data.sources.opening import ComplexFiles
 from evodsp.data.sources.parsed import ChainMsas, Parsed, RecordSource
 from evodsp.data.sources.structures import TemplateStructures
 from evodsp.data.templates.source import TemplateSource
-from evodsp.errors import UserError
+from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import encode
-from tests.builders.builds import config, letters_of, write_chain, write_structure
+from evodsp.training.chains import find_chains
+from evodsp.training.config import DataConfig
+from tests.builders.builds import config, content, letters_of, write_chain, write_structure
 from tests.builders.chains import make_chain, straight_chain
+from tests.builders.complex_files import write_shortened
 from tests.builders.records import same
 from tests.builders.templates import make_hit
 
@@ -70,18 +78,6 @@ def test_a_record_restores_every_bit() -> None:
     for chain in (odd.assembly.chains[0], no_atoms):
         same(decode_chain(encode_chain(chain)), chain)
     assert encode_record(decode_record(encode_record(odd), with_hits=True)) == encode_record(odd)
-
-
-def test_real_chains_and_hits_are_restored(real_data: Path) -> None:
-    """Catches what made-up chains do not have: thousands of rows, HHsearch's and hmmsearch's hits."""
-    files = ChainFiles(real_data / "alignments", real_data / "mmcif_files")
-    query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
-    hits = tuple(files.template_hits("query73_A", query))
-    assert hits
-    for key in ("102m_A", "2q2k_B"):
-        parsed = files.parsed(key, with_hits=True)
-        parsed = replace(parsed, hits={parsed.assembly.chains[0].sequence: hits})
-        same(decode_record(encode_record(parsed), with_hits=True), parsed)
 
 
 def test_an_atom_outside_the_mask_is_not_lost() -> None:
@@ -215,12 +211,10 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def made(store: Path, array: np.ndarray, old: bytes = b"", new: bytes = b"") -> None:
-    """Put another index into the store, whose checksum is right; `old` in its header becomes `new`."""
+def made(store: Path, array: np.ndarray) -> None:
+    """Put another index into the store, whose checksum is right."""
     path = store / "chains" / "index.npy"
     np.save(path, array, allow_pickle=True)
-    if old:
-        path.write_bytes(path.read_bytes().replace(old, new, 1))
     change(store, tables={"chains": digest_of(path.read_bytes())})
 
 
@@ -231,15 +225,10 @@ def made(store: Path, array: np.ndarray, old: bytes = b"", new: bytes = b"") -> 
         (lambda store: (store / "chains" / "00000.tar").write_bytes(b"x" * 700), "the record of '1abc_A' is damaged"),
         (lambda store: (store / "chains" / "00000.tar").unlink(), r"00000\.tar: cannot be read"),
         (lambda store: flip(store / "chains" / "index.npy", -1), "the index is damaged"),
-        (lambda store: (store / "chains" / "index.npy").write_bytes(b""), "the index is damaged"),
         (lambda store: (store / "chains" / "index.npy").unlink(), r"index\.npy: cannot be read"),
         (lambda store: made(store, np.array([{}])), r"index\.npy: not a readable NumPy file"),
         (lambda store: made(store, np.zeros(3)), r"index\.npy: not the index of a feature store"),
-        (lambda store: made(store, np.zeros(3, [("key", "S4"), ("shard", "O")])), r"index\.npy: not "),
-        (lambda store: made(store, np.zeros(3), b"'descr': '<f8'", b"'descr': '<(8'"), r"not a readable NumPy file"),
-        (lambda store: made(store, np.zeros(3), b"(3,)", b"(((("), r"index\.npy: not a readable NumPy file"),
         (lambda store: (store / "store.json").unlink(), "no feature store there"),
-        (lambda store: (store / "store.json").write_text("[" * 100_000), "not the description of a feature store"),
         (lambda store: (store / "store.json").write_text("[1]"), "'format_version' is missing"),
         (
             lambda store: change(store, format_version=3),
@@ -272,13 +261,174 @@ def test_an_address_without_a_store_is_one_line(address: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_misspelt_chain(store: Path) -> None:
-    with pytest.raises(UserError, match=r"no chain '1abc_B' in the feature store.*Did you mean '1abc_A'"):
-        FeatureStore(str(store)).parsed("1abc_B", True)
+# A feature store of complexes: records restore every bit, samples equal those from files, and other stores are refused.
 
 
-def test_bytes_of_something_else() -> None:
-    """Catches a decoder that trusts what it unpacks."""
-    for data in (b"", b"x" * 40, encode_chain(straight_chain("AC")), encode_chain(straight_chain("AC"))[:-9]):
-        with pytest.raises(ValueError, match=r"not a|not the"):
-            decode_record(data, with_hits=True)
+OF_COMPLEXES = FeatureConfig(crop_size=40, msa_clusters=4, extra_msa=4, max_templates=2, recycles=1)
+
+LATEST = date(2002, 1, 1)
+
+
+@pytest.fixture
+def files(files: ComplexFiles, complex_folder: Path) -> ComplexFiles:
+    """The structure 2abc, too, whose chains are templates of A and C."""
+    shutil.copy(complex_folder / "2abc.cif", files.structure_dir)
+    for chain in "AC":
+        letters = files.assembly_of("1abc").chains["ABC".index(chain)].sequence
+        row = f"2abc_{chain}/1-{len(letters) - 7}  {'-' * 7}{letters[7:]}"
+        (files.alignment_dir / f"1abc_{chain}" / "hmm_output.sto").write_text(f"# STOCKHOLM 1.0\n{row}\n//\n")
+    dates = {entry: {"release_date": "2001-01-01"} for entry in ("1abc", "2abc")}
+    (files.structure_dir / "mmcif_cache.json").write_text(json.dumps(dates))
+    return files
+
+
+def settings(files: ComplexFiles, output: Path, **changes: object) -> BuildConfig:
+    given: dict = {"workers": 1, "complexes": True, **changes}
+    return BuildConfig(files.alignment_dir, files.structure_dir, output, **given)
+
+
+def built(files: ComplexFiles, output: Path, **changes: object) -> str:
+    build(settings(files, output, **changes))
+    return str(output)
+
+
+def test_a_record_of_a_complex_restores_every_bit(files: ComplexFiles) -> None:
+    """Catches coordinates of another copy, a sequence with another's MSA, pairing rows or hits that are lost or exchanged."""
+    parsed = files.parsed("1abc", with_hits=True)
+    data = encode_record(parsed)
+    found = decode_record(data, with_hits=True)
+    assert encode_record(found) == data
+    assert (found.assembly.pdb_id, found.assembly.names) == ("1abc", ("A", "B", "C"))
+    for one, other in zip(found.assembly.chains, parsed.assembly.chains, strict=True):
+        same(one, replace(other, notes=(), breaks=None))
+    for one, other in zip(found.chains, parsed.chains, strict=True):
+        same(one, other)
+        assert one.pairing is not None
+    assert found.chains[0].msa is found.chains[1].msa, "copies have the MSA once"
+    assert {letters: [hit.name for hit in hits] for letters, hits in found.hits.items()} == {
+        letters: [hit.name for hit in hits] for letters, hits in parsed.hits.items()
+    }
+    assert sum(len(hits) for hits in found.hits.values()) == 2
+    for letters, hits in parsed.hits.items():
+        for one, other in zip(found.hits[letters], hits, strict=True):
+            same(one, other)
+    assert decode_record(data, with_hits=False).hits == {}
+
+
+def test_samples_are_those_of_the_files(files: ComplexFiles, tmp_path: Path) -> None:
+    """Catches samples that depend on where a complex was read, and template structures that the store was built without."""
+    folder = files.structure_dir
+    store = FeatureStore(built(files, tmp_path / "store", template_structure_dir=folder), COMPLEXES)
+    assert isinstance(store, Store)
+    assert store.keys() == files.keys() == ["1abc"]
+    assert store.facts("1abc") == files.facts("1abc")
+    of_files, some = TemplateSource.open(folder, LATEST), False
+    for training in (True, False):
+        one = SampleDataset(files, ["1abc"] * 4, OF_COMPLEXES, seed=3, training=training, templates=of_files)
+        other = SampleDataset(
+            store, ["1abc"] * 4, OF_COMPLEXES, seed=3, training=training, templates=store.template_source(LATEST)
+        )
+        other = pickle.loads(pickle.dumps(other))  # as a worker process gets it
+        for index in range(4):
+            first, second = one[index], other[index]
+            assert first.keys() == second.keys()
+            some |= bool(first["template_mask"].any())
+            for name, values in first.items():
+                assert torch.equal(values, second[name]), name
+    assert some, "no sample has a template"
+
+
+def test_chains_without_rows_for_pairing_are_named(files: ComplexFiles, tmp_path: Path) -> None:
+    """Catches a store that hides what is said where files are read: that the query alone is paired."""
+    (files.alignment_dir / "1abc_C" / "uniprot_hits.a3m").unlink()
+    said: list[str] = []
+    store = FeatureStore(built(files, tmp_path / "store"), COMPLEXES, warn=lambda place, _: said.append(place))
+    assert store.parsed("1abc").chains[2].pairing is None
+    assert [place.endswith("1abc chain C") for place in said] == [True]
+
+
+def test_a_store_is_of_one_assembly_and_one_pairing_rule(files: ComplexFiles, tmp_path: Path) -> None:
+    """Catches a store made by another rule than the run's, of another assembly, and ignored settings."""
+    address = built(files, tmp_path / "store", pairing="entry", assembly=None)
+    store = FeatureStore(address, COMPLEXES)
+    by_entry = ComplexFiles(files.alignment_dir, files.structure_dir, None, BY_ENTRY)
+    for one, other in zip(store.parsed("1abc").chains, by_entry.parsed("1abc").chains, strict=True):
+        same(one, other)
+    asked = DataConfig(store=address, train_chains=["1abc"], pairing="entry", assembly=None)
+    found = find_chains(asked, arrangement="multimer")
+    assert (found.train, found.store.keys()) == (["1abc"], ["1abc"])
+    for changes, words in (
+        ({"pairing": "species"}, ("--pairing entry", "data.pairing is species", "set it to entry")),
+        ({"assembly": "1"}, ("--assembly null", "data.assembly is 1", "set it to null")),
+    ):
+        with pytest.raises(UserError) as error:
+            find_chains(replace(asked, **changes), arrangement="multimer")
+        assert all(word in str(error.value) for word in words)
+
+
+def test_stores_of_chains_and_of_complexes_are_told_apart(files: ComplexFiles, tmp_path: Path) -> None:
+    """Catches chains that are taken for complexes, and a message that asks to copy a store that is whole."""
+    complexes, chains = (
+        built(files, tmp_path / name, complexes=name == "of_complexes") for name in ("of_complexes", "of_chains")
+    )
+    with pytest.raises(
+        UserError, match=r"a feature store of complexes, but samples are made of chains here.*without --complexes"
+    ):
+        FeatureStore(complexes)
+    with pytest.raises(
+        UserError, match=r"a feature store of chains, but samples are made of complexes.*with --complexes true"
+    ):
+        FeatureStore(chains, COMPLEXES)
+    description = Path(complexes, "store.json")
+    for pairing in ("genus", 3):
+        content = json.loads(description.read_text())
+        content["plan"]["pairing"] = pairing
+        description.write_text(json.dumps(content))
+        with pytest.raises(FileFormatError, match="pair"):
+            FeatureStore(complexes, COMPLEXES)
+
+
+def test_broken_complexes_are_left_out_and_a_build_is_continued(files: ComplexFiles, tmp_path: Path) -> None:
+    """Catches an entry that ends a build, one that is lost without a word, and a second build that differs by a byte."""
+    own = files.alignment_dir / "3abc_A"
+    own.mkdir()
+    (own / "hits.a3m").write_text(">3abc_A\nACDE\n")
+    write_shortened(files.structure_dir, "3abc", 2)
+    one, other = (Path(built(files, tmp_path / name)) for name in ("one", "other"))
+    failed = [json.loads(line) for line in (one / "failed.jsonl").read_text().splitlines()]
+    assert [(entry["kind"], entry["name"]) for entry in failed] == [("complex", "3abc")]
+    assert "no alignments of 3abc_C" in failed[0]["reason"]
+    assert content(one) == content(other)
+    build(settings(files, one))  # is complete: nothing to do
+    with pytest.raises(UserError, match="pairing species, not entry"):
+        build(settings(files, one, pairing="entry"))
+    with pytest.raises(UserError, match=r"no complex '2abc' in the feature store.*Did you mean '1abc'"):
+        FeatureStore(str(one), COMPLEXES).parsed("2abc")
+
+
+def test_a_damaged_record_is_one_line(files: ComplexFiles) -> None:
+    """Catches records that end in a traceback: of chains, cut off, or with a number where a name belongs."""
+    data = encode_record(files.parsed("1abc"))
+    arrays, header = unpacked(data)
+    del arrays["header"]
+    assert packed(arrays, header) == data
+    with pytest.raises(ValueError, match="not a record of a feature store"):
+        decode_record(data[: len(data) // 2], with_hits=False)
+    for change in ({"names": 3}, {"names": ["A", "A", "C"]}, {"msas": {}}, {"msas": 3}, {"chains": [{}]}):
+        with pytest.raises(ValueError, match="not a record of chains with their MSAs"):
+            decode_record(packed(arrays, {**header, **change}), with_hits=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"complexes": False, "assembly": "2"}, ("--assembly is 2", "--complexes true")),
+        ({"complexes": False, "pairing": "entry"}, ("--pairing is entry", "--complexes true")),
+    ],
+)
+def test_settings_that_would_be_ignored_are_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    """Catches a builder that takes an option and does nothing with it."""
+    given: dict[str, Any] = {"complexes": True, **changes}
+    with pytest.raises(UserError) as error:
+        BuildConfig(Path("a"), Path("b"), Path("c"), **given)
+    assert all(word in str(error.value) for word in words)

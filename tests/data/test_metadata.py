@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import random
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from evodsp.data.index.metadata import (
@@ -16,6 +19,7 @@ from evodsp.data.index.metadata import (
     ChainFacts,
     ClusterSizes,
     EntityClusters,
+    PackedTexts,
     are_entities,
     read_chain_cache,
     read_entry_cache,
@@ -102,3 +106,30 @@ def test_clusters_of_entities() -> None:
     assert not are_entities([["1ABC_1", "2ABC_B"]])
     chains = ["1abc_1", "1abc_1", "1abc_2", "2abc_2", "2abc_1", ""]
     assert EntityClusters(clusters).sizes(chains) == [3, 3, 1, 3, UNKNOWN_CLUSTER, UNKNOWN_CLUSTER]
+
+
+# Texts in two arrays.
+
+
+def test_texts_are_found_as_in_a_sorted_list() -> None:
+    """Catches a bisection that misses the first, the last, an empty or a non-ASCII text, or finds one that is not there."""
+    generator = random.Random(0)
+    texts = sorted({"".join(generator.choices("abZé_9\U0001f600", k=generator.randrange(6))) for _ in range(300)})
+    packed = PackedTexts.of(texts)
+    assert list(packed) == packed[:] == texts
+    assert [packed.find(text) for text in texts] == list(range(len(texts)))
+    for absent in ("aa!", "~", "Z\U0001f601"):
+        assert packed.find(absent) is None
+    assert packed[-1] == texts[-1]
+    with pytest.raises(IndexError):
+        packed[len(texts)]
+
+
+def test_names_of_any_bytes_and_none() -> None:
+    """Catches a file name that is not UTF-8 ending in a traceback, and an index without any text."""
+    name = os.fsdecode(b"1abc\xff_A")
+    assert PackedTexts.of([name])[0] == name
+    assert len(PackedTexts.of([])) == 0
+    assert PackedTexts.of([]).find("a") is None
+    with pytest.raises(ValueError, match="do not end"):
+        PackedTexts(np.array([0, 5]), np.zeros(4, np.uint8))

@@ -7,13 +7,14 @@ import json
 from datetime import date
 from pathlib import Path
 
+import gemmi
 import numpy as np
 import pytest
 
-from evodsp.data.formats.mmcif import read_chain, read_confidence, read_structure
-from evodsp.errors import UserError
+from evodsp.data.formats.mmcif import MOST_COPIES, read_assembly, read_chain, read_confidence, read_structure
+from evodsp.errors import FileFormatError, UserError
 from evodsp.geometry.residues import ATOM_ORDER, encode
-from tests.builders.mmcif import COLUMNS, atom, entry
+from tests.builders.mmcif import atom, entry
 from tests.shared import load
 
 
@@ -98,14 +99,6 @@ def test_modified_residues(tmp_path: Path):
     assert chain.is_missing.tolist() == [False] * 4
 
 
-def test_letters_of_published_alignments(tmp_path: Path):
-    """Catches Biopython's letters (QXXU): the alignments of OpenProteinSet have AlphaFold2's, and did not fit such a chain."""
-    names = ("PCA", "DLE", "DVA", "SEC")
-    atoms = [atom("CA", name, number, number, group_PDB="HETATM") for number, name in enumerate(names, 1)]
-    listed = " ".join(f"{number}:{name}" for number, name in enumerate(names, 1))
-    assert read_chain(save(tmp_path, entry({"A": listed}, atoms)), "A").sequence == "ELVA"
-
-
 @pytest.mark.parametrize("swapped", [False, True])
 def test_arginine_nitrogens_are_named_by_their_distance_to_cd(tmp_path: Path, swapped: bool):
     """Catches NH1 and NH2 left swapped, as in some entries, or swapped where they are correct."""
@@ -134,15 +127,6 @@ def test_first_model_author_chains_and_only_proteins(tmp_path: Path):
     assert (structure.resolution, structure.method, structure.release_date) == (None, "solution nmr", None)
     with pytest.raises(UserError, match=r"no protein chain 'A'.*Chains: H, L"):
         read_chain(path, "A")
-
-
-def test_two_polymers_of_one_author_chain(tmp_path: Path) -> None:
-    """Catches a peptide that is read in place of the protein whose chain letter it shares, and the last of two that are
-    equally long."""
-    polymers = {"A": "1:GLY", "B": "1:ALA 2:ALA", "C": "1:SER 2:SER"}
-    atoms = [atom("CA", polymers[name].split(":")[1][:3], 1, 1, label_asym_id=name) for name in "CAB"]
-    structure = read_structure(save(tmp_path, entry(polymers, atoms)))
-    assert {name: chain.sequence for name, chain in structure.chains.items()} == {"A": "AA"}
 
 
 def test_dna_is_not_a_protein_chain(tmp_path: Path):
@@ -176,18 +160,6 @@ def test_quoted_values_and_standard_deviations(tmp_path: Path):
     assert x_of(read_chain(save(tmp_path, entry({"A": "1:GLY"}, atoms)), "A"), 0, "CA") == 1.25
 
 
-def test_mmcif_without_seqres_takes_the_sequence_from_the_atoms(tmp_path: Path):
-    """Catches models predicted by other programs, which often have only _atom_site, being refused."""
-    atoms = [
-        atom(n, r, k, k, group_PDB="ATOM") for k, r in ((5, "GLY"), (6, "SER"), (8, "LYS")) for n in ("N", "CA", "C")
-    ]
-    text = "data_T\nloop_\n" + "".join(f"_atom_site.{c}\n" for c in COLUMNS) + "\n".join(atoms) + "\n"
-    chain = read_chain(save(tmp_path, text), "A")
-    assert chain.sequence == "GSK"
-    assert chain.residue_number.tolist() == [5, 6, 8]
-    assert chain.mask.sum() == 9
-
-
 PDB_ATOM = (
     "ATOM  {serial:5d}  {name:<3} {residue} {chain}{number:4d}{code}   {x:8.3f}   0.000   0.000"
     "  1.00 50.00           {name[0]}"
@@ -212,19 +184,6 @@ def test_pdb_with_and_without_seqres(tmp_path: Path):
     assert chain.sequence == "MGSWK"
     assert chain.is_missing.tolist() == [True, False, False, True, False]
     assert x_of(chain, 4, "CA") == pytest.approx(2.1)
-
-
-def test_pdb_without_seqres_keeps_chains_apart(tmp_path: Path):
-    """Catches two chains without SEQRES taken for one molecule, the shorter one given the longer one's sequence."""
-    chains = {"A": ("GLY", "SER", "LYS"), "B": ("TRP", "SER")}
-    lines = [
-        PDB_ATOM.format(serial=k, name=name, residue=residue, chain=chain, number=k, code=" ", x=k)
-        for chain, residues in chains.items()
-        for k, residue in enumerate(residues, 1)
-        for name in ("N", "CA", "C")
-    ]
-    structure = read_structure(save(tmp_path, "\n".join(lines) + "\nEND\n", "a.pdb"))
-    assert {name: chain.sequence for name, chain in structure.chains.items()} == {"A": "GSK", "B": "WS"}
 
 
 @pytest.mark.parametrize("first", [1, 9, 100, 9998])
@@ -259,15 +218,6 @@ def test_coordinates_are_within_reach(tmp_path: Path):
             UserError, match=r"a\.cif: atom CA of GLY 1 is at 1e\+08 Å, but coordinates reach at most 100,000 Å"
         ):
             read_chain(path, "A")
-
-
-def test_messages_quote_little_of_a_file(tmp_path: Path):
-    """Catches a message as long as the broken value that it names."""
-    path = tmp_path / "a.cif"
-    path.write_text(entry({"A": "1:GLY"}, [atom("CA", "GLY", 1, "1" + 5000 * "x")]))
-    with pytest.raises(UserError, match=r"Cartn_x of atom row 1 is '1xxx.*, not a number") as caught:
-        read_chain(path, "A")
-    assert len(str(caught.value)) < 300
 
 
 def test_gzipped_file_and_its_name(tmp_path: Path):
@@ -306,12 +256,121 @@ def test_golden_parity(golden: Path, real_data: Path, pdb_id: str):
     np.testing.assert_array_equal(last.positions, chain.positions)
 
 
-def test_predicted_pdb_of_alphafold(real_data: Path):
-    """Catches a PDB file without SEQRES or header losing residues or atoms."""
-    path = real_data / "6KWC_1_alphafold_model_1_ptm.pdb"
-    chain = read_chain(path, "A")
-    assert len(chain) == 191
-    assert not chain.is_missing.any()
-    assert chain.mask.sum() == sum(
-        line.startswith("ATOM") and line[76:78] != " H" for line in path.read_text().splitlines()
-    )
+# Biological assemblies of mmCIF files: copies of chains, each in its place.
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY = ROOT / "data" / "mmcif_files" / "s001.cif"
+
+
+def operator(name: str, angle: float, shift: tuple[float, float, float]) -> str:
+    """A rotation about z by `angle` (degrees) and a shift, as a row of the list of operators."""
+    cos, sin = np.cos(np.radians(angle)), np.sin(np.radians(angle))
+    matrix = [cos, -sin, 0, sin, cos, 0, 0, 0, 1]
+    return " ".join([name, "?", *(f"{x:.9f}" for x in (*matrix, *shift))])
+
+
+def with_assemblies(folder: Path, generators: list[str], operators: list[str]) -> Path:
+    """The bundled entry with a list of assemblies."""
+    numbers = [f"matrix[{row}][{column}]" for row in (1, 2, 3) for column in (1, 2, 3)]
+    tags = ["id", "type", *numbers, *(f"vector[{row}]" for row in (1, 2, 3))]
+    listed = "id", "details", "method_details", "oligomeric_details", "oligomeric_count"  # gemmi needs all of them
+    text = ENTRY.read_text().rstrip() + "\n#\nloop_\n"
+    text += "".join(f"_pdbx_struct_assembly.{tag}\n" for tag in listed) + "1 ? ? ? ?\n#\nloop_\n"
+    text += "".join(f"_pdbx_struct_assembly_gen.{tag}\n" for tag in ("assembly_id", "oper_expression", "asym_id_list"))
+    text += "\n".join(generators) + "\n#\nloop_\n"
+    text += "".join(f"_pdbx_struct_oper_list.{tag}\n" for tag in tags) + "\n".join(operators) + "\n#\n"
+    path = folder / "1abc.cif"
+    path.write_text(text)
+    return path
+
+
+OPERATORS = [
+    operator("1", 0, (0, 0, 0)),
+    operator("2", 180, (50, 0, 0)),
+    operator("3", 90, (0, 7, 1)),
+    operator("P", 30, (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("expression", ["1", "1,2", "'1,2,3'", "1-3", "'(1-3)'", "P"])
+def test_copies_lie_where_gemmi_puts_them(expression: str, tmp_path: Path) -> None:
+    """Catches a range without its end, and a rotation that is transposed. (gemmi 0.7 takes the first list of a product.)"""
+    path = with_assemblies(tmp_path, [f"1 {expression} A"], OPERATORS)
+    found = read_assembly(path)
+    structure = gemmi.read_structure(str(path))
+    structure.merge_chain_parts()
+    expected = gemmi.make_assembly(structure.assemblies[0], structure[0], gemmi.HowToNameCopiedChain.AddNumber)
+    assert len(found.chains) == len(expected)
+    theirs = [
+        np.array([residue.find_atom("CA", "*").pos.tolist() for residue in chain if residue.find_atom("CA", "*")])
+        for chain in expected
+    ]
+    for chain, positions in zip(found.chains, theirs, strict=True):
+        np.testing.assert_allclose(chain.positions[chain.mask[:, 1] > 0, 1], positions, atol=2e-4)
+
+
+def test_products_of_operators_are_applied_from_right_to_left(tmp_path: Path) -> None:
+    """Catches a product in the wrong order, and products in an order that is not that of the lists."""
+    found = read_assembly(with_assemblies(tmp_path, ["1 '(2,3)(1,P)' A"], OPERATORS))
+    unit = read_assembly(ENTRY).chains[0]
+    start = unit.positions[unit.mask > 0].astype(float)
+
+    def moved(points: np.ndarray, row: str) -> np.ndarray:
+        numbers = np.array(row.split()[2:], float)
+        return points @ numbers[:9].reshape(3, 3).T + numbers[9:]
+
+    _, two, three, p = OPERATORS
+    expected = [moved(start, two), moved(moved(start, p), two), moved(start, three), moved(moved(start, p), three)]
+    for chain, points in zip(found.chains, expected, strict=True):
+        np.testing.assert_allclose(chain.positions[chain.mask > 0], points, atol=1e-4)
+
+
+def test_copies_have_names_and_places_of_their_own(tmp_path: Path) -> None:
+    """Catches the coordinates of the first copy in all of them, and copies of one name."""
+    found = read_assembly(with_assemblies(tmp_path, ["1 1-2 A"], OPERATORS))
+    assert found.names == ("A", "A-2")
+    assert found.entities == (0, 0)
+    assert [chain.key for chain in found.chains] == ["1abc_A", "1abc_A"]
+    first, second = (chain.positions[chain.mask > 0] for chain in found.chains)
+    np.testing.assert_allclose(second, first * [-1, -1, 1] + [50, 0, 0], atol=1e-4)
+    assert not found.chains[1].positions[found.chains[1].mask == 0].any()
+    assert len(found) == 2 * len(found.chains[0])
+
+
+def test_the_asymmetric_unit_is_a_choice_and_the_rule_without_assemblies(tmp_path: Path) -> None:
+    """Catches operators that are applied where they were not asked for, and an error for a predicted model."""
+    path = with_assemblies(tmp_path, ["1 1-2 A"], OPERATORS)
+    chain = read_structure(path).chains["A"]
+    for found in (read_assembly(path, None), read_assembly(ENTRY)):
+        assert found.names == ("A",)
+        np.testing.assert_array_equal(found.chains[0].positions, chain.positions)
+
+
+@pytest.mark.parametrize(
+    ("generators", "message"),
+    [
+        (["1 1-999999999 A"], "no expression of operators"),
+        (["1 '(1-900)(1-900)' A"], "more than 1,000 operators"),
+        (["1 '(1' A"], "no expression of operators"),
+        (["1 1,,2 A"], "no expression of operators"),
+        (["1 7 A"], "operator '7', which the file does not list"),
+        (["2 1 A"], "no assembly '1': its assemblies are 2"),
+        (["1 1 Z"], "no protein chain"),
+        ([f"1 1 {','.join(['A'] * (MOST_COPIES + 1))}"], "more than 1,000 copies"),
+    ],
+)  # fmt: skip
+def test_a_wrong_list_of_assemblies_is_one_line(generators: list[str], message: str, tmp_path: Path) -> None:
+    """Catches a file that fills the memory or hangs, and a message without the file's name."""
+    path = with_assemblies(tmp_path, generators, OPERATORS)
+    with pytest.raises(FileFormatError, match=message) as error:
+        read_assembly(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("matrix", ["2 0 0 0 1 0 0 0 1", "-1 0 0 0 -1 0 0 0 -1"])
+def test_an_operator_that_is_no_rotation_is_refused(matrix: str, tmp_path: Path) -> None:
+    """Catches coordinates that are stretched or not numbers, and chains of the other hand."""
+    path = with_assemblies(tmp_path, ["1 S A"], [f"S ? {matrix} 0 0 0"])
+    with pytest.raises(FileFormatError, match="operator 'S' of _pdbx_struct_oper_list is no rotation"):
+        read_assembly(path)

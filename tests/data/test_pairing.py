@@ -8,10 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from evodsp.data.complexes.merging import MergedMsa, merge
 from evodsp.data.complexes.pairing import PairingMsa, pair, uniprot_species
-from evodsp.data.records import Alignment
+from evodsp.data.records import Alignment, ProteinSequence, chain_ids, entities_of
+from evodsp.data.sources.msa import MsaFeatures, letter_profile
+from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
-from evodsp.geometry.residues import encode
+from evodsp.geometry.residues import decode, encode
 
 
 def msa_of(*rows: str) -> PairingMsa:
@@ -55,31 +58,6 @@ def test_the_most_similar_rows_of_a_species_are_paired() -> None:
     assert pair([first, second], [1, 1]).tolist() == [[0, 0], [3, 1], [1, 4], [2, 3]]
 
 
-def test_pairs_of_more_chains_come_first() -> None:
-    """Catches an order by row numbers alone, a species of one chain that is paired, and a missing row of gaps."""
-    first = msa_of("AAAA", "AAAA RAT", "AAAA HUMAN", "AAAA FLY")
-    second = msa_of("CCCC", "CCCC RAT", "CCCC HUMAN")
-    third = msa_of("DDDD", "DDDD WORM", "DDDD WORM", "DDDD HUMAN")
-    assert pair([first, second, third], [1, 1, 1]).tolist() == [[0, 0, 0], [2, 2, 3], [1, 1, -1]]
-
-
-def test_copies_of_an_entity_take_part_as_chains() -> None:
-    """Catches chains counted as entities: a species that both copies of one sequence have is paired, with gaps beside them."""
-    first = msa_of("AAAA", "AAAA RAT", "AAAA HUMAN")
-    second = msa_of("CCCC", "CCCC HUMAN", "CCCC FLY")
-    assert pair([first, second], [1, 1]).tolist() == [[0, 0], [2, 1]]
-    assert pair([first, second], [2, 1]).tolist() == [[0, 0], [2, 1], [1, -1]]
-    # Row numbers count once for each copy: 1 x 1 x 4 is before 2 x 2 x 3.
-    first, second = msa_of("AA", "AA RAT", "AA FLY"), msa_of("CC", "CC", "CC", "CC FLY", "CC RAT")
-    assert pair([first, second], [1, 1]).tolist() == [[0, 0], [1, 4], [2, 3]]
-    first, second = (
-        msa_of("AA", "AA", "AA RAT", "AA FLY"),
-        msa_of("CC", "CC", "CC", "CC", "CC FLY", "CC", "CC", "CC RAT"),
-    )
-    assert pair([first, second], [1, 1]).tolist() == [[0, 0], [3, 4], [2, 7]]
-    assert pair([first, second], [2, 1]).tolist() == [[0, 0], [2, 7], [3, 4]]
-
-
 def test_a_species_with_many_rows_in_one_chain_is_left_out() -> None:
     """Catches a limit that is one off, and one that only some chains are held to."""
     first, second = msa_of("AA", *["AA HUMAN"] * 3, *["AA RAT"] * 4), msa_of("CC", "CC HUMAN", "CC RAT")
@@ -88,29 +66,6 @@ def test_a_species_with_many_rows_in_one_chain_is_left_out() -> None:
         assert pair(msas, [1, 1], most_of_a_key=3)[:, columns].tolist() == [[0, 0], [1, 1]]
     many = msa_of("AA", *["AA HUMAN"] * 600, *["AA RAT"] * 601)
     assert pair([many, second], [1, 1]).tolist() == [[0, 0], [1, 1]]
-
-
-def test_ties_stay_in_order() -> None:
-    """Catches an unstable sort: the result would depend on the processor."""
-    rows = [f"A{'CDE'[k % 3]} S{k % 7}" for k in range(200)]
-    assert pair([msa_of("AA", *rows)] * 2, [1, 1]).tolist() == brute_force([msa_of("AA", *rows)] * 2, [1, 1])
-    first, second = msa_of("AA", "AC HUMAN", "CA HUMAN", "AD HUMAN"), msa_of("CC", "CC HUMAN", "CC HUMAN")
-    assert pair([first, second], [1, 1]).tolist() == [[0, 0], [1, 1], [2, 2]]
-    # 1 x 4, 2 x 2 and 4 x 1, by name: a, b, c
-    first, second = msa_of("AA", "AA c", "AA b", "AA", "AA a"), msa_of("CC", "CC a", "CC b", "CC", "CC c")
-    assert pair([first, second], [1, 1]).tolist() == [[0, 0], [4, 1], [2, 2], [1, 4]]
-
-
-def test_row_0_pairs_the_queries() -> None:
-    """Catches a query with a species that is paired with another row only, or comes after that pair."""
-    first, second = msa_of("AA HUMAN", "AC HUMAN"), msa_of("CC", "CC HUMAN", "CA HUMAN")
-    assert pair([first, second], [1, 1]).tolist() == [[0, 0], [0, 1], [1, 2]]
-
-
-def test_without_a_shared_species_only_the_queries_are_paired() -> None:
-    """Catches a failure where no row has a key, and rows without key that are paired with one another."""
-    assert pair([msa_of("AA", "AA FLY"), msa_of("CC", "CC RAT")], [1, 1]).tolist() == [[0, 0]]
-    assert pair([msa_of("AA", "AA"), msa_of("CC")], [1, 1]).tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("copies", [[1, 1], [1, 2], [1, 1, 1], [2, 1, 3], [12, 12]])
@@ -165,3 +120,137 @@ def test_broken_rows_are_refused() -> None:
         PairingMsa(np.zeros((2, 3), np.int8), np.zeros((2, 3), np.int32), ("",))
     with pytest.raises(UserError, match=r"letters \(0, 3\), deletions \(0, 3\), 0 keys"):
         PairingMsa(np.zeros((0, 3), np.int8), np.zeros((0, 3), np.int32), ())
+
+
+# The MSAs of chains become one as in AlphaFold-Multimer's code. `scripts/parity/pairing.py` compares with the code.
+
+
+def chain(name: str, rows: list[str], pairing: list[str] | None = None) -> ChainMsas:
+    """A chain with the MSA `rows`; `pairing` has rows such as 'ACD HUMAN'. The deletions are 1, 2, 3, …; of `pairing`, -1, …"""
+    letters = np.stack([encode(row) for row in rows])
+    deletions = np.arange(1, letters.size + 1, dtype=np.int32).reshape(letters.shape)
+    features = MsaFeatures(letters, deletions, letter_profile(letters))
+    if pairing is None:
+        return ChainMsas(ProteinSequence(name, rows[0]), features)
+    words = [[*row.split(), ""][:2] for row in pairing]
+    paired = np.stack([encode(letters) for letters, _ in words])
+    deletions = -np.arange(1, paired.size + 1, dtype=np.int32).reshape(paired.shape)
+    return ChainMsas(
+        ProteinSequence(name, rows[0]), features, PairingMsa(paired, deletions, tuple(w[1] for w in words))
+    )
+
+
+ACD = ["ACD", "AAA", "CCC", "DDD", "CCC"], ["ACD", "ACC HUMAN", "AAA RAT"]
+EF = ["EF", "--", "FF", "FE"], ["EF", "EE HUMAN"]
+CHAINS = [chain("a", *ACD), chain("b", *EF), chain("c", *ACD)]
+
+
+def rows_of(merged: MergedMsa) -> list[str]:
+    return [decode(row) for row in merged.msa]
+
+
+def test_a_complex_of_two_equal_chains_and_another() -> None:
+    """Catches chains that are not regrouped, paired rows that stay in a block, blocks that overlap, and wrong deletions."""
+    merged = merge(CHAINS)
+    assert rows_of(merged) == [
+        "ACDACDEF",
+        "ACCACCEE",
+        "AAAAAA--",  # both copies of a chain have the species
+        "CCCCCC--",
+        "DDDDDD--",
+        "CCCCCC--",
+        "------FF",  # a row of gaps is paired, so it is none of the others
+        "------FE",
+    ]
+    assert merged.deletions.tolist() == [
+        [-1, -2, -3, -1, -2, -3, -1, -2],
+        [-4, -5, -6, -4, -5, -6, -3, -4],
+        [-7, -8, -9, -7, -8, -9, 0, 0],
+        [7, 8, 9, 7, 8, 9, 0, 0],
+        [10, 11, 12, 10, 11, 12, 0, 0],
+        [13, 14, 15, 13, 14, 15, 0, 0],
+        [0, 0, 0, 0, 0, 0, 5, 6],
+        [0, 0, 0, 0, 0, 0, 7, 8],
+    ]
+    assert merged.block.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert merged.order() == (0, 2, 1)
+    assert (merged.msa.dtype, merged.deletions.dtype) == (np.int8, np.int32)
+
+
+def test_the_masks_of_a_complex() -> None:
+    """Catches a loss on the gaps beside a block, none on gaps of a paired row, and a block's first row as a centre."""
+    merged = merge(CHAINS)
+    expected = np.ones((8, 8), bool)
+    expected[3:6, 6:] = expected[6:, :6] = False
+    assert np.array_equal(merged.bert_mask(), expected)
+
+
+def test_the_numbers_of_residues() -> None:
+    """Catches numbers from 0, chains numbered in the order of the file, and residues counted on over chains."""
+    ids = merge(CHAINS).ids
+    assert ids.asym_id.tolist() == [1, 1, 1, 2, 2, 2, 3, 3]
+    assert ids.entity_id.tolist() == [1, 1, 1, 1, 1, 1, 2, 2]
+    assert ids.sym_id.tolist() == [1, 1, 1, 2, 2, 2, 1, 1]
+    assert ids.residue_index.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    letters = ["AC", "D", "AC", "EEE", "D"]
+    entities = entities_of([ProteinSequence(str(k), letter) for k, letter in enumerate(letters)])
+    assert [entity.members for entity in entities] == [(0, 2), (1, 4), (3,)]
+    assert chain_ids(entities).sym_id.tolist() == [1, 1, 2, 2, 1, 2, 1, 1, 1]
+    assert chain_ids(entities).asym_id.tolist() == [1, 1, 2, 2, 3, 4, 5, 5, 5]
+
+
+def test_the_limits_of_rows() -> None:
+    """Catches a limit that counts paired rows of gaps, and a row that comes back because its pair was cut off."""
+    # Of the first chain three rows are paired and not gaps, of the second two.
+    assert rows_of(merge(CHAINS, most_rows=4, most_paired=3))[3:] == ["CCCCCC--", "------FF", "------FE"]
+    assert rows_of(merge(CHAINS, most_rows=3, most_paired=3))[3:] == ["------FF"]
+    # The pair with AAA is cut off.
+    assert rows_of(merge(CHAINS, most_rows=9, most_paired=2))[2:4] == ["CCCCCC--", "DDDDDD--"]
+    assert rows_of(merge(CHAINS, most_rows=1, most_paired=1)) == ["ACDACDEF"]
+
+
+def test_identical_chains_are_not_paired() -> None:
+    """Catches pairs of a homomer with itself, which would leave rows out, and a limit of paired rows that cuts its MSA."""
+    merged = merge([CHAINS[0], CHAINS[2]], most_rows=4, most_paired=1)
+    assert rows_of(merged) == ["ACDACD", "AAAAAA", "CCCCCC", "DDDDDD"]
+    assert merged.deletions[1].tolist() == [4, 5, 6, 4, 5, 6]
+    assert merged.block.tolist() == [1] * 4
+    assert merged.bert_mask().all()
+    assert merged.ids.sym_id.tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_chains_without_rows_for_pairing_pair_their_queries() -> None:
+    """Catches a complex whose first row is not all queries, because one chain had no hits."""
+    merged = merge([chain("a", ACD[0]), chain("b", *EF)])
+    assert rows_of(merged)[0] == "ACDEF"
+    assert merged.deletions[0].tolist() == [1, 2, 3, -1, -2]
+    assert rows_of(merged)[1:] == ["AAA--", "CCC--", "DDD--", "CCC--", "-----", "---FF", "---FE"]
+
+
+def test_a_key_with_many_rows_is_left_out() -> None:
+    """Catches a limit that does not reach the pairing."""
+    many = chain("a", ["AA"], ["AA", "AC RAT", "CA RAT"])
+    other = chain("b", ["CC"], ["CC", "CA RAT"])
+    assert rows_of(merge([many, other], most_of_a_key=2)) == ["AACC", "ACCA"]
+    assert rows_of(merge([many, other], most_of_a_key=1)) == ["AACC"]
+
+
+def test_mistakes_are_named() -> None:
+    """Catches chains that are merged with the MSA of another sequence, and names that stand for two chains."""
+    with pytest.raises(UserError, match=r"chains 1 and 3 have the same name 'a'"):
+        merge([CHAINS[0], CHAINS[1], chain("a", ["EF"])])
+    with pytest.raises(UserError, match=r"a complex without chains"):
+        merge([])
+    sequence, good = ProteinSequence("a", "ACD"), CHAINS[0]
+    assert good.pairing is not None
+    with pytest.raises(UserError, match=r"chain 'a': the first row of its MSA has 2 residues, its sequence has 3"):
+        ChainMsas(sequence, CHAINS[1].msa)
+    with pytest.raises(
+        UserError, match=r"chain 'a': the first row of its MSA for pairing has 2 residues, its sequence has 3"
+    ):
+        ChainMsas(sequence, good.msa, CHAINS[1].pairing)
+    with pytest.raises(UserError, match=r"has 'D' at position 3, its sequence has 'E'"):
+        ChainMsas(ProteinSequence("a", "ACE"), good.msa)
+    for paired, rows in ((0, 5), (6, 5)):
+        with pytest.raises(UserError, match=rf"{paired} paired rows of {rows} rows"):
+            merge(CHAINS, most_rows=rows, most_paired=paired)

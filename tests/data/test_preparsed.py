@@ -7,7 +7,6 @@ import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from evodsp.data.index.data_index import DataIndex
 from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.sources.feature_store import FeatureStore
 from evodsp.data.sources.layout import parse_alignment_file, read_alignment_dir
-from evodsp.data.sources.msa import merge_alignments
 from evodsp.errors import FileFormatError
 from evodsp.inference.targets import find_targets
 from evodsp.reading import text_files
@@ -129,16 +127,6 @@ def test_index_doctor_and_build_read_them(tmp_path: Path, place: str) -> None:
     assert index.differs("1abc_A", folders[0])
 
 
-def test_an_archive_beside_a_folder_with_files(tmp_path: Path) -> None:
-    """Catches one of the two left out."""
-    first, second = ALIGNMENTS.values()
-    preparsed(tmp_path / "1abc_A.npz", {"uniref90_hits": first})
-    (tmp_path / "1abc_A").mkdir()
-    preparsed(tmp_path / "1abc_A" / "alignment.npz", {"bfd_hits": second})
-    found = merge_alignments(read_alignment_dir(tmp_path / "1abc_A"))
-    assert len(found.msa) == len(first) + len(second) - 1  # the query is in both
-
-
 def test_prediction_finds_an_archive(tmp_path: Path) -> None:
     """Catches a target without alignments, although OpenFold3's archive of its name is there."""
     (tmp_path / "q.fasta").write_text(f">mine\n{LETTERS}\n>other\n{LETTERS}\n")
@@ -151,13 +139,6 @@ def test_prediction_finds_an_archive(tmp_path: Path) -> None:
 def call(module: str, name: str, argument: str) -> bytes:
     """A pickle that calls module.name(argument)."""
     return f"c{module}\n{name}\nX".encode() + struct.pack("<I", len(argument)) + argument.encode() + b"\x85R."
-
-
-def remade(change: Callable[[bytes], bytes]) -> bytes:
-    """`GOOD`, with its pickle changed."""
-    changed = change(GOOD[len(HEADER) :])
-    assert changed != GOOD[len(HEADER) :]
-    return HEADER + changed
 
 
 def array_of(code: object, shape: object, data: object) -> bytes:
@@ -185,37 +166,27 @@ HOSTILE = {
         HEADER + b"\x80\x04\x8c\x05numpy\x8c\x0btesting.run\x93.",
         r"asks to call 'numpy\.testing\.run'",
     ),
-    "a call of a text": (HEADER + b"\x80\x04" + call("numpy", "ndarray", "x"), "not callable"),
-    "a new object": (HEADER + b"\x80\x04cnumpy\ndtype\n)\x81.", "no dictionary"),
     "an extension": (HEADER + b"\x80\x04\x82\x01.", "unregistered extension"),
-    "a persistent object": (HEADER + b"\x80\x04Pid\n.", "persistent id"),
-    "a number of 300 digits": (HEADER + b"\x80\x04\x8a\x7f" + b"\x7f" * 127 + b".", "no dictionary"),
     "a shape of long words": (array_of("U1", ("a" * 10_000_000,), b"A\0\0\0"), r"\('a{20,40}\.\.\.a{20,40}',\); make"),
-    "nothing but the header": (HEADER, "Ran out of input"),
     "cut": (GOOD[:-20], "Ran out of input|truncated"),
-    "another dictionary": (remade(lambda data: data.replace(b"deletion_matrix", b"deletion_matrox")), "no dictionary"),
+    "another dictionary": (
+        HEADER + GOOD[len(HEADER) :].replace(b"deletion_matrix", b"deletion_matrox"),
+        "no dictionary",
+    ),
     "letters of a larger shape": (array_of("U1", (1 << 40, 4), b"A\0\0\0"), "cannot reshape"),
-    "a shape below zero": (array_of("U1", (-1, 1), b"A\0\0\0"), "shape"),
-    "a shape of huge numbers": (array_of("U1", (1 << 61, 1 << 61), b"A\0\0\0"), "reshape|too large|Maximum|big"),
     "objects from bytes": (array_of("O8", (1, 1), b"\1" * 8), "array of type 'O8'"),
-    "records": (array_of("V8", (1, 1), b"\1" * 8), "array of type 'V8'"),
-    "a type of several fields": (array_of("U1,O", (1, 1), b"\1" * 12), "array of type 'U1,O'"),
     "whole words": (entry(np.array([["AC", "D"]]), np.zeros((1, 2), int)), "letters of shape"),
     "another character": (
         entry(np.array([["A", "é"]]), np.zeros((1, 2), int)),
         "character number 233 in row 1, column 2",
     ),
-    "a character beyond Unicode": (array_of("U1", (1, 1), b"\xff" * 4), "character number 4294967295"),
     "fewer deletions": (
         entry(np.array([["A", "C"]]), np.zeros((1, 1), int)),
         r"shape \(1, 2\), deletions of shape \(1, 1\)",
     ),
     "deletions below zero": (entry(np.array([["A", "C"]]), np.array([[0, -1]])), "deletions from -1 to 0"),
     "deletions of 2^40": (entry(np.array([["A", "C"]]), np.array([[0, 1 << 40]])), "deletions from 0 to"),
-    "real numbers": (entry(np.array([["A", "C"]]), np.zeros((1, 2))), "array of type 'f8'"),
     "several objects": (HEADER.replace(b"(), ", b"(9,)") + GOOD[len(HEADER) :], "its header is not"),
-    "text": (b"A" * 200, "its header is not"),
-    "a nested header": (HEADER[:10] + b"(" * (len(HEADER) - 11) + b"\n" + GOOD[len(HEADER) :], "its header is not"),
 }
 
 
@@ -257,7 +228,7 @@ def test_archives_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_damaged_pickles(tmp_path: Path) -> None:
     """Catches an exception of the unpickler, or of NumPy, that no one expected."""
     generator = np.random.default_rng(0)
-    for _ in range(400):
+    for _ in range(200):
         content = bytearray(GOOD)
         for at in generator.integers(0, len(GOOD), generator.integers(1, 4)):
             content[at] = generator.integers(0, 256)

@@ -346,13 +346,3 @@ def test_select_hits_orders_counts_and_names_every_reason():
         ("1aaa_B", Rejection.DUPLICATE_CHAIN),
     ]
     assert Counter(reason for _, reason in found.rejected) == dict.fromkeys(Rejection, 1)
-
-
-def test_duplicate_chains_stay_by_default_as_in_af2(real_data: Path):
-    """Catches 5kc1_J dropped by default: AF2 keeps both chains."""
-    hits = parse_hhr(real_data / "alignments" / "query73_A" / "pdb70_hits.hhr")
-    kept = select_hits(hits, "X" * 73, bool, lambda _: None, HitLimits()).kept
-    assert [h.key for h in kept if h.pdb_id == "5kc1"] == ["5kc1_F", "5kc1_J"]
-    dropped = select_hits(hits, "X" * 73, bool, lambda _: None, HitLimits(drop_duplicate_chains=True))
-    assert Counter(reason for _, reason in dropped.rejected) == {Rejection.DUPLICATE_CHAIN: 1}
-    assert len(kept) == 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from dataclasses import replace
 from datetime import date
@@ -10,24 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from evodsp.config import FeatureConfig
-from evodsp.data.formats import parse_fasta
-from evodsp.data.records import Alignment, Chain, ProteinSequence
+from evodsp.data.records import Chain, ProteinSequence
 from evodsp.data.samples.dataset import SampleDataset, collate, load_record
 from evodsp.data.samples.raw_features import TEMPLATE_AXES, piece
 from evodsp.data.samples.sample_records import draw_templates
-from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
 from evodsp.features.batch import prediction_sample
-from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain, straight_chain
 from tests.builders.finished import made
-from tests.builders.templates import QUERY73_TEMPLATES, MemoryStructures, from_raw, make_hit, random_templates
+from tests.builders.templates import MemoryStructures, from_raw, make_hit, random_templates
 from tests.shared import load
 
 CONFIG = FeatureConfig(crop_size=12, msa_clusters=6, extra_msa=7, recycles=3)
@@ -35,68 +30,7 @@ WITH = replace(CONFIG, max_templates=4, recycles=1)
 WHOLE = replace(WITH, crop_size=None)
 
 
-class RealQuery(MemoryStore):
-    """query73_A with its real alignments and search, and an invented structure released on a given day."""
-
-    def __init__(self, real_data: Path, released: date | None) -> None:
-        self.store = ChainFiles(real_data / "alignments")
-        self.query = parse_fasta(real_data / "fasta" / "query73.fasta")[0]
-        made_up = make_chain("9xyz", self.query.letters)
-        self.made_up = replace(made_up, release_date=released)
-
-    def alignments(self, key: str, query: ProteinSequence | None = None) -> list[Alignment]:
-        return self.store.alignments("query73_A", query)
-
-    def chain(self, key: str) -> Chain:
-        return self.made_up
-
-    def template_hits(self, key: str, query: ProteinSequence) -> list[TemplateHit]:
-        return self.store.template_hits("query73_A", query)
-
-
-def query73(
-    real_data: Path, released: date | None, config: FeatureConfig, training: bool, seed: int = 0
-) -> SampleDataset:
-    templates = TemplateSource.open(real_data / "mmcif_files")
-    return SampleDataset(RealQuery(real_data, released), ["9xyz_A"], config, seed, training, templates=templates)
-
-
 # Real files ------------------------------------------------------------------------------------------------------------
-
-
-def test_query73_for_prediction(real_data: Path) -> None:
-    """Catches features other than the four best templates', in each iteration, under AF2's names."""
-    source = RealQuery(real_data, None)
-    found = TemplateSource.open(real_data / "mmcif_files").find(source.template_hits("", source.query), source.query)
-    sample = prediction_sample(source.query, source.alignments(""), WHOLE, 0, found.features)
-    expected = found.features.select(slice(4)).processed()
-    assert {name for name in sample if name.startswith("template_")} == set(expected) == set(TEMPLATE_AXES)
-    for name, values in expected.items():
-        for cycle in sample[name]:
-            np.testing.assert_array_equal(cycle.numpy(), values, err_msg=name)
-    assert sample["template_mask"].tolist() == [[1, 1, 1, 1]] * 2
-
-
-def test_query73_for_training(real_data: Path) -> None:
-    """Catches a record without templates, or one whose templates are not counted in the cache."""
-    data = query73(real_data, date(2030, 1, 1), WITH, training=True)
-    record = load_record(data.source, "9xyz_A", data.templates)
-    assert record.templates is not None
-    assert record.templates.features.names == QUERY73_TEMPLATES
-    assert record.nbytes - load_record(data.source, "9xyz_A").nbytes == record.templates.features.nbytes > 0
-    seen = Counter(int(data[index]["template_mask"][0].sum()) for index in range(40))
-    assert set(seen) == {0, 1, 2, 3, 4}
-    assert seen[4] > seen[0]
-
-
-def test_templates_are_older_than_the_chain_they_are_for(real_data: Path) -> None:
-    """Catches leakage: only two of the seven usable templates were released 60 days before this chain."""
-    data = query73(real_data, date(2008, 1, 1), replace(WHOLE, recycles=0), training=False)
-    old = load_record(data.source, "9xyz_A", data.templates).templates
-    assert old is not None
-    assert old.features.names == ("2crb_A", "1psm_A")
-    assert data[0]["template_mask"].tolist() == [[1, 1, 0, 0]]
-    assert query73(real_data, None, WHOLE, training=False)[0]["template_mask"].sum() == 0
 
 
 def test_golden_features(golden: Path) -> None:
@@ -116,17 +50,6 @@ def test_golden_features(golden: Path) -> None:
 
 
 # Sizes -----------------------------------------------------------------------------------------------------------------
-
-
-def test_no_template_features_without_max_templates() -> None:
-    sample = prediction_sample(
-        ProteinSequence("q", AMINO_ACIDS),
-        [make_alignment(AMINO_ACIDS)],
-        CONFIG,
-        0,
-        random_templates(2, len(AMINO_ACIDS)),
-    )
-    assert not [name for name in sample if name.startswith("template_")]
 
 
 @pytest.mark.parametrize("number", [None, 0, 1, 4, 6])
@@ -175,32 +98,6 @@ def other_letters(letters: str) -> str:
     return letters.translate(str.maketrans(AMINO_ACIDS, AMINO_ACIDS[1:] + AMINO_ACIDS[0]))
 
 
-def test_templates_are_cropped_with_their_residues() -> None:
-    """Catches templates shifted against the cropped sequence: their residue i has its CA at x = 3.8 i."""
-    data = Searched(0, 4, 4, 4).dataset(WITH, training=True)
-    checked = 0
-    for index in range(24):
-        sample = data[index]
-        there = int(sample["template_mask"][0].sum())
-        x = sample["template_all_atom_positions"][:, :there, :, 1, 0] / 3.8
-        torch.testing.assert_close(x.round().int(), sample["residue_index"][:, None].expand(-1, there, -1))
-        # The templates have the next letter of the alphabet (`other_letters`).
-        order = torch.tensor(encode_sequence(AMINO_ACIDS[1:] + AMINO_ACIDS[0]))[encode_sequence(AMINO_ACIDS).argsort()]
-        expected = order[sample["aatype"][:, None].expand(-1, there, -1).long()]
-        torch.testing.assert_close(sample["template_aatype"][:, :there], expected.int())
-        checked += there * (int(sample["residue_index"][0, 0]) > 0)
-    assert checked > 5, "no crop began inside its chain"
-
-
-def test_short_chains_are_padded_to_the_crop() -> None:
-    """Catches a residue axis of templates that is not padded if the chain is shorter than the crop."""
-    sample = Searched(3).dataset(replace(WITH, crop_size=30), training=False)[0]
-    assert sample["template_aatype"].shape == (1, 4, 30)
-    assert sample["template_mask"][0].tolist() == [1, 1, 1, 0]
-    assert not sample["template_all_atom_masks"][:, :, 18:].any()
-    assert sample["template_all_atom_masks"][:, :3, :18, 1].all()
-
-
 def test_validation_takes_the_best() -> None:
     """Catches random templates in validation, whose results are compared between epochs."""
     data = Searched(6, 2).dataset(WHOLE, training=False)
@@ -218,19 +115,6 @@ def test_samples_with_different_numbers_of_templates_make_a_batch() -> None:
 
 
 # Draws -----------------------------------------------------------------------------------------------------------------
-
-
-def test_templates_are_a_function_of_seed_and_index() -> None:
-    """Catches draws that depend on earlier reads or on the worker, or that do not change at all."""
-    one, two, other = (Searched(9, 5).dataset(WITH, training=True, seed=seed) for seed in (1, 1, 2))
-    indices = range(12)
-    two[5]
-    scores = [one[index]["template_sum_probs"][0, :, 0].tolist() for index in indices]
-    assert [
-        pickle.loads(pickle.dumps(two))[index]["template_sum_probs"][0, :, 0].tolist() for index in indices
-    ] == scores
-    assert [other[index]["template_sum_probs"][0, :, 0].tolist() for index in indices] != scores
-    assert len({tuple(row) for row in scores}) > 6
 
 
 def test_draws_are_the_supplements() -> None:

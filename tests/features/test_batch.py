@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +12,12 @@ from torch import Tensor
 from evodsp.config import FeatureConfig
 from evodsp.data.samples.dataset import collate
 from evodsp.data.samples.raw_features import HOST, SAMPLED, Crop, FeatureSizes, max_clusters, piece, raw_features
-from evodsp.data.sources.chain_files import ChainFiles
-from evodsp.data.sources.msa import MsaFeatures, letter_profile, merge_alignments
+from evodsp.data.sources.msa import MsaFeatures, letter_profile
 from evodsp.errors import UserError
 from evodsp.features.batch import draw, with_features
 from evodsp.features.clusters import nearest_by_products, nearest_clusters
 from evodsp.rng import Draws
+from tests.builders.fake_cuda import measure_features
 from tests.builders.host_waits import HostWaits
 from tests.builders.numpy_features import make_features
 from tests.builders.templates import random_templates
@@ -208,13 +207,19 @@ def test_an_alignment_beyond_32_bits_is_refused() -> None:
         )
 
 
-def test_a_real_alignment(real_data: Path) -> None:
-    """What made-up alignments do not have: families of near-equal rows, long gaps, large deletions."""
-    msa = merge_alignments(ChainFiles(real_data / "alignments").alignments("1k1a_A"))
-    config = FeatureConfig(crop_size=128, msa_clusters=128, extra_msa=256, block_delete=True)
-    aatype, crop = msa.msa[0].astype(np.int32), piece(40, 128)
-    sample = raw_features(aatype, msa, config, Draws.root(9), 2, crop)
-    found = with_features(collate([{name: torch.from_numpy(v) for name, v in sample.items()}]), config)
-    wanted = make_features(aatype, msa, config, Draws.root(9), 2, crop, FeatureSizes(128, 128, 256))
-    for name, values in wanted.items():
-        assert_same(found[name][0], values, name)
+# What making the features of a sample would launch and move on a GPU, counted without one. Limits lie at what was counted.
+
+
+def test_features_of_one_sample() -> None:
+    """Catches launches for each sequence, cluster or iteration, a table that is copied from the host for each sample, and a
+    size that is read from the device, for which the host waits."""
+    sizes = {"columns": 40, "crop": 32, "clusters": 12, "extra": 20}
+    one, four = (measure_features(rows=180, cycles=cycles, **sizes) for cycles in (1, 4))
+    assert (one.host, four.host) == ({}, {})
+    assert one.launches <= 240
+    assert four.launches <= 254
+    deeper, shallow = (measure_features(rows=rows, cycles=4, **sizes) for rows in (360, 90))
+    assert deeper.launches == four.launches
+    assert shallow.launches <= 264  # zeros where an iteration has fewer rows than another
+    full = {"rows": 16_384, "columns": 300, "crop": 256, "clusters": 128, "extra": 1024}
+    assert measure_features(cycles=4, **full).launches <= 276

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from evodsp.geometry import residues
 from evodsp.geometry.frames import (
+    Constant,
     Rigid,
     atom14_ground_truth,
     atom14_to_atom37,
@@ -22,6 +24,7 @@ from evodsp.geometry.frames import (
     structure_labels,
     torsion_angles_to_frames,
 )
+from tests.builders.host_waits import HostWaits
 from tests.shared import load
 
 CHAINS = ["1psm_A", "4i6p_A", "4zey_A", "5kc1_A"]
@@ -68,17 +71,6 @@ def test_frames_are_alphafolds(chain: dict[str, Tensor]) -> None:
     """Catches a wrong base atom or axis, and groups that the residue type or the structure does not have."""
     for name, ours in atom37_to_frames(*structure(chain)).items():
         torch.testing.assert_close(ours, chain[name], rtol=0, atol=1e-6, msg=name)
-
-
-def test_backbone_frames_are_those_of_the_quaternions(chain: dict[str, Tensor]) -> None:
-    """Frames from three points, from AF2's reference frame and from quaternions must follow one convention."""
-    ours = atom37_to_frames(*structure(chain))
-    exists = ours["rigidgroups_gt_exists"][:, 0] > 0
-    frames = Rigid.from_flat12(ours["rigidgroups_gt_frames"][exists, 0])
-    quaternion = Rigid.from_quaternion(chain["backbone_quat"][exists], chain["backbone_trans"][exists])
-    for rotation in (quaternion.rotation, chain["backbone_rot"][exists], chain["reference_rot"][exists]):
-        torch.testing.assert_close(frames.rotation, rotation, rtol=0, atol=2e-6)
-    torch.testing.assert_close(frames.translation, chain["reference_trans"][exists], rtol=0, atol=0)
 
 
 def test_atom14_is_alphafolds(chain: dict[str, Tensor]) -> None:
@@ -147,16 +139,6 @@ def test_torsions_survive_the_way_through_atoms() -> None:
     assert difference.abs().max() < 5e-3
 
 
-def test_frames_survive_the_way_through_atoms() -> None:
-    """Frames rebuilt from torsions are the frames that their own atoms define."""
-    aatype, backbone, angles = every_residue(seed=1)
-    frames = torsion_angles_to_frames(backbone, angles, aatype)
-    atom37 = atom14_to_atom37(frames_to_atom14(frames, aatype), aatype)
-    ours = atom37_to_frames(aatype, atom37, torch.from_numpy(residues.RESTYPE_ATOM37_MASK).double()[aatype])
-    exists = ours["rigidgroups_gt_exists"][..., None]
-    assert ((ours["rigidgroups_gt_frames"] - frames.to_flat12()) * exists).abs().max() < 5e-3
-
-
 def test_half_a_turn_of_an_ambiguous_group_renames_its_atoms() -> None:
     """The alternative frames, torsions and atoms must be one and the same molecule."""
     aatype, backbone, angles = every_residue()
@@ -171,19 +153,6 @@ def test_half_a_turn_of_an_ambiguous_group_renames_its_atoms() -> None:
     assert ((labels["rigidgroups_alt_gt_frames"] - frames.to_flat12()) * exists).abs().max() < 5e-3
     assert (labels["atom14_alt_gt_positions"] - frames_to_atom14(frames, aatype)).abs().max() < 0.06
     assert labels["atom14_atom_is_ambiguous"].sum() == 2 * (2 + 2 + 4 + 4)
-
-
-def test_labels_move_with_the_molecule(chain: dict[str, Tensor]) -> None:
-    """Torsions are invariant under a rigid motion, frames move with it."""
-    aatype, positions, mask = structure(chain)
-    positions, mask = positions.double(), mask.double()
-    motion = every_residue()[1][0]
-    moved = motion.apply(positions) * mask.unsqueeze(-1)
-    before, after = structure_labels(aatype, positions, mask), structure_labels(aatype, moved, mask)
-    torch.testing.assert_close(before["torsion_angles_sin_cos"], after["torsion_angles_sin_cos"], rtol=0, atol=1e-6)
-    exists = before["rigidgroups_gt_exists"][..., None]
-    carried = motion.compose(Rigid.from_flat12(before["rigidgroups_gt_frames"])).to_flat12()
-    torch.testing.assert_close(carried * exists, after["rigidgroups_gt_frames"] * exists, rtol=0, atol=1e-6)
 
 
 def test_leading_axes_are_independent(chain: dict[str, Tensor]) -> None:
@@ -226,9 +195,9 @@ def test_missing_residues_have_finite_labels_and_gradients() -> None:
 def test_gradients_of_torsion_angles_to_atoms() -> None:
     """The gradient of the atoms by backbone and angles, which the all-atom loss needs, against finite differences."""
     aatype, backbone, angles = every_residue(repeats=1)
-    aatype = aatype[[1, 6, 18]]  # Arg has four angles; Glu and Tyr are symmetric
-    flat = backbone.to_flat12()[[1, 6, 18]].requires_grad_()
-    angles = angles[[1, 6, 18]].requires_grad_()
+    aatype = aatype[[1, 18]]  # Arg has four angles; Tyr is symmetric
+    flat = backbone.to_flat12()[[1, 18]].requires_grad_()
+    angles = angles[[1, 18]].requires_grad_()
 
     def atoms(flat: Tensor, angles: Tensor) -> Tensor:
         frames = torsion_angles_to_frames(Rigid.from_flat12(flat), angles, aatype)
@@ -246,3 +215,60 @@ def test_atom14_and_atom37_undo_each_other_in_any_trailing_shape() -> None:
         values = torch.randn(2, 21, 14, *trailing)
         again = atom37_to_atom14(atom14_to_atom37(values, aatype), aatype)
         torch.testing.assert_close(again, values * mask, rtol=0, atol=0)
+
+
+# Tables of the geometry on a device: copied once, and usable wherever they are asked for.
+
+
+def test_a_table_is_copied_to_a_device_once() -> None:
+    """Catches a copy per use: each makes the host wait until the GPU has finished all that was launched before."""
+    aatype, positions, mask = torch.zeros(5).long(), torch.zeros(5, 37, 3), torch.zeros(5, 37)
+    arguments = [x.to("meta") for x in (aatype, positions, mask)]
+    structure_labels(*arguments)
+    with HostWaits() as seen:
+        structure_labels(*arguments)
+    assert seen.waits == []
+
+
+def test_the_counter_sees_a_copy() -> None:
+    """Catches a counter that would call any program free of waits."""
+    with HostWaits() as seen:
+        Constant(np.arange(3.0)).like(torch.zeros(2, device="meta"))
+        torch.zeros(2, device="meta").tolist()
+        float(torch.zeros(1, device="meta"))
+        torch.zeros(2, device="meta").cpu()
+        torch.zeros(2, device="meta")[torch.tensor([1])]
+        torch.zeros(2).to("meta", non_blocking=True)
+        torch.zeros(2, device="meta")[..., [1, 0]]
+        torch.zeros(2, device="meta").new_tensor([1.0])
+    found = [wait.split()[0] for wait in seen.waits]
+    assert found[:5] == ["_to_copy", "_to_copy", "_local_scalar_dense", "_to_copy", "index"]
+    assert found[5:] == ["_to_copy", "__getitem__", "new_tensor"]
+
+
+def test_devices_and_dtypes_do_not_mix() -> None:
+    """Catches a copy that is found again for another dtype or device."""
+    table = Constant(np.array([1.5, 2.5]))
+    for dtype in (torch.float64, torch.float32, torch.int64):
+        assert table.on(torch.device("cpu"), dtype).dtype == dtype
+        assert table.on(torch.device("meta"), dtype).device.type == "meta"
+    torch.testing.assert_close(table.like(torch.zeros(1, dtype=torch.float64)), torch.tensor([1.5, 2.5]).double())
+
+
+def test_a_table_first_used_in_inference_can_be_trained_with() -> None:
+    """Catches "Inference tensors cannot be saved for backward" in a process that predicts first and trains later."""
+    table, x = Constant(np.array([1.5, 2.5])), torch.ones(2, requires_grad=True)
+    with torch.inference_mode():
+        table.like(x)
+    (table.like(x) * x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.5, 2.5]
+
+
+def test_a_fake_copy_is_not_kept() -> None:
+    """Catches shapes without numbers that a tool such as a memory estimate leaves behind for the run itself."""
+    table = Constant(np.array([1.5, 2.5]))
+    for _ in range(2):
+        with FakeTensorMode() as mode:
+            mode.from_tensor(torch.zeros(2)) + table.like(mode.from_tensor(torch.zeros(2)))
+    assert table.like(torch.zeros(1)).tolist() == [1.5, 2.5]

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from Bio.Data.PDBData import protein_letters_3to1_extended
 
+from evodsp.errors import UserError
 from evodsp.geometry import residues
+from evodsp.geometry.residues import (
+    MONOMER_LETTERS,
+    RESTYPE_1TO3,
+    decode,
+    encode,
+    encode_sequence,
+    monomer_letter,
+    residue_name,
+)
 from tests.shared import load
 
 EXACT = [
@@ -17,39 +29,23 @@ EXACT = [
     "restype_atom37_mask", "restype_atom37_rigid_group_positions",
     "chi_pi_periodic", "chi_angles_atom_indices", "renaming_matrices",
 ]  # fmt: skip
+CLOSE = ["restype_rigid_group_default_frame", "atom14_dists_lower_bound", "atom14_dists_upper_bound"]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", EXACT + CLOSE)
 def test_table_equals_alphafold(golden: Path, name: str) -> None:
-    """Catches a wrong digit, atom or group in the packaged tables."""
-    np.testing.assert_array_equal(getattr(residues, name.upper()), load(golden / "residue_constants.npz")[name])
+    """Catches a wrong digit, atom or group in the packaged tables, a frame with a wrong axis, sign or parent, and bounds of
+    distances with a tolerance of 15 deviations or without the angle's deviation."""
+    expected, tolerance = load(golden / "residue_constants.npz")[name], 1e-6 if name in CLOSE else 0
+    np.testing.assert_allclose(getattr(residues, name.upper()), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_default_frames_equal_alphafold(golden: Path) -> None:
-    """Catches a frame with a wrong axis, sign or parent."""
-    expected = load(golden / "residue_constants.npz")["restype_rigid_group_default_frame"]
-    np.testing.assert_allclose(residues.RESTYPE_RIGID_GROUP_DEFAULT_FRAME, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("bound", ["lower", "upper"])
-def test_distance_bounds_equal_alphafold(golden: Path, bound: str) -> None:
-    """Catches a wrong digit in the bond tables, a tolerance of 15 deviations, or the angle's deviation ignored."""
-    expected = load(golden / "residue_constants.npz")[f"atom14_dists_{bound}_bound"]
-    found = getattr(residues, f"ATOM14_DISTS_{bound.upper()}_BOUND")
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
-    np.testing.assert_array_equal(found, found.swapaxes(1, 2))
-
-
-def test_chi_mask_equals_alphafold_and_x_has_none(golden: Path) -> None:
-    expected = load(golden / "residue_constants.npz")["chi_angles_mask"]
-    np.testing.assert_array_equal(residues.CHI_ANGLES_MASK[:20], expected)
+def test_chi_mask_and_atom_names_equal_alphafold(golden: Path) -> None:
+    """Catches two atoms exchanged, which no test of shapes would show, and chi angles of X."""
+    expected = load(golden / "residue_constants.npz")
+    np.testing.assert_array_equal(residues.CHI_ANGLES_MASK[:20], expected["chi_angles_mask"])
     assert not residues.CHI_ANGLES_MASK[20].any()
-
-
-def test_atom_names_equal_alphafold(golden: Path) -> None:
-    """Catches two atoms exchanged, which no test of shapes would show."""
-    expected = load(golden / "residue_constants.npz")["atom_types"]
-    assert list(residues.ATOM_TYPES) == [name.decode() for name in expected]
+    assert list(residues.ATOM_TYPES) == [name.decode() for name in expected["atom_types"]]
 
 
 def test_index_maps_equal_alphafold(golden: Path) -> None:
@@ -66,18 +62,65 @@ def test_index_maps_equal_alphafold(golden: Path) -> None:
     assert set(range(20)) <= seen
 
 
-def test_atom14_and_atom37_maps_undo_each_other() -> None:
-    types, slots = np.nonzero(residues.RESTYPE_ATOM14_MASK)
-    there = residues.RESTYPE_ATOM14_TO_ATOM37[types, slots]
-    np.testing.assert_array_equal(residues.RESTYPE_ATOM37_TO_ATOM14[types, there], slots)
-    for letter, three in residues.RESTYPE_1TO3.items():
-        names = residues.RESTYPE_NAME_TO_ATOM14_NAMES[three]
-        number = residues.RESTYPE_ORDER[letter]
-        indices = residues.RESTYPE_ATOM14_TO_ATOM37[number]
-        assert all(residues.ATOM_TYPES[index] == name for index, name in zip(indices, names, strict=True) if name)
-
-
 def test_numpy_only_at_import() -> None:
     """Catches an import of torch, which would slow down data-loading workers."""
     code = "import sys, evodsp.geometry.residues; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# The alphabet of residues: AF2's order and codes, and what becomes of other letters.
+
+
+def test_order_equals_alphafold(golden: Path) -> None:
+    """Catches two residue types exchanged, which no test of shapes would show."""
+    expected = load(golden / "residue_constants.npz")["restypes"]
+    assert "".join(residues.RESTYPES) == b"".join(expected).decode()
+    assert (residues.UNKNOWN, residues.GAP, residues.MASK) == (20, 21, 22)
+    assert residues.RESTYPE_ORDER["X"] == residues.UNKNOWN
+    assert [residue_name(letter) for letter in "AWX"] == ["ALA", "TRP", "UNK"]
+
+
+def test_letters_of_alignments() -> None:
+    """Catches HHblits' alphabetical order in place of AF2's, and ambiguous letters that all become X."""
+    assert encode("ARNDCQEGHILKMFPSTWYVX-").tolist() == list(range(22))
+    assert decode(encode("BZUJOX")) == "DECXXX"
+    assert decode(encode("acdE-")) == "ACDE-"
+
+
+@pytest.mark.parametrize(("letters", "shown"), [("AC1", "1"), ("AC.", "."), ("ACÅ", "Å"), ("AC\0", r"\x00")])
+def test_other_characters_are_refused(letters: str, shown: str) -> None:
+    """Catches a character that is silently encoded as a residue."""
+    with pytest.raises(UserError, match=re.escape(f"letter '{shown}' at position 3")):
+        encode(letters)
+
+
+def test_letters_of_sequences() -> None:
+    """Catches ambiguous letters encoded as in alignments: in a sequence they are X, as in AF2."""
+    assert encode_sequence("ARNVX").tolist() == [0, 1, 2, 19, 20]
+    assert set(encode_sequence("BZUJO*-aÅ").tolist()) == {20}
+
+
+# One-letter codes of monomers, against those that AlphaFold2's alignments were made with.
+
+
+@pytest.mark.parametrize(
+    ("name", "letter"),
+    [
+        ("PCA", "E"), ("DLE", "L"), ("DVA", "V"), ("DAL", "A"), ("DTR", "W"), ("MSE", "M"), ("SEP", "S"), ("HYP", "P"),
+        ("SEC", "A"), ("PYL", "X"), ("UNK", "X"), ("CRO", "X"), ("HOH", "X"), ("", "X"), ("ASX", "B"), ("GLX", "Z"),
+    ],
+)  # fmt: skip
+def test_letters_are_alphafolds(name: str, letter: str) -> None:
+    """Catches Biopython's letters in place of AlphaFold2's: chains with PCA or D-amino acids did not fit their alignments."""
+    assert monomer_letter(name) == letter
+
+
+def test_the_table_is_whole() -> None:
+    """Catches a table with lost lines, two letters of a name, or without the names of later dictionaries."""
+    assert all(monomer_letter(name) == letter for letter, name in RESTYPE_1TO3.items())
+    assert len(MONOMER_LETTERS) == 1517
+    assert all(len(letter) == 1 and letter.isupper() and letter != "X" for letter in MONOMER_LETTERS.values())
+    biopythons = {name.strip(): letter for name, letter in protein_letters_3to1_extended.items() if letter != "X"}
+    differing = {name for name, letter in biopythons.items() if monomer_letter(name) != letter}
+    assert "PCA" in differing
+    assert len(differing) <= 12
