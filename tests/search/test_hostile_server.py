@@ -66,23 +66,19 @@ def sparse(size: int) -> bytes:
         (packed(entry(content=bytes(2 << 20)), entry()), r"more than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
         (packed(entry("other.bin", content=bytes(2 << 20)), entry()), r"more than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
         (packed(entry("x", kind=b"x", content=bytes(2 << 20)), entry()), r"than 1 MiB \(--msa_server_limits\.answer_mib\)$"),
-        (packed(entry("x", 6 << 30, b"x"), entry()), r"a file of 6442450944 bytes, where .* follow"),
         (packed(entry(size=-512), entry()), "a file of -512 bytes"),
         (packed(entry(size=2**80), entry()), "a file of 1208925819614629174706176 bytes"),
         (sparse(900 << 20), "does not begin with the number"),
         (packed(entry(content=b">" + b"1" * 5000 + b"\nAAA\n")), "does not begin with the number"),
-        (packed(entry(content=b">99999999999\nAAA\n")), "does not begin with the number"),
         (packed(entry(content=b">999\nAAA\n")), "the record 999, which was not asked for"),
         (packed(*(entry(f"{number}.a3m") for number in range(101))), "more than 100 alignment files"),
         (packed(entry())[:-20], "broken gzip archive"),
-        (packed(entry())[:20], "broken gzip archive"),
         (b"\x1b[31mred\x1b]0;owned\x07", "not gzipped"),
         (gzip.compress(b"\x1b[31mred" * 100), "no gzipped tar archive"),
-        (gzip.compress(b"\xff" * 1024), "no gzipped tar archive"),
     ],
     ids=[
-        "zeros", "beside", "extended_header", "size_of_header", "negative", "huge", "sparse", "long_number", "number",
-        "other_number", "many", "cut", "begun", "text", "gzipped_text", "bytes",
+        "zeros", "beside", "extended_header", "negative", "huge", "sparse", "long_number", "other_number", "many", "cut",
+        "text", "gzipped_text",
     ],
 )  # fmt: skip
 def test_an_archive_that_is_none(sent: bytes, words: str) -> None:
@@ -119,35 +115,10 @@ def test_zeros_between_alignments_take_no_memory() -> None:
 
 @pytest.mark.parametrize(
     "sent",
-    [
-        b"[" * 100_000,
-        b'{"status":"COMPLETE","id":' + b"9" * 5000 + b"}",
-        b'{"status":"COMPLETE","id":"' + b"a" * 5000 + b'"}',
-        b'{"status":"COMPLETE","id":".."}',
-        b'{"status":"COMPLETE","id":"a/../b"}',
-        '{"status":"COMPLETE","id":"é"}'.encode(),
-        b'{"status":"COMPLETE","id":""}',
-        b'{"status":7,"id":"a"}',
-        b"[]",
-        b"\0",
-        b"\xff\xfe",
-        b"\x1b[2J\x1b[31mhello\x1b]0;owned\x07",
-    ],
-    ids=[
-        "deep",
-        "long_number",
-        "long_id",
-        "up",
-        "path",
-        "letter",
-        "no_id",
-        "no_word",
-        "list",
-        "zero",
-        "bytes",
-        "escapes",
-    ],
-)
+    [b"[" * 100_000, b'{"status":"COMPLETE","id":' + b"9" * 5000 + b"}", b'{"status":"COMPLETE","id":"a/../b"}',
+     '{"status":"COMPLETE","id":"é"}'.encode(), b'{"status":7,"id":"a"}', b"[]", b"\x1b[2J\x1b[31mhello\x1b]0;owned\x07"],
+    ids=["deep", "long_number", "path", "letter", "no_word", "list", "escapes"],
+)  # fmt: skip
 def test_an_answer_that_is_no_status(sent: bytes) -> None:
     """Catches tracebacks of JSON, ids that lead to other addresses, and answers that act on the terminal."""
     with (
@@ -160,7 +131,7 @@ def test_an_answer_that_is_no_status(sent: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "status", ["\x1b[31mEVIL\x1b]0;owned\x07\u202e", "\ud800", "no\nevodsp: error: all is lost", "x" * 10**5]
+    "status", ["\x1b[31mEVIL\x1b]0;owned\x07\u202e", "\ud800", "no\nevodsp: error: all is lost" + "x" * 10**5]
 )
 def test_words_of_the_server_are_quoted(status: str, tmp_path: Path) -> None:
     """Catches a status that acts on the terminal, that no file can hold, that looks like a message of ours, or fills it."""
@@ -177,8 +148,7 @@ def test_words_of_the_server_are_quoted(status: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        ("864000", "240.0 h"), ("9" * 30, "277777.8 h"), ("9" * 400, "277777.8 h"), ("-5", ""), ("²", ""), ("1e9", ""),
-        ("Fri, 31 Dec 9999 23:59:59 GMT", ""),
+        ("864000", "240.0 h"), ("9" * 400, "277777.8 h"), ("-5", ""), ("²", ""), ("Fri, 31 Dec 9999 23:59:59 GMT", ""),
     ],
 )  # fmt: skip
 def test_a_server_that_asks_to_wait(wanted: str, words: str) -> None:
@@ -212,56 +182,40 @@ def test_all_pauses_end_with_the_search() -> None:
     assert clock[0] <= 100
 
 
-def test_a_server_that_trickles() -> None:
-    """Catches an answer of hours, a byte at a time."""
+def test_the_limits_of_an_answer() -> None:
+    """Catches an answer of hours, a byte at a time, a status of gigabytes, and an archive above the limit. (How an answer is
+    limited: tests/reading/test_answers.py.)"""
 
-    def trickle(first: str, head: str, send: Send) -> None:
-        send(b"HTTP/1.1 200 OK\r\n\r\n")
-        for _ in range(300):
-            send(b" ")
-            time.sleep(0.01)
-
-    begun = time.monotonic()
-    with (
-        raw_server(trickle) as address,
-        pytest.raises(NoAnswerError, match=r"has not sent its whole answer in 0.1 s \(--msa_server_limits.answer_s\)"),
-    ):
-        MsaServer(address, ServerLimits(answer_s=0.1), sleep=lambda seconds: None).search([LETTERS], lambda line: None)
-    assert time.monotonic() - begun < 1.5
-
-
-def test_an_answer_of_any_size() -> None:
-    """Catches a status of gigabytes, and an archive above the limit."""
-
-    def send_much(first: str, head: str, send: Send) -> None:
+    def serve(first: str, head: str, send: Send) -> None:
         if "POST" in first and "long" not in first:
             send(answer(STATE))
             return
         send(b"HTTP/1.1 200 OK\r\n\r\n")
         for _ in range(200):
-            send(bytes(1 << 16))
+            send(b" " if "slow" in first else bytes(1 << 16))
+            time.sleep(0.01 if "slow" in first else 0)
 
-    with raw_server(send_much) as address:
+    with raw_server(serve) as address:
         for place in (address, f"{address}/long"):
             with pytest.raises(BadAnswerError, match="answers more than 1 MiB"):
                 MsaServer(place, ServerLimits(answer_mib=1)).search([LETTERS], lambda line: None)
+        server = MsaServer(f"{address}/slow", ServerLimits(answer_s=0.1), sleep=lambda seconds: None)
+        with pytest.raises(NoAnswerError, match=r"its whole answer in 0.1 s \(--msa_server_limits.answer_s\)"):
+            server.search([LETTERS], lambda line: None)
 
 
 @pytest.mark.parametrize(
     "bad",
     [
         answer(b"", "302 Found", Location="http://[::1"),
-        answer(b"", "302 Found", Location="http://127.0.0.1:1/"),
         answer(b"", "404 \x1b[31mred"),
         answer(b"", "413 Too Large"),
         answer(b"[" * 10_000),
         b"FOO BAR BAZ\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nabc",
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\nabc",
         b"HTTP/1.1 200 OK\r\n" + b"X: a\r\n" * 200 + b"\r\n",
-        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
     ],
-    ids=["redirection", "nowhere", "404", "413", "json", "no_http", "cut", "chunk", "heads", "line"],
+    ids=["redirection", "404", "413", "json", "no_http", "cut", "heads"],
 )
 def test_a_bad_answer_costs_one_record(bad: bytes, tmp_path: Path) -> None:
     """Catches a server that ends the search of all records because of what it says of one."""
