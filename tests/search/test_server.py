@@ -140,10 +140,8 @@ QUERY = ["MKTAYIAK", "GSTLLK"]
         ({"uniref.a3m": b">101\nMKTAYIAK\n\0"}, "no alignment in the answer"),
         ({"uniref.a3m": b">101\nMKTAYIAK\n>x\nMKTA\n\0>102\nGSTLLK\n\0"}, "columns"),
         ({"notes.txt": b"none"}, "no alignment in the answer"),
-        ({"uniref.a3m": alignments(QUERY, "x") + b">103\nAA\n\0"}, "which was not asked for"),
-        ({"uniref.a3m": b"MKTAYIAK\n"}, "does not begin with the number of a sequence"),
     ],
-    ids=["other_sequence", "one_of_two", "uneven", "no_file", "too_many", "no_number"],
+    ids=["other_sequence", "one_of_two", "uneven", "no_file"],
 )
 def test_a_wrong_answer_is_not_kept(
     stand_in: StandIn, address: str, tmp_path: Path, members: dict[str, bytes], words: str
@@ -155,37 +153,6 @@ def test_a_wrong_answer_is_not_kept(
     for record in RECORDS:
         if (tmp_path / record.name).exists():
             assert len(read_alignment_dir(tmp_path / record.name, record)) == 1
-
-
-def test_an_archive_cannot_write_elsewhere(stand_in: StandIn, address: str, tmp_path: Path) -> None:
-    """Catches names with .. or / in an archive that lead out of the record's folder."""
-    content = alignments(QUERY, "x")
-    stand_in.members = {"../../evil.a3m": content, "/tmp/../uniref.a3m": content, ".hidden.a3m": content}
-    assert run(address, tmp_path / "kept") == {"a": None, "b": None, "c": None}
-    assert sorted(path.name for path in (tmp_path / "kept" / "a").iterdir()) == [
-        "evil.a3m",
-        "search.json",
-        "uniref.a3m",
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
-
-
-@pytest.mark.parametrize("raw", [b"<html>", b"\x1f\x8b\x08\x00broken"], ids=["page", "gzip"])
-def test_an_answer_that_is_no_archive(stand_in: StandIn, address: str, tmp_path: Path, raw: bytes) -> None:
-    """Catches a traceback of tarfile or zlib."""
-    stand_in.raw = raw
-    assert all("no gzipped tar archive" in str(reason) for reason in run(address, tmp_path).values())
-
-
-def test_a_page_in_place_of_the_protocol(tmp_path: Path) -> None:
-    """Catches an address of something else, and one that is none."""
-    stand_in = StandIn()
-    stand_in.ticket = lambda form: ["<html>"]  # type: ignore[assignment,method-assign,return-value]
-    with serving(stand_in) as address:
-        found = run(address, tmp_path)
-    assert all("which is not ColabFold's protocol" in str(reason) for reason in found.values())
-    with pytest.raises(UserError, match="'colabfold' is no address"):
-        MsaServer("colabfold")
 
 
 ALONE = {
