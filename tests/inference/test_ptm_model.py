@@ -12,46 +12,24 @@ import numpy as np
 import pytest
 import torch
 
-from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig
+from evodsp.config import FeatureConfig
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
 from evodsp.data.samples.dataset import Sample, collate
 from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample
-from evodsp.inference import seeds
 from evodsp.inference.predict import predict
 from evodsp.inference.prediction import Prediction
 from evodsp.inference.results import read_plddt, read_result, write_results
 from evodsp.inference.structure_files import AlignedError, PredictedStructure
-from evodsp.inference.targets import Target
-from evodsp.model.alphafold import FEATURES, TEMPLATE_FEATURES, AlphaFold
-from evodsp.model.heads import ModelOutput, compute_pae, compute_ptm
-from evodsp.weights.checkpoint import load_model, save_model
-from tests.builders.parameters import noisy
+from evodsp.model.heads import compute_pae, compute_ptm
+from evodsp.weights.checkpoint import load_model
 from tests.builders.prediction import read_json, silent
 
 from .conftest import OTHER, QUERY, TRAINED, Finished, Workplace, make_workplace
 
-TINY = ModelConfig.preset("test")
-PTM = replace(
-    TINY,
-    templates=TemplateConfig(
-        enabled=True, channels=6, pair_heads=2, pair_head_width=3, triangle_channels=5, attention_heads=2, checkpoint=False
-    ),
-    heads=replace(TINY.heads, experimentally_resolved=True, predicted_aligned_error=True),
-)  # fmt: skip
-SIZES = FeatureConfig(**{**vars(TRAINED), "crop_size": None, "uniform_recycling": False, "recycles": 1})
-
-
-@pytest.fixture(scope="module")
-def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model like model_1_ptm, with random weights."""
-    torch.manual_seed(1)
-    model = noisy(AlphaFold(PTM))
-    path = tmp_path_factory.mktemp("ptm") / "ptm.ckpt"
-    save_model(path, model, features=TRAINED)
-    return path
+USED = FeatureConfig(**{**vars(TRAINED), "crop_size": None, "uniform_recycling": False, "recycles": 1})
 
 
 @pytest.fixture
@@ -80,7 +58,7 @@ def ptm_finished(ptm_workplace: Workplace, ptm_predicted: Finished) -> Finished:
 def sample_of(workplace: Workplace, name: str, letters: str, seed: int = 0) -> Sample:
     """The features without templates."""
     query = ProteinSequence(name, letters)
-    return prediction_sample(query, read_alignment_dir(workplace.config.alignments / name, query), SIZES, seed)
+    return prediction_sample(query, read_alignment_dir(workplace.config.alignments / name, query), USED, seed)
 
 
 def masked_template(residues: int) -> Sample:
@@ -95,12 +73,6 @@ def masked_template(residues: int) -> Sample:
     }
 
 
-def run_by_hand(model: AlphaFold, *samples: Sample) -> ModelOutput:
-    """The model's output for a batch of these samples."""
-    with torch.no_grad():
-        return model(collate(list(samples)))
-
-
 def test_prediction_equals_the_model_run_by_hand(ptm_workplace, ptm_predicted: Finished):
     """Catches template features with wrong axes, and a PAE that is transposed, scaled wrongly or of another seed."""
     found = ptm_predicted.results
@@ -108,7 +80,8 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace, ptm_predicted: F
     for result, letters in zip(found, (QUERY, OTHER), strict=True):
         for seed in (0, 1):
             sample = sample_of(ptm_workplace, result.name, letters, seed) | masked_template(len(letters))
-            output = run_by_hand(model, sample)
+            with torch.no_grad():
+                output = model(collate([sample]))
             chain = read_chain(result.structure(seed), "A")
             present = chain.mask > 0
             expected = output.structure.positions[0].numpy()
@@ -128,7 +101,8 @@ def test_prediction_equals_the_model_run_by_hand(ptm_workplace, ptm_predicted: F
 
 
 def test_files_of_a_model_with_the_head(ptm_workplace, ptm_finished: Finished):
-    """Catches missing or superfluous files, and a ranking without each seed's pTM."""
+    """Catches missing or superfluous files, a ranking without each seed's pTM, a log that hides that no templates were used,
+    and a folder without its PAE file that counts as a finished run."""
     result = ptm_finished.results[0]
     assert sorted(p.name for p in result.folder.iterdir()) == [
         "ranking.json", "report.html", "seed_0.cif", "seed_0_contacts.npz", "seed_0_pae.json", "seed_0_scores.json",
@@ -142,8 +116,12 @@ def test_files_of_a_model_with_the_head(ptm_workplace, ptm_finished: Finished):
         np.testing.assert_allclose(read_plddt(result.folder, entry["seed"]), scores["plddt"], atol=1e-4)
         assert entry["ptm"] == scores["ptm"]
         assert entry["mean_plddt"] == pytest.approx(np.mean(scores["plddt"]), abs=0.01)
-    again = predict(ptm_workplace.config, silent)[0]
-    assert again.kept
+    assert ptm_finished.lines.count("  templates: none") == 2
+    assert any("pTM 0." in line for line in ptm_finished.lines)
+    assert predict(ptm_workplace.config, silent)[0].kept
+    (result.folder / "seed_0_pae.json").unlink()
+    with pytest.raises(UserError, match=r"'seed_0_pae\.json' is missing"):
+        read_result(result.folder)
 
 
 def errors_in(path):
@@ -193,72 +171,3 @@ def test_ranking_of_chains_is_by_plddt_where_ptm_disagrees(tmp_path):
     assert [entry["ptm"] for entry in read_json(tmp_path / "ranking.json")["ranking"]] == [0.2, 0.9]
     expected = '[{"predicted_aligned_error":[[4.26,4.26,4.26],[4.26,4.26,4.26],[4.26,4.26,4.26]],'
     assert (tmp_path / "seed_1_pae.json").read_text() == expected + '"max_predicted_aligned_error":31.75}]\n'
-
-
-def test_no_template_is_no_update(ptm_workplace):
-    """Catches a masked template that changes the pair representation or, through its MSA rows, anything else."""
-    model, sample = load_model(ptm_workplace.config.checkpoint), sample_of(ptm_workplace, "alpha_A", QUERY)
-    one = run_by_hand(model, sample | masked_template(len(QUERY)))
-    with_four = prediction_sample(
-        ProteinSequence("alpha_A", QUERY), [], replace(SIZES, msa_clusters=8, max_templates=4), 0
-    )
-    four = {name: with_four[name] for name in TEMPLATE_FEATURES}
-    several = run_by_hand(model, sample | four)
-    model.template_embedder = model.template_torsion_embedder = None
-    model.features = FEATURES
-    none = run_by_hand(model, sample)
-    for output in (one, several):
-        torch.testing.assert_close(output.representations["pair"], none.representations["pair"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(output.representations["msa"], none.representations["msa"], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            output.logits["predicted_aligned_error"], none.logits["predicted_aligned_error"], rtol=1e-4, atol=1e-5
-        )
-        torch.testing.assert_close(output.structure.positions, none.structure.positions, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("with_templates", [True, False])
-def test_progress_says_that_there_are_no_templates(ptm_predicted: Finished, predicted: Finished, with_templates):
-    """Catches a log that hides that no templates were used, or mentions templates for a model without them."""
-    lines = (ptm_predicted if with_templates else predicted).lines
-    assert lines.count("  templates: none") == 2 * with_templates
-    assert any("pTM 0." in line for line in lines) == with_templates
-
-
-def test_padding_is_not_judged(ptm_workplace):
-    """Catches padded residues that count in pTM's chain length or in its mean."""
-    model = load_model(ptm_workplace.config.checkpoint)
-    long = sample_of(ptm_workplace, "alpha_A", QUERY) | masked_template(len(QUERY))
-    short = sample_of(ptm_workplace, "beta_A", OTHER) | masked_template(len(OTHER))
-    target = Target(ProteinSequence("beta_A", OTHER), ptm_workplace.config.alignments / "beta_A")
-    batches = collate([short]), {name: values[:1] for name, values in collate([short, long]).items()}
-    assert batches[1]["aatype"].shape[-1] == len(QUERY)
-    with torch.no_grad():
-        unpadded, padded = (seeds.structure_of(target, batch, model(batch), model).aligned_error for batch in batches)
-    assert unpadded is not None
-    assert padded is not None
-    assert padded.pae.shape == (len(OTHER), len(OTHER))
-    np.testing.assert_allclose(padded.pae, unpadded.pae, atol=1e-3)
-    assert padded.ptm == pytest.approx(unpadded.ptm, abs=1e-5)
-
-
-def test_lost_aligned_error_is_noticed(ptm_finished: Finished):
-    """Catches a folder without its PAE file that counts as a finished run."""
-    result = ptm_finished.results[0]
-    (result.folder / "seed_0_pae.json").unlink()
-    with pytest.raises(UserError, match=r"'seed_0_pae\.json' is missing"):
-        read_result(result.folder)
-
-
-def test_diverged_head_is_named(ptm_workplace, monkeypatch):
-    """Catches NaN in the PAE that ends in the JSON writer's traceback, or leaves files."""
-    before, real = ptm_workplace.snapshot(), seeds.structure_of
-
-    def diverged(*arguments):
-        structure = real(*arguments)
-        structure.aligned_error.pae[4, 2] = np.nan
-        return structure
-
-    monkeypatch.setattr(seeds, "structure_of", diverged)
-    with pytest.raises(UserError, match=r"alpha_A: .*residue 5 .*checkpoint"):
-        predict(ptm_workplace.config, silent)
-    assert ptm_workplace.snapshot() == before
