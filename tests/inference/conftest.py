@@ -3,25 +3,55 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from evodsp.config import FeatureConfig, ModelConfig
+from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig, as_multimer
 from evodsp.inference.config import PredictConfig
 from evodsp.inference.predict import predict
 from evodsp.inference.results import PredictionResult, read_result
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import save_model
+from tests.builders.msa_server import StandIn, serving
 from tests.builders.parameters import noisy
 
 QUERY = "MKTAYIAKQRXGSHWLVEDNCF"
 OTHER = "GSTLLKAEEQ"
 TRAINED = FeatureConfig(crop_size=8, msa_clusters=7, extra_msa=3, max_templates=1, recycles=2, masked_msa_fraction=0.5)
 """The sizes in the checkpoint: none equals a default or the workplace's configuration."""
+TINY = ModelConfig.preset("test")
+MULTIMER = as_multimer(
+    replace(
+        TINY,
+        evoformer=replace(TINY.evoformer, blocks=1),
+        templates=TemplateConfig(
+            enabled=True, channels=6, blocks=1, pair_heads=2, pair_head_width=3, triangle_channels=5, checkpoint=False
+        ),
+    )
+)
+PTM = replace(
+    TINY,
+    templates=TemplateConfig(
+        enabled=True, channels=6, pair_heads=2, pair_head_width=3, triangle_channels=5, attention_heads=2, checkpoint=False
+    ),
+    heads=replace(TINY.heads, experimentally_resolved=True, predicted_aligned_error=True),
+)  # fmt: skip
+SIZES = replace(TRAINED, max_templates=2)
+LETTERS = (QUERY, OTHER, QUERY)
+"""Chains A, B and C: in the model's columns, C stands before B."""
+
+
+def write_model(path: Path, config: ModelConfig, seed: int, features: FeatureConfig = TRAINED) -> Path:
+    """A checkpoint with random weights."""
+    torch.manual_seed(seed)
+    save_model(path, noisy(AlphaFold(config)), features=features)
+    return path
 
 
 @dataclass(frozen=True)
@@ -48,28 +78,14 @@ class Workplace:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with random weights. With the initial zeros, all seeds would give the same structure."""
-    torch.manual_seed(0)
-    config = ModelConfig.preset("test")
-    model = noisy(AlphaFold(replace(config, evoformer=replace(config.evoformer, blocks=1))))
-    path = tmp_path_factory.mktemp("checkpoint") / "tiny.ckpt"
-    save_model(path, model, features=TRAINED)
-    return path
+    config = replace(TINY, evoformer=replace(TINY.evoformer, blocks=1))
+    return write_model(tmp_path_factory.mktemp("checkpoint") / "tiny.ckpt", config, 0)
 
 
 @pytest.fixture(scope="session")
 def ptm_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with templates and the PAE head, so that a prediction reads all features."""
-    torch.manual_seed(1)
-    config = ModelConfig.preset("test")
-    config = replace(
-        config,
-        heads=replace(config.heads, predicted_aligned_error=True, experimentally_resolved=True),
-        templates=replace(config.templates, enabled=True),
-    )
-    model = noisy(AlphaFold(config))
-    path = tmp_path_factory.mktemp("ptm") / "tiny_ptm.ckpt"
-    save_model(path, model, features=TRAINED)
-    return path
+    return write_model(tmp_path_factory.mktemp("ptm") / "tiny_ptm.ckpt", PTM, 1)
 
 
 def write_alignment(folder: Path, query: str, rows: int = 12) -> None:
@@ -141,3 +157,29 @@ def predicted(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Fin
 def finished(workplace: Workplace, predicted: Finished) -> Finished:
     """As if the workplace's configuration had just been predicted there."""
     return predicted.copied(workplace.config.output)
+
+
+@pytest.fixture(scope="session")
+def multimer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny multimer model."""
+    return write_model(tmp_path_factory.mktemp("multimer") / "tiny.ckpt", MULTIMER, 2, SIZES)
+
+
+def settings(root: Path, model: Path, text: str, name: str = "given.fasta", **options: Any) -> PredictConfig:
+    """To predict what a file with this text holds into <root>/out."""
+    (root / name).write_text(text)
+    given = {"seeds": 1, "recycles": 0, "device": "cpu", "msa_clusters": 6, "extra_msa": 4, **options}
+    return PredictConfig(inputs=(root / name,), checkpoint=model, output=root / "out", **given)
+
+
+@pytest.fixture
+def stand_in() -> StandIn:
+    """A server of alignments."""
+    return StandIn()
+
+
+@pytest.fixture
+def address(stand_in: StandIn) -> Iterator[str]:
+    """Its address, for a client that asks again at once: the stand-in has an answer by then."""
+    with mock.patch("evodsp.search.server._POLL_S", 0.01), serving(stand_in) as found:
+        yield found

@@ -1,4 +1,4 @@
-"""Complexes: from files with several chains to structures, rankings and scores."""
+"""Complexes: from files with several chains and their MSAs to structures, rankings and scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from evodsp.config import FeatureConfig, ModelConfig, TemplateConfig, as_multimer
 from evodsp.data.complexes.merging import merge, side_by_side
 from evodsp.data.formats.mmcif import read_structure
 from evodsp.data.records import ProteinSequence
@@ -25,10 +24,10 @@ from evodsp.data.sources.msa import query_only
 from evodsp.data.sources.parsed import ChainMsas
 from evodsp.errors import UserError
 from evodsp.features.batch import complex_sample
-from evodsp.geometry.residues import CA, encode
+from evodsp.geometry.residues import CA, decode, encode
 from evodsp.inference.api import as_given_files
 from evodsp.inference.api import predict as api_predict
-from evodsp.inference.config import PredictConfig
+from evodsp.inference.config import Pairing
 from evodsp.inference.interfaces import ComplexScores, score_entries
 from evodsp.inference.jobs import NUMERICS
 from evodsp.inference.pages.target_page import write_target_page
@@ -44,7 +43,7 @@ from evodsp.inference.structure_files import (
     chain_name,
     structure_text,
 )
-from evodsp.inference.target_msas import find_templates, template_source
+from evodsp.inference.target_msas import ComplexMsa, find_templates, template_source
 from evodsp.inference.targets import Target, find_targets
 from evodsp.model.alphafold import AlphaFold
 from evodsp.model.heads import (
@@ -57,50 +56,14 @@ from evodsp.model.heads import (
 )
 from evodsp.parallel.config import SequenceConfig
 from evodsp.parallel.exchange import LocalExchange
-from evodsp.weights.checkpoint import load_model, save_model
-from tests.builders.parameters import noisy
+from evodsp.weights.checkpoint import load_model
 from tests.builders.prediction import read_json, silent
 from tests.builders.training_chains import write_chain
 from tests.ranks import RankPool
 
-from .conftest import OTHER, QUERY, TRAINED, write_alignment
+from .conftest import LETTERS, MULTIMER, OTHER, QUERY, SIZES, TINY, settings, write_alignment
 from .test_parallel_predict import predict_on_rank
 from .test_target_page import embedded
-
-TINY = ModelConfig.preset("test")
-MULTIMER = as_multimer(
-    replace(
-        TINY,
-        evoformer=replace(TINY.evoformer, blocks=1),
-        templates=TemplateConfig(
-            enabled=True, channels=6, blocks=1, pair_heads=2, pair_head_width=3, triangle_channels=5, checkpoint=False
-        ),
-    )
-)
-SIZES = replace(TRAINED, max_templates=2)
-LETTERS = (QUERY, OTHER, QUERY)
-"""Chains A, B and C: in the model's columns, C stands before B."""
-
-
-def write_model(path: Path, config: ModelConfig, features: FeatureConfig) -> Path:
-    """A checkpoint with random weights."""
-    torch.manual_seed(2)
-    model = noisy(AlphaFold(config))
-    save_model(path, model, features=features)
-    return path
-
-
-@pytest.fixture(scope="session")
-def multimer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny multimer model."""
-    return write_model(tmp_path_factory.mktemp("multimer") / "tiny.ckpt", MULTIMER, SIZES)
-
-
-def settings(root: Path, model: Path, text: str, name: str = "given.fasta", **options: Any) -> PredictConfig:
-    """To predict what a file with this text holds into <root>/out."""
-    (root / name).write_text(text)
-    given = {"seeds": 1, "recycles": 0, "device": "cpu", "msa_clusters": 6, "extra_msa": 4, **options}
-    return PredictConfig(inputs=(root / name,), checkpoint=model, output=root / "out", **given)
 
 
 @pytest.fixture(scope="session")
@@ -108,25 +71,6 @@ def trimer(tmp_path_factory: pytest.TempPathFactory, multimer: Path) -> Predicti
     """The finished prediction of a complex, whose files tests must not change."""
     root = tmp_path_factory.mktemp("trimer")
     return predict(settings(root, multimer, f">trimer\n{':'.join(LETTERS)}\n", seeds=2), silent)[0]
-
-
-def test_chains_are_in_the_order_in_which_they_were_given(trimer: PredictionResult, multimer: Path) -> None:
-    """Catches chains in the order of the model's columns, atoms and pLDDT of another chain, and numbers that go on."""
-    queries = [ProteinSequence(f"trimer_{name}", letters) for name, letters in zip("ABC", LETTERS, strict=True)]
-    merged = merge([ChainMsas(one, query_only(encode(one.letters))) for one in queries])
-    model = load_model(multimer)
-    batch = collate([complex_sample(merged, replace(SIZES, recycles=0, msa_clusters=6, extra_msa=4), seed=1)])
-    with torch.no_grad():
-        output = model(batch)
-    chains = read_structure(trimer.structure(1)).chains
-    assert [chains[name].sequence for name in "ABC"] == list(LETTERS)
-    asym = batch["asym_id"][0, 0]
-    for name, number in (("A", 1), ("B", 3), ("C", 2)):
-        own = output.structure.positions[0, asym == number].numpy()
-        present = chains[name].mask > 0
-        np.testing.assert_allclose(chains[name].positions[present], own[present], atol=1e-3)
-        numbers = chains[name].residue_number
-        np.testing.assert_array_equal(numbers[numbers > 0], 1 + np.flatnonzero(present.any(1)))
 
 
 def test_scores_are_those_of_the_chains_as_given() -> None:
@@ -185,20 +129,17 @@ def test_scores_are_those_of_the_chains_as_given() -> None:
     assert len(set(entries["pairwise_iptm"].values())) == 6, "the test tells pairs apart"
 
 
-def test_identical_chains_are_one_entity(trimer: PredictionResult) -> None:
-    """Catches an entity for each chain."""
+def test_files_of_a_complex(trimer: PredictionResult) -> None:
+    """Catches an entity for each chain, numbers of residues that go on, a ranking by pTM or pLDDT, a ranking_debug.json that
+    AlphaFold-Multimer's readers do not understand, and results from before residue types were the sequences' that are kept."""
     block = gemmi.cif.read(str(trimer.structure())).sole_block()
     assert [row[0] for row in block.find("_entity.", ["id"])] == ["1", "2"]
-    assert [list(row) for row in block.find("_struct_asym.", ["id", "entity_id"])] == [
-        ["A", "1"],
-        ["B", "2"],
-        ["C", "1"],
-    ]
-
-
-def test_complexes_are_ranked_by_their_interfaces(trimer: PredictionResult) -> None:
-    """Catches a ranking by pTM or pLDDT, and a ranking_debug.json that AlphaFold-Multimer's readers do not understand."""
+    assert [[*row] for row in block.find("_struct_asym.", ["id", "entity_id"])] == [["A", "1"], ["B", "2"], ["C", "1"]]
+    for chain in read_structure(trimer.structure(1)).chains.values():
+        present = chain.mask.any(1)
+        np.testing.assert_array_equal(chain.residue_number[present], 1 + np.flatnonzero(present))
     ranking = read_json(trimer.folder / "ranking.json")
+    assert ranking["settings"]["numerics"] == NUMERICS["multimer"] > NUMERICS["monomer"]
     assert ranking["ranked_by"] == "0.8 ipTM + 0.2 pTM"
     scores = [0.8 * entry["iptm"] + 0.2 * entry["ptm"] for entry in ranking["ranking"]]
     assert scores == sorted(scores, reverse=True)
@@ -381,13 +322,6 @@ def test_the_page_shows_chains(trimer: PredictionResult) -> None:
     assert ">ipTM<" in index
 
 
-def test_complexes_have_numerics_of_their_own(trimer: PredictionResult) -> None:
-    """Catches results of complexes from before residue types were the sequences', which would be kept beside new ones."""
-    assert (
-        read_json(trimer.folder / "ranking.json")["settings"]["numerics"] == NUMERICS["multimer"] > NUMERICS["monomer"]
-    )
-
-
 def test_edited_scores_of_a_complex_are_one_line(trimer: PredictionResult, tmp_path: Path) -> None:
     """Catches a KeyError for a pair that somebody has deleted, and numbers that are none."""
     folder = Path(shutil.copytree(trimer.folder, tmp_path / "x"))
@@ -470,3 +404,135 @@ def test_many_chains(tmp_path: Path) -> None:
     assert "".join(found) == string.ascii_uppercase + string.ascii_lowercase + string.digits
     (tmp_path / "x.cif").write_text(structure_text(many, "cif"))
     assert "".join(chain.sequence for chain in _read_chains(tmp_path / "x.cif")) == many.sequence
+
+
+FIRST, SECOND = "ACDEFGHIKL", "MNPQRST"
+
+
+def write_alignments(folder: Path, letters: str, name: str, species: str = "BOVIN") -> None:
+    """An alignment with a row of an entry, and rows for pairing of which one has this species."""
+    folder.mkdir(parents=True)
+    (folder / "family.a3m").write_text(f">q\n{letters}\n>2xyz_{name}\nW{letters[1:]}\n>alone\n{letters[:-1]}-\n")
+    rows = f">sp|P12345|X_{species}\n{letters[:-1]}W\n>sp|P12346|X_YEAST{name}\n{letters[:-2]}WW\n"
+    (folder / "uniprot_hits.a3m").write_text(f">q\n{letters}\n{rows}")
+
+
+def target_of(root: Path, text: str, alignments: Path | None, pairing: Pairing = "species") -> Target:
+    (root / "x.fasta").write_text(text)
+    (target, *_), failures = find_targets([root / "x.fasta"], alignments, pairing=pairing)
+    assert not failures
+    return target
+
+
+def rows_of(target: Target) -> list[str]:
+    """The rows of the MSA, with the chains in the order in which they were given."""
+    found = ComplexMsa.read(target).alignments
+    return [decode(row) for row in found[0].residues] if found else []
+
+
+DIMER = f">x\n{SECOND}:{FIRST}\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "others"),
+    [("x_A", "x_B", True), ("x/A", "x/B", True), ("A", "B", False), ("x_A", "x/B", True)],
+    ids=["x_A", "x/A", "A", "both"],
+)
+def test_where_alignments_of_chains_lie(tmp_path: Path, first: str, second: str, others: bool) -> None:
+    """Catches a layout that is not found, and the alignments of one record's chain A for every record."""
+    folder = tmp_path / "alignments"
+    write_alignments(folder / first, SECOND, "A")
+    write_alignments(folder / second, FIRST, "B")
+    more = ">y\nAC:DE\n" if others else ""
+    target = target_of(tmp_path, DIMER + more, folder)
+    assert [chain.alignments for chain in target.chains] == [folder / first, folder / second]
+    assert not target.notes
+    rows = rows_of(target)
+    assert rows[0] == SECOND + FIRST
+    assert rows[1] == SECOND[:-1] + "W" + FIRST[:-1] + "W", "rows of one species stand beside one another"
+    gaps = {(row[: len(SECOND)].strip("-") == "", row[len(SECOND) :].strip("-") == "") for row in rows[2:]}
+    assert gaps == {(True, False), (False, True)}
+    if not others:  # A may be any record's
+        several = target_of(tmp_path, DIMER + ">y\nAC:DE\n", folder)
+        assert [chain.alignments for chain in several.chains] == [None, None]
+
+
+def test_a_chain_that_was_a_record_keeps_its_alignments(tmp_path: Path) -> None:
+    """Catches the folders of training, 1abc_D, that are not found for the complex 1abc, whose chains are called A and B."""
+    folder = tmp_path / "alignments"
+    write_alignments(folder / "1abc_D", FIRST, "D")
+    (tmp_path / "1abc.fasta").write_text(f">1abc_D\n{FIRST}\n>1abc_E\n{SECOND}\n")
+    (target,), _ = find_targets([tmp_path / "1abc.fasta"], folder, one_complex=True)
+    assert [chain.alignments for chain in target.chains] == [folder / "1abc_D", None]
+    (note,) = target.notes
+    assert note.startswith(f"no alignments for 1abc_E in {folder}: predicted from its sequence alone")
+    assert target.notes_of_many == target.notes, "a complex of which one chain has alignments is not alone"
+    assert rows_of(target)[1:] == [f"W{FIRST[1:]}-------", f"{FIRST[:-1]}--------"]
+
+
+def test_identical_chains_need_alignments_once(tmp_path: Path) -> None:
+    """Catches copies that are predicted from their sequence alone because only one of them, not the first, has a folder."""
+    folder = tmp_path / "alignments"
+    write_alignments(folder / "x_B", FIRST, "B")
+    target = target_of(tmp_path, f">x\n{FIRST}:{FIRST}\n", folder)
+    assert not target.notes
+    assert rows_of(target)[1:] == [2 * ("W" + FIRST[1:]), 2 * (FIRST[:-1] + "-")]
+    assert not target.pairs
+
+
+@pytest.mark.parametrize(
+    ("pairing", "paired"),
+    [
+        ("species", [(SECOND[:-1] + "W", FIRST[:-1] + "W")]),
+        ("entry", [("W" + SECOND[1:], "W" + FIRST[1:])]),
+        ("none", []),
+    ],
+)
+def test_rules_for_pairing(tmp_path: Path, pairing: Pairing, paired: list[tuple[str, str]]) -> None:
+    """Catches a rule that is not heeded."""
+    folder = tmp_path / "alignments"
+    write_alignments(folder / "x_A", SECOND, "A")
+    write_alignments(folder / "x_B", FIRST, "B")
+    target = target_of(tmp_path, DIMER, folder, pairing)
+    whole = [row for row in rows_of(target)[1:] if row[0] != "-" and row[-2] != "-"]
+    assert whole == ["".join(parts) for parts in paired]
+
+
+def test_the_fingerprint_covers_rows_for_pairing(tmp_path: Path) -> None:
+    """Catches results that are kept although the rows that were paired have changed; and others that are not kept."""
+    folder = tmp_path / "alignments"
+    write_alignments(folder / "x_A", SECOND, "A")
+    write_alignments(folder / "x_B", FIRST, "B")
+    one, alone = target_of(tmp_path, DIMER, folder), target_of(tmp_path, DIMER, folder, "none")
+    before, without = one.digest, alone.digest
+    with (folder / "x_B" / "uniprot_hits.a3m").open("a") as file:
+        file.write(f">sp|P1|A_HUMAN\n{FIRST}\n")
+    assert one.digest != before
+    assert alone.digest == without
+
+
+def test_rows_of_colabfolds_alignment(tmp_path: Path) -> None:
+    """Catches rows of one chain that are paired, paired rows that come apart, and copies without their rows."""
+    width = len(FIRST)
+    rows = (
+        f">101\t102\n{FIRST}{SECOND}\n>p1\tp2\nW{FIRST[1:]}{SECOND[:-1]}W\n>q1\tq2\n{FIRST[:-1]}Y{SECOND[:-1]}Y\n"
+        f">101\n{FIRST}{'-' * len(SECOND)}\n>u\nK{FIRST[1:]}{'-' * len(SECOND)}\n>102\n{'-' * width}{SECOND}\n"
+        f">v\n{'-' * width}aa{SECOND[:-1]}K\n"
+    )
+    (tmp_path / "x.a3m").write_text(f"#{width},{len(SECOND)}\t2,1\n{rows}")
+    (target,), _ = find_targets([tmp_path / "x.a3m"], None)
+    found = ComplexMsa.read(target)
+    own = [(row[:width], row[width : 2 * width], row[2 * width :]) for row in rows_of(target)]
+    assert own[:3] == [
+        (FIRST, FIRST, SECOND),
+        ("W" + FIRST[1:], "W" + FIRST[1:], SECOND[:-1] + "W"),
+        (FIRST[:-1] + "Y", FIRST[:-1] + "Y", SECOND[:-1] + "Y"),
+    ]
+    gaps = "-" * width
+    assert sorted(own[3:]) == sorted(
+        [("K" + FIRST[1:], "K" + FIRST[1:], "-" * len(SECOND)), (gaps, gaps, SECOND[:-1] + "K")]
+    )
+    assert found.merged.deletions[-1, 2 * width] == 2
+    assert not target.pairs
+    assert found.line == "5 rows in the MSA of all chains, 2 of them paired"
+    assert np.count_nonzero(found.merged.block == 0) == 3

@@ -1,20 +1,27 @@
-"""Records that cannot be predicted: they are named, the others go on, and nothing of them is left behind."""
+"""Records that cannot be predicted, or that ended the process that computed them: they are named, and the others go on."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from evodsp.inference import command, seeds
+from evodsp.errors import UserError
+from evodsp.inference import predict as module
 from evodsp.inference import predict as predicting
+from evodsp.inference import seeds
+from evodsp.inference.devices import AttemptNotes
 from evodsp.inference.predict import predict, predict_records
-from evodsp.inference.results import page_problem
+from evodsp.inference.results import RecordFailure, page_problem
 from evodsp.inference.targets import Target
 from tests.builders.prediction import read_json, silent
 
@@ -110,17 +117,19 @@ def test_a_page_on_a_full_disk_is_a_plain_line():
     assert line == "x/report.html could not be written (No space left on device); the results themselves are complete"
 
 
-def test_a_users_own_index_page_stays(workplace):
-    """Catches an index.html in the output folder that is overwritten although evodsp has not written it."""
-    workplace.config.output.mkdir(parents=True)
-    own = workplace.config.output / "index.html"
-    own.write_text("<p>mine</p>")
+def test_a_users_own_index_page_and_table_stay(workplace):
+    """Catches an index.html, or a predictions.csv such as the input, that is overwritten although evodsp has not written it."""
+    output = workplace.config.output
+    output.mkdir(parents=True)
+    own = {"index.html": "<p>mine</p>", "predictions.csv": "id,sequence\n"}
+    for name, text in own.items():
+        (output / name).write_text(text)
     lines: list[str] = []
     predict(workplace.config, lines.append)
-    assert own.read_text() == "<p>mine</p>"
-    ours = workplace.config.output / "index_evodsp.html"
-    assert "2 targets" in ours.read_text()
-    assert f"to look at: {ours}" in lines
+    assert {name: (output / name).read_text() for name in own} == own
+    assert "2 targets" in (output / "index_evodsp.html").read_text()
+    assert (output / "predictions_evodsp.csv").read_text().count("alpha_A,") == 1
+    assert f"to look at: {output / 'index_evodsp.html'}" in lines
 
 
 def test_failures_of_an_earlier_run_are_forgotten(workplace, finished: Finished):
@@ -138,55 +147,50 @@ def test_failures_of_an_earlier_run_are_forgotten(workplace, finished: Finished)
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("where", "error", "words"),
     [
-        (MemoryError(), "memory of this machine"),
+        ((seeds, "run_passes"), MemoryError(), "do not fit into the memory of this machine.*--working_memory"),
         (
+            (seeds, "run_passes"),
             RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"),
-            "this machine",
+            "do not fit into the memory of this machine.*--working_memory",
         ),
-        (torch.OutOfMemoryError("CUDA out of memory"), "memory of this GPU.*--device cpu"),
+        (
+            (seeds, "run_passes"),
+            torch.OutOfMemoryError("CUDA out of memory"),
+            "do not fit into the memory of this GPU.*--working_memory.*--device cpu",
+        ),
+        ((seeds, "structure_of"), MemoryError(), "do not fit"),
+        ((predicting, "write_results"), MemoryError(), "do not fit"),
+        ((Target, "read"), MemoryError(), "do not fit"),
+        ((seeds, "structure_of"), None, "residue 4.*checkpoint"),
     ],
-    ids=["python", "cpu", "gpu"],
+    ids=["python", "cpu", "gpu", "confidences", "files", "alignments", "diverged"],
 )
-def test_the_end_of_memory_is_one_record(workplace, monkeypatch, error, words):
-    """Catches a target that is too large for the memory and takes the targets behind it along."""
-    real = seeds.run_passes
+def test_what_fails_with_one_record_costs_one_record(workplace, monkeypatch, where, error, words):
+    """Catches a target that is too large for the memory, in the passes, for confidences (which gather residues squared
+    numbers), as text of its files or for its deep alignments, that ends the run; and a diverged one that does so, or that is
+    written."""
+    owner, name = where
+    real = getattr(owner, name)
 
-    def full(model: Any, batch: dict[str, torch.Tensor], *given: Any) -> Any:
-        if batch["aatype"].shape[-1] == len(QUERY):
-            raise error
-        return real(model, batch, *given)
-
-    monkeypatch.setattr(seeds, "run_passes", full)
-    found = predict_records(workplace.config, silent)
-    assert [result.name for result in found.results] == ["beta_A"]
-    assert re.search(rf"alpha_A: 22 residues do not fit into the {words}|{words}", found.failures[0].reason)
-    assert "--working_memory" in found.failures[0].reason
-
-
-@pytest.mark.parametrize("where", ["structure_of", "write_results", "read"])
-def test_memory_that_ends_outside_of_the_passes_is_one_record(workplace, monkeypatch, where):
-    """Catches confidences, which gather residues squared numbers, files that hold them as text, and deep alignments, that end
-    the run where they do not fit."""
-    owner = {"structure_of": seeds, "write_results": predicting, "read": Target}[where]
-    real = getattr(owner, where)
-
-    def full(*given: Any) -> Any:
+    def fails(*given: Any) -> Any:
         names = [value.query.name for value in given if isinstance(value, Target)]
-        if "alpha_A" in [*names, *given]:
-            raise MemoryError
-        return real(*given)
+        shapes = [value["aatype"].shape[-1] for value in given if isinstance(value, dict) and "aatype" in value]
+        ours = "alpha_A" in [*names, *(value for value in given if isinstance(value, str))] or len(QUERY) in shapes
+        if ours and error is not None:
+            raise error
+        found = real(*given)
+        if ours:
+            found.positions[3] = float("nan")
+        return found
 
-    monkeypatch.setattr(owner, where, full)
+    monkeypatch.setattr(owner, name, fails)
     found = predict_records(workplace.config, silent)
     assert [result.name for result in found.results] == ["beta_A"]
-    assert "alpha_A: 22 residues do not fit" in found.failures[0].reason
+    assert re.search(f"alpha_A: .*{words}", found.failures[0].reason)
     assert {path.name for path in workplace.config.output.iterdir()} == {
-        "beta_A",
-        "failures.json",
-        "index.html",
-        "predictions.csv",
+        *("beta_A", "failures.json", "index.html", "predictions.csv"),
     }
 
 
@@ -197,36 +201,6 @@ def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):
         predict(workplace.config, silent)
 
 
-def test_numbers_that_are_not_finite_are_one_record(workplace, monkeypatch):
-    """Catches a diverged target that ends the run, or that is written."""
-    real = seeds.structure_of
-
-    def diverged(target: Any, *rest: Any) -> Any:
-        structure = real(target, *rest)
-        if target.query.name == "alpha_A":
-            structure.positions[3] = float("nan")
-        return structure
-
-    monkeypatch.setattr(seeds, "structure_of", diverged)
-    found = predict_records(workplace.config, silent)
-    assert [result.name for result in found.results] == ["beta_A"]
-    assert "residue 4" in found.failures[0].reason
-    assert {path.name for path in workplace.config.output.iterdir()} == {
-        "beta_A",
-        "failures.json",
-        "index.html",
-        "predictions.csv",
-    }
-
-
-def test_the_exit_code_says_that_a_record_failed(workplace, finished: Finished, monkeypatch):
-    """Catches success reported to a script although a record has no result."""
-    monkeypatch.setattr(command, "under_launcher", lambda: False)
-    assert command.run(workplace.config, []) == 0
-    config = _empty(workplace)
-    assert command.run(config, []) == 1
-
-
 def test_a_name_that_stands_twice_keeps_the_first(workplace):
     """Catches a page and a table without the record that was predicted, because another of its name failed."""
     workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>alpha_A\n{OTHER}\n")
@@ -235,3 +209,115 @@ def test_a_name_that_stands_twice_keeps_the_first(workplace):
     table = (workplace.config.output / "predictions.csv").read_text()
     assert [line.split(",")[0] for line in table.splitlines()] == ["target", "alpha_A"]
     assert "alpha_A/report.html" in (workplace.config.output / "index.html").read_text()
+
+
+class Killed(Exception):
+    """Stands for what ends a process without a word."""
+
+
+@pytest.fixture
+def at_alpha(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException | None], None]:
+    """Has alpha_A end with an error. None: it is predicted."""
+    real, error = module.predict_seeds, list[BaseException | None]([None])
+
+    def seeds(job: Any, *rest: Any) -> Iterator[Any]:
+        if job.target.query.name == "alpha_A" and error[0] is not None:
+            raise error[0]
+        return real(job, *rest)
+
+    monkeypatch.setattr(module, "predict_seeds", seeds)
+    return lambda planted: error.__setitem__(0, planted)
+
+
+def note(workplace: Workplace) -> Path:
+    return workplace.config.output / ".alpha_A.begun"
+
+
+def notes(workplace: Workplace) -> AttemptNotes:
+    return AttemptNotes(workplace.config.output, workplace.config.memory_options)
+
+
+def killed(workplace: Workplace, at_alpha: Callable[[BaseException | None], None], times: int, **change: Any) -> None:
+    at_alpha(Killed())
+    for _ in range(times):
+        with pytest.raises(Killed):
+            predict_records(workplace.change(seeds=1, **change), silent)
+
+
+def test_a_record_that_ended_two_starts_is_left_out(workplace: Workplace, at_alpha: Any) -> None:
+    """Catches a record that is begun for ever; one that is given up for other reasons, or for options that it was not tried
+    with; a way out that leads nowhere; and a note that stays."""
+    killed(workplace, at_alpha, times=1)
+    at_alpha(None)
+    assert [result.name for result in predict_records(workplace.change(seeds=1), silent).results] == [
+        "alpha_A",
+        "beta_A",
+    ]
+    assert not note(workplace).exists()
+
+    again = {"output": workplace.root / "again"}
+    killed(workplace, at_alpha, 2, **again)
+    left = workplace.root / "again" / ".alpha_A.begun"
+    for _ in range(2):
+        outcome = predict_records(workplace.change(seeds=1, **again), silent)
+        assert [result.name for result in outcome.results] == ["beta_A"]
+        (failure,) = outcome.failures
+        assert failure.reason.startswith(
+            "alpha_A: left out, because 2 runs ended while they computed it, probably for want of"
+        )
+        assert failure.reason.endswith(f"; or delete {left} to try it again")
+    at_alpha(None)
+    assert not predict_records(workplace.change(seeds=1, working_memory="64MiB", **again), silent).failures
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("the disk is full")])
+def test_an_end_that_is_no_record_s_fault_leaves_no_note(
+    workplace: Workplace, at_alpha: Any, error: BaseException
+) -> None:
+    """Catches Ctrl-C that counts against the record, and a folder that is left though nothing was written."""
+    before = workplace.snapshot()
+    at_alpha(error)
+    with pytest.raises(type(error)):
+        predict_records(workplace.change(seeds=1), silent)
+    assert workplace.snapshot() == before
+
+
+def test_what_is_finished_speaks_for_a_record(workplace: Workplace) -> None:
+    """Catches a record of many seeds that is left out because jobs ended in it, each some seeds further."""
+
+    def some_seeds() -> None:
+        with notes(workplace).noted("alpha_A", None) as left_out:
+            assert left_out is None
+            notes(workplace).note_progress("alpha_A")
+            raise Killed
+
+    for _ in range(4):
+        with pytest.raises(Killed):
+            some_seeds()
+
+
+def test_a_reason_that_is_known_counts_at_once(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a record that ends one more start though a rank has said why it cannot be."""
+    monkeypatch.setattr("os._exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        notes(workplace).give_up(RecordFailure("alpha_A", "alpha_A: too long"), "the same command without --overwrite")
+    said = capsys.readouterr().err
+    assert said.startswith("evodsp: error: alpha_A: too long. The other ranks wait")
+    assert "the same command without --overwrite leaves this record out" in said
+    with notes(workplace).noted("alpha_A", None) as left_out:
+        assert left_out == RecordFailure("alpha_A", f"alpha_A: too long; or delete {note(workplace)} to try it again")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "[" * 100_000, '{"options": OPTIONS, "reason": null, "starts": Infinity}']
+)
+def test_a_note_that_cannot_be_read_is_one_start(workplace: Workplace, content: str) -> None:
+    """Catches a traceback behind a full disk or somebody's own file."""
+    note(workplace).parent.mkdir(parents=True)
+    note(workplace).write_text(content.replace("OPTIONS", json.dumps(notes(workplace).options)))
+    with notes(workplace).noted("alpha_A", None) as left_out:
+        assert left_out is None
+        assert json.loads(note(workplace).read_text())["starts"] == 2

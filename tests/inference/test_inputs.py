@@ -1,13 +1,12 @@
-"""Whatever a user gives as input: files, folders, standard input; and the config file of a prediction."""
+"""What a user gives as sequences and alignments (files, folders, standard input), what is made of it, and the config file."""
 
 from __future__ import annotations
 
 import gzip
 import io
+import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,11 @@ from evodsp.errors import UserError
 from evodsp.inference import command
 from evodsp.inference.api import as_given_files
 from evodsp.inference.config import PredictConfig
-from evodsp.inference.predict import predict, predict_records
-from evodsp.inference.targets import InputRecord, as_files, read_inputs
-from tests.builders.prediction import silent
+from evodsp.inference.predict import predict_records
+from evodsp.inference.targets import InputRecord, Target, as_files, find_targets, read_inputs
+from tests.builders.prediction import read_json
 
-from .conftest import OTHER, QUERY, Finished, Workplace
+from .conftest import OTHER, QUERY, Workplace
 
 
 def standard_input(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -50,42 +49,29 @@ def test_files_folders_and_standard_input(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(tmp_path / "no_suffix", folder, Path("-")) == ["single", "a1", "b1", "b2", "c", "piped"]
 
 
-def test_an_a3m_file_is_query_and_alignment(workplace: Workplace, predicted: Finished) -> None:
-    """Catches an A3M file whose other rows are predicted, or not read; and another result than that of FASTA and alignment."""
-    expected = predicted.results[0]
-    alignment = workplace.root / "alpha_A.a3m"
-    (workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m").rename(alignment)
-    config = workplace.change(inputs=(alignment,), fasta=None, alignments=None, output=workplace.root / "again")
-    lines: list[str] = []
-    (found,) = predict(config, lines.append)
-    assert found.name == "alpha_A"
-    assert found.structure(0).read_bytes() == expected.structure(0).read_bytes()
-    assert any("read 12 sequences" in line for line in lines)
-    assert not any("sequence alone" in line for line in lines)
+def rows_of(target: Target) -> list[list[int]]:
+    """The rows of its alignments."""
+    return [row.tolist() for alignment in target.read() for row in alignment.residues]
 
 
-def test_an_a3m_file_through_standard_input(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches rows of an alignment that are predicted as records, another result than that of the file, and one that the same
-    alignment as a file, or as ranks read it, does not find again."""
+def test_an_a3m_file_is_query_and_alignment(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an A3M file, or one through standard input, whose other rows are predicted, or not read; another alignment than
+    that of FASTA and folder; and one that the same alignment as a file, or as ranks read it, does not find again."""
+    (folder, _), _ = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert len(rows_of(folder)) == 12
     alignment = workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m"
     text = alignment.read_text().replace(">query", ">alpha_A first", 1)
-    file = workplace.root / "alpha_A.a3m"
-    file.write_text(text)
-    config = workplace.change(inputs=(file,), fasta=None, alignments=None, seeds=1)
-    (expected,) = predict(config, silent)
+    (file := workplace.root / "alpha_A.a3m").write_text(text)
+    (of_file,), _ = find_targets([file], None)
+    assert not of_file.notes
     standard_input(monkeypatch, text)
-    piped, lines = replace(config, inputs=(Path("-"),), output=workplace.root / "piped"), list[str]()
-    (found,) = predict(piped, lines.append)
-    assert found.name == "alpha_A"
-    assert found.structure(0).read_bytes() == expected.structure(0).read_bytes()
-    assert any("read 12 sequences" in line for line in lines)
-    assert any("standard input is A3M: 'alpha_A' and its alignment" in line for line in lines)
-    (again,) = predict(replace(config, output=piped.output), silent)
-    assert again.kept
+    (piped,), _ = find_targets([Path("-")], None)
+    assert any("standard input is A3M: 'alpha_A' and its alignment" in note for note in piped.notes)
     standard_input(monkeypatch, text)
     with as_files([Path("-")], ["-"]) as (inputs, _):
-        (again,) = predict(replace(piped, inputs=inputs), silent)
-        assert again.kept
+        (of_ranks,), _ = find_targets(inputs, None)
+        for one in (of_file, piped, of_ranks):
+            assert (one.query, rows_of(one), one.digest) == (folder.query, rows_of(folder), of_file.digest)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +81,8 @@ def test_an_a3m_file_through_standard_input(workplace: Workplace, monkeypatch: p
         (f"#10\t1\n>a\n{OTHER}\n>b\n{OTHER[:5]}ag\n{OTHER[5:]}\n", ["a"]),
         (f">a\n{OTHER}\n>b\n{OTHER[1:]}\n>c\n{OTHER[::-1]}\n", ["a", "b", "c"]),
         (f">a\n{OTHER}\n>b\n{OTHER[::-1]}\n", ["a", "b"]),
-        (f">a\n{OTHER.lower()}\n>b\n{OTHER[1:].lower()}\n", ["a", "b"]),
         (f">a\n{OTHER}\n>b\n{OTHER[1:]}\n>c\nGS-T\n", ["a", "b", "standard input:6: illegal letter '-'"]),
         (f">x/y\n{OTHER}\n>b\n{OTHER[1:]}-\n", ["standard input: the name 'x/y' has '/'"]),
-        (f">a\n{OTHER}\n>b\n-{OTHER[1:]}\n>c\nGS1\n", ["a"]),
         (f">ss_pred\nCCC\n>a\n{OTHER}\n>b\n{OTHER[1:]}-\n", ["a"]),
         ("\0\1", ["standard input:1: not a text file"]),
         ("", ["standard input: the file is empty"]),
@@ -134,19 +118,9 @@ def test_fasta_that_may_be_an_alignment_is_told_so(
 
 def test_alignments_of_an_a3m_that_are_not_read_are_named(workplace: Workplace) -> None:
     """Catches an alignment that a user gives and that is left out without a word."""
-    alignment = workplace.root / "alpha_A.a3m"
-    alignment.write_text(f">query\n{QUERY}\n")
-    lines: list[str] = []
-    predict(workplace.change(inputs=(alignment,), fasta=None, seeds=1), lines.append)
-    assert any("alpha_A/" in line and " is not read: " in line for line in lines)
-
-
-def test_without_alignments_all_run_alone(workplace: Workplace) -> None:
-    """Catches --alignments that is needed although a record needs none."""
-    lines: list[str] = []
-    found = predict(workplace.change(alignments=None, seeds=1), lines.append)
-    assert [result.name for result in found] == ["alpha_A", "beta_A"]
-    assert sum("no alignments for '" in line for line in lines) == 2
+    (alignment := workplace.root / "alpha_A.a3m").write_text(f">query\n{QUERY}\n")
+    (target,), _ = find_targets([alignment], workplace.config.alignments)
+    assert any("alpha_A/" in note and " is not read: " in note for note in target.notes)
 
 
 @pytest.mark.parametrize(
@@ -155,20 +129,12 @@ def test_without_alignments_all_run_alone(workplace: Workplace) -> None:
         ("gap.a3m", f">q\nGS-{OTHER}\n", r"gap\.a3m:1: the first sequence has a gap"),
         ("lower.a3m", f">q\nGSa{OTHER}\n", r"lower\.a3m:1: the first sequence has lower case"),
         ("empty.a3m", f">q\n>hit\n{OTHER}\n", r"empty\.a3m:1: the first sequence is empty"),
-        ("letters.a3m", f">q\nGS1\n>hit\n{OTHER}\n", r"letters\.a3m:2: illegal letter '1'"),
         ("x:y.a3m", f">q\n{OTHER}\n", "the name 'x:y' has ':'"),
         ("x.cif", "data_1ABC\n#\n_entry.id 1ABC\n", r"x\.cif:1: a structure, not a FASTA file; write the sequence"),
         ("near.a3m", f"#20,20\n>q\n{OTHER}\n", r"near\.a3m:1: '#20,20' may be ColabFold's line"),
         ("codes.fasta", ">a\nALA GLY SER\n", r"codes\.fasta:1: sequence 'a' has codes of three letters"),
-        ("binary.fasta", "\0\1\2", r"binary\.fasta:1: not a text file"),
-        ("nothing.fasta", "", r"nothing\.fasta: the file is empty"),
-        ("slash.fasta", f">a/b\n{OTHER}\n", r"slash\.fasta:1: the name 'a/b' has '/'"),
         ("up.fasta", f">../x\n{OTHER}\n", r"up\.fasta:1: the name '../x' begins with '\.'"),
-        (
-            "unseen.fasta",
-            f">a\u202eb\n{OTHER}\n",
-            r"unseen\.fasta:1: the name 'a\\u202eb' has letters that cannot be seen",
-        ),
+        ("unseen.fasta", f">a\u202eb\n{OTHER}\n", r"unseen\.fasta:1: the name 'a\\u202eb' has letters that cannot"),
         ("huge.fasta", f">{'x' * 5000}\n{OTHER}\n", r"huge\.fasta:1: a name of 5000 characters"),
     ],
     ids=lambda value: value if "." in value and len(value) < 15 else "",
@@ -190,7 +156,6 @@ def test_a_broken_file_is_named_and_the_others_go_on(tmp_path: Path, name: str, 
         ("augaaaguucuggcugguggu", True),
         ("ACGTNNNNACGTNNNNACGT", True),
         ("GAGAGAGAGAGAGAGAGAGAGAGA", False),
-        ("GATTACAGATTACA", False),
         ("ATGAAAGTTCTGGCTGGTGGTTGGK", False),
     ],
 )
@@ -347,39 +312,29 @@ def test_a_link_to_nothing_in_a_folder_is_named(tmp_path: Path) -> None:
 
 def test_the_same_name_twice_names_both_places(workplace: Workplace) -> None:
     """Catches a record that overwrites the result of another one."""
-    other = workplace.root / "more.fasta"
-    other.write_text(f">gamma\n{OTHER}\n>beta_A\n{OTHER}\n")
-    found = predict_records(workplace.change(inputs=(workplace.config.sources[0], other), fasta=None, seeds=1), silent)
-    assert [result.name for result in found.results] == ["alpha_A", "beta_A", "gamma"]
-    (failure,) = found.failures
+    (other := workplace.root / "more.fasta").write_text(f">gamma\n{OTHER}\n>beta_A\n{OTHER}\n")
+    records, (failure,) = read_inputs([workplace.config.sources[0], other])
+    assert [record.query.name for record in records] == ["alpha_A", "beta_A", "gamma"]
     assert failure.reason.startswith(f"{other}:3: the name 'beta_A' is that of the record at {workplace.root}")
     assert "targets.fasta:3; rename" in failure.reason
 
 
-def _empty_folder(root: Path) -> tuple[list[Path], str]:
-    (root / "empty").mkdir()
-    return [root / "empty"], "no file of this folder is FASTA or A3M .*sub-folders are not searched"
-
-
-def _missing(root: Path) -> tuple[list[Path], str]:
-    return [root / "absent"], "absent: no such file or folder"
-
-
-def _stdin_twice(root: Path) -> tuple[list[Path], str]:
-    return [Path("-"), Path("-")], r"standard input \(-\) is given twice"
-
-
-def _file_and_its_folder(root: Path) -> tuple[list[Path], str]:
-    (root / "x.fasta").write_text(f">x\n{OTHER}\n")
-    return [root / "x.fasta", root], r"x\.fasta is given twice"
-
-
-@pytest.mark.parametrize("given", [_empty_folder, _missing, _stdin_twice, _file_and_its_folder])
-def test_an_input_that_cannot_be_meant_is_an_error(tmp_path: Path, given: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["empty"], "no file of this folder is FASTA or A3M .*sub-folders are not searched"),
+        (["absent"], "absent: no such file or folder"),
+        (["x.fasta", "."], r"x\.fasta is given twice"),
+    ],
+)
+def test_an_input_that_cannot_be_meant_is_an_error(tmp_path: Path, given: list[str], words: str) -> None:
     """Catches a misspelt input that is left out, and standard input that is read when it is empty already."""
-    inputs, words = given(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "x.fasta").write_text(f">x\n{OTHER}\n")
     with pytest.raises(UserError, match=words):
-        read_inputs(inputs)
+        read_inputs([tmp_path / name for name in given])
+    with pytest.raises(UserError, match=r"standard input \(-\) is given twice"):
+        read_inputs([Path("-"), Path("-")])
 
 
 def test_standard_input_reaches_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +375,6 @@ def test_a_config_file_and_what_is_printed_as_one(
     ("written", "expected"),
     [
         ("a.fasta", "found 'a.fasta'; write inputs: [a.fasta]"),
-        ("7", "expected a list of words, found '7'"),
         ("[7]", "found '[7]'"),
         ("{a: b}", "found '{a: b}'"),
     ],
@@ -441,9 +395,7 @@ def test_inputs_of_a_config_file_that_are_no_list(
     [
         ("sp|P61823|RNAS1_BOVIN Ribonuclease OS=Bos taurus", "P61823"),
         ("tr|A0A024R161|A0A024R161_HUMAN", "A0A024R161"),
-        ("1ABC_2|Chains A, B|a protein", "1ABC_2"),
         ("gi|15|ref|NP_1|", "gi_15_ref_NP_1"),
-        ("mine_A", "mine_A"),
     ],
 )
 def test_headers_of_databases_become_clean_names(header: str, name: str, tmp_path: Path) -> None:
@@ -467,7 +419,100 @@ def test_a_part_of_a_name_is_checked(tmp_path: Path) -> None:
 
 
 def test_the_position_of_an_illegal_letter(tmp_path: Path) -> None:
-    """Catches positions along a line in place of the sequence, and blanks that are counted as residues."""
-    (tmp_path / "x.fasta").write_text(">a\nACD EFG\nAC-D\n")
-    (failure,) = read_inputs([tmp_path / "x.fasta"])[1]
-    assert "x.fasta:3: illegal letter '-' at position 9 of sequence 'a'" in failure.reason
+    """Catches positions along a line in place of the sequence, blanks that are counted as residues, and residues behind a stop
+    codon that are joined to those before it."""
+    (tmp_path / "x.fasta").write_text(">a\nACD EFG\nAC-D\n>b\nGST*LLK\n")
+    first, second = read_inputs([tmp_path / "x.fasta"])[1]
+    assert "x.fasta:3: illegal letter '-' at position 9 of sequence 'a'" in first.reason
+    assert "illegal letter '*'" in second.reason
+
+
+def letters_of(workplace: Workplace, residues: str) -> str:
+    """The sequence that is read from a record with these residues."""
+    workplace.config.fasta.write_text(f">gamma\n{residues}\n")
+    ((target,), failures) = find_targets([workplace.config.fasta], workplace.root)
+    assert not failures
+    has_note = any("letters that are no amino acid" in note for note in target.notes)
+    assert has_note == bool(set("BJOUZ*") & set(residues)), "what was replaced is said, and nothing else"
+    return target.query.letters
+
+
+@pytest.mark.parametrize(
+    ("residues", "letters"),
+    [("gstLLK", "GSTLLK"), ("GST LL\tK\n\n  GG ", "GSTLLKGG"), ("GST\nLLK* ", "GSTLLK"), ("GBJOUZbjouzK", "GDXXCEDXXCEK")],
+    ids=["case", "whitespace", "stop and blank", "ambiguous"],
+)  # fmt: skip
+def test_letters_as_people_write_them(workplace: Workplace, residues: str, letters: str) -> None:
+    """Catches letters that are refused, or that are read otherwise than AlphaFold 2 reads them in an alignment."""
+    assert letters_of(workplace, residues) == letters
+
+
+def test_a_record_without_alignments_runs_alone_and_is_told(workplace: Workplace) -> None:
+    """Catches a record that is refused for want of alignments, and a misspelt name that nobody hears of."""
+    workplace.config.fasta.write_text(f">alpha_A\n{QUERY}\n>betaA\n{OTHER}\n")
+    lines: list[str] = []
+    found = predict_records(workplace.change(seeds=1), lines.append)
+    assert [result.name for result in found.results] == ["alpha_A", "betaA"]
+    assert not any("without alignments" in line for line in lines)  # which stands for the notes of many
+    (note,) = [line for line in lines if "predicted from its sequence alone" in line]
+    assert "no alignments for 'betaA'" in note
+    assert note.endswith("Did you mean 'beta_A'?")
+    (targets, _) = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert [target.notes_of_many for target in targets] == [(), ("Did you mean 'beta_A'?",)]
+    assert read_json(found.results[1].folder / "timings.json")["alignment_rows"] == 0
+
+
+def test_a_file_that_is_no_alignment_is_named(workplace: Workplace) -> None:
+    """Catches 'no alignments for alpha_A. Did you mean alpha_A?' where the file of this name is of another kind."""
+    (workplace.root / "alpha_A.a3m.part").write_text(f">alpha_A\n{QUERY}\n")
+    (target, _), _ = find_targets([workplace.config.fasta], workplace.root)
+    assert target.notes[-1].endswith(" alpha_A.a3m.part there holds none: alignments are .a3m, .sto or .npz files")
+
+
+def test_a_file_of_the_records_name_is_its_alignment(workplace: Workplace) -> None:
+    """Catches flat alignment files that are ignored, or read otherwise than the same file in a folder; --alignments refused
+    when it is the folder of the only query; and an alignment of another protein that is used because its name fits."""
+    alignments, flat = workplace.config.alignments, workplace.root / "flat"
+    in_folders, _ = find_targets([workplace.config.fasta], alignments)
+    expected = [rows_of(target) for target in in_folders]
+    flat.mkdir()
+    for name in ("alpha_A", "beta_A"):
+        shutil.copy(alignments / name / "uniref90_hits.a3m", flat / f"{name}.a3m")
+    found, _ = find_targets([workplace.config.fasta], flat)
+    assert [rows_of(target) for target in found] == expected
+    assert not any(target.notes for target in found)
+    (one := workplace.root / "one.fasta").write_text(f">single\n{QUERY}\n")
+    (target,), _ = find_targets([one], alignments / "alpha_A")
+    assert rows_of(target) == expected[0]
+    one.write_text(f">beta_A\n{OTHER[:4]}W{OTHER[5:]}\n")
+    (target,), _ = find_targets([one], flat)
+    with pytest.raises(UserError, match=r"beta_A\.a3m.*(position|residue) 5"):
+        target.read()
+
+
+def test_the_folder_of_an_earlier_search_has_the_header_as_its_name(workplace: Workplace) -> None:
+    """Catches alignments called sp|P61823|RNAS1_BOVIN that are not found for P61823, or taken without a word, and one
+    of two such folders taken."""
+    workplace.config.fasta.write_text(f">sp|P61823|RNAS1_BOVIN\n{QUERY}\n>beta_A\n{OTHER}\n")
+    earlier = workplace.config.alignments / "sp|P61823|RNAS1_BOVIN"
+    (workplace.config.alignments / "alpha_A").rename(earlier)
+    (target, other), _ = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert (target.query.name, target.alignments) == ("P61823", earlier)
+    assert (target.notes, other.notes) == (("'P61823' has the alignments called sp|P61823|RNAS1_BOVIN",), ())
+    assert len(target.read()[0]) > 1
+    (workplace.config.alignments / "tr|P61823|X.a3m").write_text(f">q\n{QUERY}\n")
+    _, (failure,) = find_targets([workplace.config.fasta], workplace.config.alignments)
+    assert "sp|P61823|RNAS1_BOVIN and tr|P61823|X may both be those of 'P61823'" in failure.reason
+
+
+def test_an_input_of_the_flat_folder_itself(workplace: Workplace) -> None:
+    """Catches a note that the record's own alignment is not read, and files beside a folder that are left out."""
+    flat = workplace.root / "flat"
+    flat.mkdir()
+    (flat / "alpha_A.a3m").write_text(f"#{len(QUERY)} 1\n>101\n{QUERY}\n")
+    (target,), _ = find_targets([flat / "alpha_A.a3m"], flat)
+    assert (target.alignments, target.notes) == (flat / "alpha_A.a3m", ())
+    (flat / "alpha_A").mkdir()
+    (flat / "alpha_A" / "other.a3m").write_text(f">q\n{QUERY}\n")
+    (target, *_), _ = find_targets([workplace.config.fasta], flat)
+    assert [path.name for path in target.files()] == ["alpha_A.a3m", "other.a3m"]

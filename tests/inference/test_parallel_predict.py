@@ -370,15 +370,6 @@ def test_a_rank_that_the_kernel_kills(workplace: Workplace) -> None:
     assert "1 done, 2 kept, 0 failed" in done.stdout
 
 
-def test_a_mistake_is_one_line_in_all(workplace: Workplace) -> None:
-    """Catches an error printed by every rank, and a launcher's traceback."""
-    done = run_forked(command(workplace.change(msa_clusters=2), 2))
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "evodsp: error: alpha_A: --parallel.sequence is 2, but with" in done.stderr
-    assert not workplace.config.output.exists()
-
-
 def test_a_mistake_starts_no_ranks(workplace: Workplace, predicted: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     """99 processes that each load the model to find out that the protein is too short."""
     started: list[int] = []
@@ -429,14 +420,6 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid:
             found.append(int(folder.name))
     return found
-
-
-def test_degrees_out_of_range_are_found_before_ranks_are_started() -> None:
-    """Catches zero ranks or a timeout of zero that is accepted."""
-    with pytest.raises(UserError, match=r"parallel.sequence is 0, but must be at least 1"):
-        SequenceConfig(sequence=0)
-    with pytest.raises(UserError, match=r"parallel.timeout is 0"):
-        SequenceConfig(timeout=0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""From FASTA, alignments and a checkpoint to files, and errors for inputs that are not valid."""
+"""From FASTA, alignments and a checkpoint to files, also of models with the PAE head; and errors for inputs that are none."""
 
 from __future__ import annotations
 
@@ -6,31 +6,42 @@ import os
 import re
 import time
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
+import modelcif.model
+import modelcif.qa_metric
+import modelcif.reader
 import numpy as np
 import pytest
 import torch
 
-from evodsp.config import KernelsConfig, check_matmul
-from evodsp.data.formats.mmcif import read_chain, read_structure
+from evodsp.config import FeatureConfig, KernelsConfig
+from evodsp.data.formats.mmcif import read_chain
+from evodsp.data.records import ProteinSequence
+from evodsp.data.samples.dataset import Sample, collate
+from evodsp.data.sources.layout import read_alignment_dir
 from evodsp.errors import UserError
-from evodsp.inference import jobs, results, seeds, target_msas
+from evodsp.features.batch import prediction_sample
+from evodsp.inference import jobs, results, seeds
 from evodsp.inference import predict as module
-from evodsp.inference.config import PredictConfig
 from evodsp.inference.devices import device_of
 from evodsp.inference.predict import _alone, predict, predict_records
+from evodsp.inference.prediction import Prediction
+from evodsp.inference.results import read_plddt, read_result, write_results
+from evodsp.inference.structure_files import AlignedError, PredictedStructure
 from evodsp.model.alphafold import AlphaFold
+from evodsp.model.heads import compute_pae, compute_ptm
 from evodsp.weights.checkpoint import load_model, save_model
 from tests.builders.prediction import read_json, silent
 
-from .conftest import OTHER, QUERY, TRAINED, Finished, Workplace
+from .conftest import OTHER, QUERY, TRAINED, Finished, Workplace, make_workplace
 
 SIZES = {"recycles": 2, "msa_clusters": 7, "extra_msa": 3}  # as in the fixture's checkpoint
 
 
 def test_all_files_of_two_targets(workplace, predicted: Finished):
-    """Catches files of the output folder that are missing, superfluous or wrongly named, and a PAE without its head."""
+    """Catches files of the output folder that are missing, superfluous or wrongly named, a PAE without its head, seeds in the
+    wrong order, a mean pLDDT unlike the scores, missing stages, and a long run that does not print which stage it is in."""
     found = predicted.results
     assert [r.name for r in found] == ["alpha_A", "beta_A"]
     output = found[0].folder.parent
@@ -42,41 +53,34 @@ def test_all_files_of_two_targets(workplace, predicted: Finished):
             "seed_1_contacts.npz", "seed_1_scores.json",
             "timings.json",
         ]  # fmt: skip
-        chain = read_chain(folder / "seed_0.cif", "A")
-        assert chain.sequence == query
-        scores = read_json(folder / "seed_0_scores.json")
-        assert list(scores) == ["plddt"]
-        assert len(scores["plddt"]) == len(query)
-        assert all(0 <= value <= 100 for value in scores["plddt"])
+        assert read_chain(folder / "seed_0.cif", "A").sequence == query
+        ranking = read_json(folder / "ranking.json")["ranking"]
+        means = {}
+        for entry in ranking:
+            assert entry["structure"] == f"seed_{entry['seed']}.cif"
+            scores = read_json(folder / f"seed_{entry['seed']}_scores.json")
+            assert list(scores) == ["plddt"]
+            assert len(scores["plddt"]) == len(query)
+            assert all(0 <= value <= 100 for value in scores["plddt"])
+            means[entry["seed"]] = np.mean(scores["plddt"])
+            assert entry["mean_plddt"] == pytest.approx(means[entry["seed"]], abs=0.01)
+        assert [entry["seed"] for entry in ranking] == sorted(means, key=lambda seed: -means[seed])
+        assert len({*means.values()}) == 2, "seeds must differ, or ranking means nothing"
         assert result.structure() == folder / f"seed_{result.best}.cif"
     assert {p.name for p in output.iterdir()} == {"alpha_A", "beta_A", "index.html", "predictions.csv"}
-
-
-def test_ranking_is_by_mean_plddt(workplace):
-    """Catches seeds in the wrong order, and a mean pLDDT unlike the scores."""
-    workplace.only("alpha_A")
-    (result,) = predict(workplace.change(seeds=4), silent)
-    ranking = read_json(result.folder / "ranking.json")["ranking"]
-    means = {}
-    for entry in ranking:
-        assert entry["structure"] == f"seed_{entry['seed']}.cif"
-        means[entry["seed"]] = np.mean(read_json(result.folder / f"seed_{entry['seed']}_scores.json")["plddt"])
-        assert entry["mean_plddt"] == pytest.approx(means[entry["seed"]], abs=0.01)
-    assert sorted(means) == [0, 1, 2, 3]
-    assert [entry["seed"] for entry in ranking] == sorted(means, key=lambda seed: -means[seed])
-    assert len(set(means.values())) > 1, "seeds must differ, or ranking means nothing"
-
-
-def test_timings_count_every_stage_and_pass(workplace):
-    """Catches missing stages, and a wrong number of passes: three recycles are four passes."""
-    result = predict(workplace.change(recycles=3, seeds=1), silent)[0]
-    timings = read_json(result.folder / "timings.json")
-    assert len(timings["seeds"][0]["pass_seconds"]) == 4
+    timings = read_json(found[0].folder / "timings.json")
     for stage in ("features_seconds", "model_seconds", "writing_seconds"):
         assert timings[stage] >= 0
-    assert timings["model_seconds"] == pytest.approx(sum(timings["seeds"][0]["pass_seconds"]), abs=5e-3)
+    passes = [second for seed in timings["seeds"] for second in seed["pass_seconds"]]
+    assert timings["model_seconds"] == pytest.approx(sum(passes), abs=5e-3)
     assert timings["alignment_rows"] == 12
     assert timings["peak_memory_mib"] > 50
+    text = "\n".join(predicted.lines)
+    stages = ("[1/2] alpha_A: 22 residues", "read 12 sequences", "seed 1: features", "seed 1: model", "1 pass", "best:")
+    for words in stages:
+        assert words in text
+    assert not any("\n" in line for line in predicted.lines)
+    assert not any("templates" in line or "pTM" in line for line in predicted.lines)
 
 
 def test_sizes_are_those_of_training(workplace):
@@ -96,76 +100,30 @@ def test_sizes_are_those_of_training(workplace):
     assert all(r.kept for r in predict(workplace.change(**SIZES), silent))
 
 
-def test_sizes_given_take_the_place_of_those_of_training(workplace, monkeypatch):
+def test_sizes_given_take_the_place_of_those_of_training(workplace):
     """Catches a flag that changes other sizes too: masking and template rows stay as in training."""
-    seen, real = [], target_msas.prediction_sample
-
-    def spy(query, alignments, config, *rest):
-        seen.append(config)
-        return real(query, alignments, config, *rest)
-
-    monkeypatch.setattr(target_msas, "prediction_sample", spy)
-    lines: list[str] = []
-    found = predict(workplace.change(**{**dict.fromkeys(SIZES), "extra_msa": 4}, seeds=1), lines.append)[0]
-    assert set(seen) == {replace(TRAINED, crop_size=None, uniform_recycling=False, extra_msa=4)}
-    assert read_json(found.folder / "ranking.json")["settings"].items() >= {**SIZES, "extra_msa": 4}.items()
-    assert "sizes: recycles 2, msa_clusters 7, extra_msa 4 (default 3)" in lines
+    features = jobs.feature_config(workplace.change(**{**dict.fromkeys(SIZES), "extra_msa": 4}).sizes, TRAINED)
+    assert features == replace(TRAINED, crop_size=None, uniform_recycling=False, extra_msa=4)
+    assert jobs.sizes_line(features, TRAINED, 1) == "sizes: recycles 2, msa_clusters 7, extra_msa 4 (default 3)"
 
 
 def test_a_checkpoint_without_sizes_takes_the_defaults(workplace, checkpoint):
     """Catches an error for weights saved without feature sizes."""
     save_model(workplace.root / "bare.ckpt", load_model(checkpoint))
-    config = workplace.change(checkpoint=workplace.root / "bare.ckpt", seeds=1, msa_clusters=None, extra_msa=None)
-    settings = read_json(predict(config, silent)[0].folder / "ranking.json")["settings"]
-    assert (settings["msa_clusters"], settings["extra_msa"]) == (128, 1024)
+    (model,) = jobs.read_run(workplace.change(checkpoint=workplace.root / "bare.ckpt")).models
+    assert (model.trained.msa_clusters, model.trained.extra_msa) == (128, 1024)
 
 
-def test_same_seed_same_bytes(workplace):
+def test_same_seed_same_bytes(workplace, predicted: Finished):
     """Catches files that depend on anything but the inputs, such as the number of seeds."""
-    config = workplace.change(recycles=1)
-    first = predict(config, silent)
-    again = predict(replace(config, output=workplace.root / "again"), silent)
-    for a, b in zip(first, again, strict=True):
+    first = predicted.results
+    for a, b in zip(first, predict(workplace.config, silent), strict=True):
         for name in ("seed_0.cif", "seed_1.cif", "seed_1_scores.json", "ranking.json"):
             assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes()
         assert (a.folder / "seed_0.cif").read_bytes() != (a.folder / "seed_1.cif").read_bytes()
     workplace.only("alpha_A")
-    single = predict(replace(config, output=workplace.root / "single", seeds=1, first_seed=1), silent)
+    single = predict(workplace.change(output=workplace.root / "single", seeds=1, first_seed=1), silent)
     assert (single[0].folder / "seed_1.cif").read_bytes() == (first[0].folder / "seed_1.cif").read_bytes()
-
-
-def test_pdb_format_holds_the_same_structure(workplace, predicted: Finished):
-    """Catches other coordinates or names with --format pdb."""
-    workplace.only("alpha_A")
-    pdb = predict(workplace.change(seeds=1, format="pdb", output=workplace.root / "pdb"), silent)[0]
-    a, b = read_chain(predicted.results[0].structure(0), "A"), read_chain(pdb.structure(), "A")
-    assert a.sequence == b.sequence == QUERY
-    np.testing.assert_allclose(a.positions, b.positions, atol=1e-3)
-
-
-def test_alignments_of_a_single_query_directly(workplace):
-    """Catches --alignments refused when it is the folder of the only query."""
-    (workplace.root / "one.fasta").write_text(f">single\n{QUERY}\n")
-    config = workplace.change(
-        fasta=workplace.root / "one.fasta", alignments=workplace.root / "alignments" / "alpha_A", seeds=1
-    )
-    assert predict(config, silent)[0].name == "single"
-
-
-def test_progress_lines_name_stages(predicted: Finished):
-    """Catches a long run that does not print which stage it is in."""
-    lines = predicted.lines
-    text = "\n".join(lines)
-    for words in (
-        "[1/2] alpha_A: 22 residues",
-        "read 12 sequences",
-        "seed 1: features",
-        "seed 1: model",
-        "1 pass",
-        "best:",
-    ):
-        assert words in text
-    assert not any("\n" in line for line in lines)
 
 
 def test_many_records_have_a_line_each(workplace, monkeypatch):
@@ -212,23 +170,6 @@ def test_finished_targets_are_kept(workplace, finished: Finished, monkeypatch):
     assert {path: path.stat().st_mtime_ns for path in workplace.config.output.rglob("*")} == before
 
 
-def test_interrupted_run_goes_on(workplace, monkeypatch):
-    """Catches a half-written target after Ctrl-C, and a next run that repeats finished targets."""
-    real = module._predict_target
-
-    def stop_at_beta(job, *rest):
-        if job.target.query.name == "beta_A":
-            raise KeyboardInterrupt
-        return real(job, *rest)
-
-    monkeypatch.setattr(module, "_predict_target", stop_at_beta)
-    with pytest.raises(KeyboardInterrupt):
-        predict(workplace.config, silent)
-    assert [p.name for p in workplace.config.output.iterdir()] == ["alpha_A"]
-    monkeypatch.setattr(module, "_predict_target", real)
-    assert [r.kept for r in predict(workplace.config, silent)] == [True, False]
-
-
 def test_results_of_other_settings_are_not_taken_for_these(workplace, finished: Finished):
     """Catches results of other settings that are kept, or overwritten without --overwrite."""
     before = workplace.snapshot()
@@ -242,14 +183,6 @@ def test_results_of_other_settings_are_not_taken_for_these(workplace, finished: 
             predict(workplace.change(**change), silent)
         assert workplace.snapshot() == before
     assert not any(r.kept for r in predict(workplace.change(recycles=1, seeds=1, overwrite=True), silent))
-
-
-def test_overwrite_leaves_no_stale_seed(workplace, finished: Finished):
-    """Catches files of an earlier run's seeds that stay beside a ranking without them."""
-    assert (workplace.config.output / "alpha_A" / "seed_1.cif").exists()
-    predict(workplace.change(seeds=1, overwrite=True), silent)
-    assert not (workplace.config.output / "alpha_A" / "seed_1.cif").exists()
-    assert {p.name for p in workplace.config.output.iterdir()} == {"alpha_A", "beta_A", "index.html", "predictions.csv"}
 
 
 def test_changed_alignment_is_noticed(workplace, finished: Finished):
@@ -268,54 +201,54 @@ def test_changed_alignment_is_noticed(workplace, finished: Finished):
     assert [line.count("alpha_A/report.html") for line in [(output / "index.html").read_text()]] == [0]
 
 
-def _clusters_fewer_than_templates(workplace):
-    return workplace.change(msa_clusters=1), "msa_clusters is 1, but must be above max_templates, which is 1"
-
-
-def _no_fasta(workplace):
-    return workplace.change(fasta=workplace.root / "absent.fasta"), r"absent\.fasta: no such file or folder"
-
-
-def _no_alignments_folder(workplace):
-    return workplace.change(alignments=workplace.root / "absent"), "absent: no such folder of alignments"
-
-
-def _unusable_device(workplace):
-    return workplace.change(device="quantum"), "--device is 'quantum'"
-
-
-def _two_broken_records(workplace):
-    workplace.config.fasta.write_text(">alpha_A\n>gamma_A\nXXXX\n")
-    return workplace.config, r"'alpha_A' is empty.*None of the 2 records can be predicted"
-
-
 @pytest.mark.parametrize(
-    "break_input",
+    ("change", "said"),
     [
-        _clusters_fewer_than_templates,
-        _no_fasta,
-        _no_alignments_folder,
-        _unusable_device,
-        _two_broken_records,
+        ({"msa_clusters": 1}, "msa_clusters is 1, but must be above max_templates, which is 1"),
+        ({"fasta": "absent.fasta"}, r"absent\.fasta: no such file or folder"),
+        ({"alignments": "absent"}, "absent: no such folder of alignments"),
+        ({"device": "quantum"}, "--device is 'quantum'"),
+        ({}, r"'alpha_A' is empty.*None of the 2 records can be predicted"),
     ],
-    ids=lambda break_input: break_input.__name__.strip("_"),
 )
-def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, break_input):
+def test_bad_input_is_one_line_and_leaves_nothing(workplace, monkeypatch, change, said):
     """Catches an error that is found only after the model ran on a target, and files that it leaves."""
-    config, words = break_input(workplace)
+    if not change:
+        workplace.config.fasta.write_text(">alpha_A\n>gamma_A\nXXXX\n")
     before = workplace.snapshot()
     monkeypatch.setattr(seeds, "run_passes", lambda *_: pytest.fail("the model ran before the inputs were checked"))
-    with pytest.raises(UserError, match=words) as caught:
-        predict(config, silent)
+    paths = {name: workplace.root / value for name, value in change.items() if name in ("fasta", "alignments")}
+    with pytest.raises(UserError, match=said) as caught:
+        predict(workplace.change(**change | paths), silent)
     assert "\n" not in str(caught.value)
     assert workplace.snapshot() == before
 
 
-@pytest.mark.parametrize("value", [{"seeds": 0}, {"recycles": -1}, {"msa_clusters": 0}])
-def test_numbers_out_of_range(workplace, value):
-    """Catches zero seeds (success without a file), negative recycles and zero clusters."""
-    with pytest.raises(UserError, match=f"--{next(iter(value))} is"):
-        workplace.change(**value)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seeds": 0}, "--seeds is 0"),
+        ({"recycles": -1}, "--recycles is -1"),
+        ({"msa_clusters": 0}, "--msa_clusters is 0"),
+        ({"ensembles": 0}, "--ensembles is 0"),
+        ({"stop_tolerance": -0.5}, "--stop_tolerance is -0.5"),
+        ({"stop_tolerance": float("nan")}, "--stop_tolerance is nan"),
+        *(({"working_memory": value}, "--working_memory is '.*', but must be a size such as 512MB")
+          for value in ("", "8", "0GB", "8 gigabytes")),
+        ({"kernels": KernelsConfig(attention="chunkd")}, r"kernels\.attention is 'chunkd'.*Did you mean 'chunked'"),
+        ({"matmul_precision": "medium"}, "--matmul_precision.*medium.*highest or high"),
+        ({"save": "pairs"}, "--save: no array 'pairs'.*pair.*There are single, .*structure_module"),
+        ({"save": ""}, "--save: no array ''"),
+        ({"save": "pair", "save_passes": "first"}, "--save_passes is 'first', but must be last or all"),
+        ({"save_dtype": "float16"}, "--save_dtype is given without --save"),
+        ({"save": "pair", "save_dtype": "bfloat16"}, "which .npz files cannot hold; add --save_format safetensors"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_named(workplace, change, said):
+    """Catches zero seeds (success without a file), bytes taken for gigabytes, torch's own "medium", which would multiply
+    float32 matrices in bf16, and a misspelt backend that is found only after the alignments have been read."""
+    with pytest.raises(UserError, match=said):
+        workplace.change(**change)
 
 
 @pytest.mark.verify_but("True-error0", "False-error1")
@@ -342,21 +275,6 @@ def test_failure_while_writing_leaves_nothing_partial(workplace, predicted: Fini
     assert {path: path.read_bytes() for path in contents} == contents
 
 
-def test_diverged_model_is_named(workplace, monkeypatch):
-    """Catches NaN coordinates that are written, or reported without naming the checkpoint."""
-    before, real = workplace.snapshot(), seeds.structure_of
-
-    def diverged(*arguments):
-        structure = real(*arguments)
-        structure.positions[3] = np.nan
-        return structure
-
-    monkeypatch.setattr(seeds, "structure_of", diverged)
-    with pytest.raises(UserError, match=r"alpha_A: .* residue 4 .*checkpoint"):
-        predict(workplace.config, silent)
-    assert workplace.snapshot() == before
-
-
 def test_raw_weights_are_another_model(workplace, checkpoint, tmp_path):
     """Catches --raw that does not reach the checkpoint reader."""
     workplace.only("beta_A")
@@ -371,107 +289,43 @@ def test_raw_weights_are_another_model(workplace, checkpoint, tmp_path):
     assert averaged.structure().read_bytes() != raw.structure().read_bytes()
 
 
-def test_config_is_torch_free():
-    """Catches an import of torch or numpy that makes `evodsp predict --help` slow."""
-    import subprocess
-    import sys
+def test_settings_reach_the_model(workplace, predicted: Finished, monkeypatch):
+    """Catches --kernels, --working_memory, --matmul_precision or --format that is ignored, or that changes a structure, and a
+    setting of the process that the next caller inherits."""
+    seen, lines = [], []
+    original = AlphaFold.one_pass
 
-    code = f"import sys, {PredictConfig.__module__}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    def watched(model, *arguments, **options):
+        evoformer = model.evoformer
+        memory = evoformer.blocks[0].pair_stack.memory
+        seen.append((evoformer.kernels.transition.__module__, memory, torch.get_float32_matmul_precision()))
+        return original(model, *arguments, **options)
+
+    monkeypatch.setattr(AlphaFold, "one_pass", watched)
+    workplace.only("alpha_A")
+    given = {"kernels": KernelsConfig(transition="reference"), "working_memory": "0.01MB", "matmul_precision": "high"}
+    (result,) = predict(workplace.change(seeds=1, format="pdb", **given), lines.append)
+    predict(workplace.change(seeds=1, output=workplace.root / "usual"), silent)
+    assert seen[0] == ("evodsp.model.kernels.reference", 10_000, "high")
+    assert seen[1][1:] == (None, "highest"), "auto cuts nothing that fits whole"
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert any(line.endswith("reference (asked for) for transition") for line in lines)
+    found, expected = read_chain(result.structure(), "A"), read_chain(predicted.results[0].structure(0), "A")
+    assert found.sequence == expected.sequence == QUERY
+    np.testing.assert_allclose(found.positions, expected.positions, rtol=0, atol=1.5e-3)  # files have three decimals
 
 
-def test_fixture_alignment_is_valid(workplace):
-    """Catches a fixture without the deletions and insertions that the tests above need."""
-    from evodsp.data.formats import parse_a3m
-
-    alignment = parse_a3m(workplace.config.alignments / "alpha_A" / "uniref90_hits.a3m")
-    assert alignment.residues.shape == (12, len(QUERY))
-    assert alignment.deletions.sum() == 2 * 11
-
-
-def test_half_precision_is_the_same_prediction_up_to_rounding(workplace):
+def test_half_precision_is_the_same_prediction_up_to_rounding(workplace, predicted: Finished):
     """Catches --precision that is ignored, and outputs that bf16 rounds away: positions have digits below 1/8 Å."""
     workplace.only("alpha_A")
     config = workplace.change(seeds=1, output=workplace.root / "half", precision="bf16")
-    full, half = (predict(c, silent)[0] for c in (workplace.change(seeds=1), config))
+    full, (half,) = predicted.results[0], predict(config, silent)
     assert half.mean_plddt[0] != full.mean_plddt[0]
     assert half.mean_plddt[0] == pytest.approx(full.mean_plddt[0], abs=2.0)
     positions = read_chain(half.structure(), "A").positions
     assert (np.abs(positions * 8 - np.round(positions * 8)) > 0.1).any()
     with pytest.raises(UserError, match="precision: bf16 there, None now"):
         predict(replace(config, precision="fp32"), silent)
-
-
-def test_tf32_is_set_for_the_model_and_not_after_it(workplace, monkeypatch):
-    """Catches --matmul_precision that is ignored, and a setting of the process that the next caller inherits."""
-    seen = []
-    monkeypatch.setattr(AlphaFold, "one_pass", _watched(AlphaFold.one_pass, seen))
-    predict(workplace.change(seeds=1, matmul_precision="high"), silent)
-    assert set(seen) == {"high"}
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
-def test_kernels_reach_the_model(workplace, monkeypatch):
-    """Catches --kernels that is ignored: the coordinates are the same up to rounding."""
-    seen, lines = [], []
-    original = AlphaFold.one_pass
-
-    def watched(model, *arguments, **options):
-        seen.append(model.evoformer.kernels.transition.__module__)
-        return original(model, *arguments, **options)
-
-    monkeypatch.setattr(AlphaFold, "one_pass", watched)
-    predict(workplace.change(seeds=1, kernels=KernelsConfig(transition="reference")), lines.append)
-    assert set(seen) == {"evodsp.model.kernels.reference"}
-    assert any(line.endswith("reference (asked for) for transition") for line in lines)
-
-
-def test_an_unknown_backend_is_named(workplace):
-    """Catches a misspelt backend that is found only after the alignments have been read."""
-    with pytest.raises(UserError, match=r"kernels\.attention is 'chunkd'.*Did you mean 'chunked'"):
-        workplace.change(kernels=KernelsConfig(attention="chunkd"))
-
-
-def _watched(function, seen):
-    def watched(*arguments, **options):
-        seen.append(torch.get_float32_matmul_precision())
-        return function(*arguments, **options)
-
-    return watched
-
-
-def test_working_memory(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches --working_memory that is ignored, or that changes a structure."""
-    seen: list[int | None] = []
-    forward = AlphaFold.forward
-
-    def watched(model: AlphaFold, *arguments: Any, **options: Any) -> Any:
-        seen.append(model.evoformer.blocks[0].pair_stack.memory)
-        return forward(model, *arguments, **options)
-
-    monkeypatch.setattr(AlphaFold, "forward", watched)
-    positions = []
-    workplace.only("alpha_A")
-    for setting in ("all", "auto", "0.01MB"):
-        (result, *_) = predict(workplace.change(seeds=1, working_memory=setting, overwrite=True), silent)
-        (chain,) = read_structure(result.structure()).chains.values()
-        positions.append(chain.positions)
-    assert seen == [None, None, 10_000], "auto cuts nothing that fits whole"
-    for other in positions[1:]:  # files have coordinates to 0.001 Å
-        np.testing.assert_allclose(other, positions[0], rtol=0, atol=1.5e-3)
-
-
-@pytest.mark.parametrize("wrong", ["", "8", "0GB", "8 gigabytes", "-1GB"])
-def test_a_wrong_working_memory_is_named(workplace: Workplace, wrong: str) -> None:
-    """Catches bytes taken for gigabytes, and no memory at all."""
-    with pytest.raises(UserError, match=r"--working_memory is '.*', but must be a size such as 512MB"):
-        workplace.change(working_memory=wrong)
-
-
-def test_an_unknown_matmul_precision_is_named():
-    """Catches torch's own "medium", which would multiply float32 matrices in bf16, and a traceback of torch."""
-    with pytest.raises(UserError, match=r"--matmul_precision.*medium.*highest or high"):
-        check_matmul("--matmul_precision", "medium")
 
 
 def test_naming_a_gpu_does_not_touch_it(monkeypatch):
@@ -499,3 +353,147 @@ def test_a_second_run_says_that_the_first_is_at_work(workplace: Workplace) -> No
     assert not output.exists()
     predict(workplace.config, silent)
     assert not list(output.glob(".predict*"))
+
+
+USED = FeatureConfig(**{**vars(TRAINED), "crop_size": None, "uniform_recycling": False, "recycles": 1})
+
+
+@pytest.fixture
+def ptm_workplace(workplace: Workplace, ptm_checkpoint: Path) -> Workplace:
+    """The two targets with this model. The sizes are those of training, but with one recycling iteration less."""
+    return with_ptm(workplace, ptm_checkpoint)
+
+
+def with_ptm(workplace: Workplace, ptm_checkpoint: Path) -> Workplace:
+    change = {"checkpoint": ptm_checkpoint, "msa_clusters": None, "extra_msa": None, "recycles": 1}
+    return Workplace(workplace.root, workplace.change(**change))
+
+
+@pytest.fixture(scope="module")
+def ptm_predicted(tmp_path_factory: pytest.TempPathFactory, ptm_checkpoint: Path) -> Finished:
+    """A run in such a workplace, whose files no test changes."""
+    return Finished.run(with_ptm(make_workplace(tmp_path_factory.mktemp("run"), ptm_checkpoint), ptm_checkpoint).config)
+
+
+@pytest.fixture
+def ptm_finished(ptm_workplace: Workplace, ptm_predicted: Finished) -> Finished:
+    """As if the two targets had just been predicted in this workplace."""
+    return ptm_predicted.copied(ptm_workplace.config.output)
+
+
+def sample_of(workplace: Workplace, name: str, letters: str, seed: int = 0) -> Sample:
+    """The features without templates."""
+    query = ProteinSequence(name, letters)
+    return prediction_sample(query, read_alignment_dir(workplace.config.alignments / name, query), USED, seed)
+
+
+def masked_template(residues: int) -> Sample:
+    """The features of one masked template, for two passes."""
+    return {
+        "template_aatype": torch.zeros(2, 1, residues, dtype=torch.int32),
+        "template_all_atom_positions": torch.zeros(2, 1, residues, 37, 3),
+        "template_all_atom_masks": torch.zeros(2, 1, residues, 37),
+        "template_pseudo_beta": torch.zeros(2, 1, residues, 3),
+        "template_pseudo_beta_mask": torch.zeros(2, 1, residues),
+        "template_mask": torch.zeros(2, 1),
+    }
+
+
+def test_prediction_equals_the_model_run_by_hand(ptm_workplace, ptm_predicted: Finished):
+    """Catches template features with wrong axes, and a PAE that is transposed, scaled wrongly or of another seed."""
+    found = ptm_predicted.results
+    model = load_model(ptm_workplace.config.checkpoint)
+    for result, letters in zip(found, (QUERY, OTHER), strict=True):
+        for seed in (0, 1):
+            sample = sample_of(ptm_workplace, result.name, letters, seed) | masked_template(len(letters))
+            with torch.no_grad():
+                output = model(collate([sample]))
+            chain = read_chain(result.structure(seed), "A")
+            present = chain.mask > 0
+            expected = output.structure.positions[0].numpy()
+            np.testing.assert_allclose(chain.positions[present], expected[present], atol=1e-3)
+            pae = compute_pae(output.logits["predicted_aligned_error"])[0].numpy()
+            assert np.abs(pae - pae.T).max() > 0.1, "a transposed matrix must not pass"
+            (written,) = read_json(result.folder / f"seed_{seed}_pae.json")
+            assert list(written) == ["predicted_aligned_error", "max_predicted_aligned_error"]
+            np.testing.assert_allclose(written["predicted_aligned_error"], pae, atol=0.006)
+            assert written["max_predicted_aligned_error"] == 31.75
+            scores = read_json(result.folder / f"seed_{seed}_scores.json")
+            assert scores["max_pae"] == np.max(written["predicted_aligned_error"])
+            assert scores["pae"] == written["predicted_aligned_error"]
+            ptm = compute_ptm(output.logits["predicted_aligned_error"], torch.ones(1, len(letters))).item()
+            assert scores["ptm"] == pytest.approx(ptm, abs=6e-4)
+            assert 0 < ptm < 1
+
+
+def test_files_of_a_model_with_the_head(ptm_workplace, ptm_finished: Finished):
+    """Catches missing or superfluous files, a ranking without each seed's pTM, a log that hides that no templates were used,
+    and a folder without its PAE file that counts as a finished run."""
+    result = ptm_finished.results[0]
+    assert sorted(p.name for p in result.folder.iterdir()) == [
+        "ranking.json", "report.html", "seed_0.cif", "seed_0_contacts.npz", "seed_0_pae.json", "seed_0_scores.json",
+        "seed_1.cif", "seed_1_contacts.npz", "seed_1_pae.json", "seed_1_scores.json", "timings.json",
+    ]  # fmt: skip
+    ranking = read_json(result.folder / "ranking.json")
+    assert ranking["ranked_by"] == "mean pLDDT"
+    for entry in ranking["ranking"]:
+        scores = read_json(result.folder / f"seed_{entry['seed']}_scores.json")
+        assert list(scores) == ["plddt", "max_pae", "pae", "ptm"]
+        np.testing.assert_allclose(read_plddt(result.folder, entry["seed"]), scores["plddt"], atol=1e-4)
+        assert entry["ptm"] == scores["ptm"]
+        assert entry["mean_plddt"] == pytest.approx(np.mean(scores["plddt"]), abs=0.01)
+    assert ptm_finished.lines.count("  templates: none") == 2
+    assert any("pTM 0." in line for line in ptm_finished.lines)
+    assert predict(ptm_workplace.config, silent)[0].kept
+    (result.folder / "seed_0_pae.json").unlink()
+    with pytest.raises(UserError, match=r"'seed_0_pae\.json' is missing"):
+        read_result(result.folder)
+
+
+def errors_in(path):
+    """The aligned errors that python-modelcif reads from a file, by pairs of residue numbers."""
+    with path.open(encoding="utf-8") as file:
+        (system,) = modelcif.reader.read(file)
+    (group,) = system.model_groups
+    metrics = [metric for metric in group[0].qa_metrics if isinstance(metric, modelcif.qa_metric.LocalPairwise)]
+    assert all(isinstance(metric, modelcif.qa_metric.PAE) for metric in metrics)
+    return {(metric.residue1.seq_id, metric.residue2.seq_id): metric.value for metric in metrics}
+
+
+def test_aligned_errors_in_model_cif(ptm_workplace, ptm_finished: Finished, monkeypatch):
+    """Catches errors that are transposed, missing, written though nobody asked, or not added to a finished prediction."""
+    result = ptm_finished.results[0]
+    assert errors_in(result.structure(0)) == {}
+    without = result.structure().read_text()
+    monkeypatch.setattr("evodsp.inference.jobs.load_model", lambda *_: pytest.fail("the model was loaded"))
+    (added, *_) = predict(replace(ptm_workplace.config, pae_in_cif=True), silent)
+    pae = read_json(result.folder / "seed_0_pae.json")[0]["predicted_aligned_error"]
+    found = errors_in(added.structure(0))
+    assert len(found) == len(QUERY) ** 2
+    assert found[2, 5] == pytest.approx(pae[1][4], abs=0.006)
+    assert found[5, 2] == pytest.approx(pae[4][1], abs=0.006)
+    assert len({round(value, 2) for value in found.values()}) > 2
+    one = Prediction.read(result.folder)
+    assert one.to_cif() == without
+    assert one.to_cif(pae=True) == added.structure().read_text()
+    assert predict(replace(ptm_workplace.config, pae_in_cif=True), silent)[0].kept
+    assert errors_in(predict(ptm_workplace.config, silent)[0].structure(0)) == found, "they stay"
+    with pytest.raises(UserError, match="--pae_in_cif is given with --format pdb"):
+        replace(ptm_workplace.config, pae_in_cif=True, format="pdb")
+
+
+def test_ranking_of_chains_is_by_plddt_where_ptm_disagrees(tmp_path):
+    """Catches a ranking by pTM: AlphaFold and ColabFold rank single chains by pLDDT, those of models with pTM, too."""
+    aatype, mask = np.zeros(3, np.int32), np.zeros((3, 37), np.float32)
+    mask[:, :5] = 1
+
+    def prediction(plddt: float, ptm: float) -> PredictedStructure:
+        error = AlignedError(np.full((3, 3), 4.256, np.float32), 31.75, ptm)
+        confidence = np.full(3, plddt, np.float32)
+        return PredictedStructure("x", aatype, np.zeros((3, 37, 3), np.float32), mask, confidence, aligned_error=error)
+
+    result = write_results(tmp_path, {0: prediction(50, 0.9), 1: prediction(60, 0.2)}, "cif", {}, "x")
+    assert result.best == 1
+    assert [entry["ptm"] for entry in read_json(tmp_path / "ranking.json")["ranking"]] == [0.2, 0.9]
+    expected = '[{"predicted_aligned_error":[[4.26,4.26,4.26],[4.26,4.26,4.26],[4.26,4.26,4.26]],'
+    assert (tmp_path / "seed_1_pae.json").read_text() == expected + '"max_predicted_aligned_error":31.75}]\n'

@@ -19,11 +19,10 @@ from evodsp.errors import UserError
 from evodsp.files import whole_folder
 from evodsp.geometry.residues import CA, RESTYPE_ATOM37_MASK, encode
 from evodsp.inference.results import TIMINGS, write_json, write_results
-from evodsp.inference.score.scores import compare, compare_all, write_report
+from evodsp.inference.score.scores import compare, write_report
 from evodsp.inference.score.table import StructureScores, columns_of, table, write_scores
 from evodsp.inference.structure_files import PredictedStructure
 from scripts.examples.synthetic.mmcif_writer import write_mmcif
-from tests.builders.missing_residues import SEEN, WHOLE, write
 from tests.builders.training_chains import write_chain
 
 LENGTH = 40
@@ -252,22 +251,6 @@ def test_another_protein_is_not_compared(cases):
         compare(root / "predictions" / "9aaa_B" / "seed_1.cif", path, "B")
 
 
-def test_residues_that_the_structure_does_not_have(tmp_path):
-    """Catches a structure without SEQRES and with missing residues that is refused, or compared with the wrong residues, and a
-    name that is not the one in the list."""
-    chain = write(tmp_path).parsed("x", with_hits=False).assembly.chains[0]
-    aatype = encode(chain.sequence).astype(np.int32)
-    mask = RESTYPE_ATOM37_MASK[aatype].astype(np.float32)
-    plddt = np.full(len(aatype), 80, np.float32)
-    with whole_folder(tmp_path / "predictions" / "x") as work:
-        write_results(work, {0: PredictedStructure("x", aatype, chain.positions, mask, plddt)}, "cif", {}, "x")
-        write_json(work / TIMINGS, {})
-    (scores,) = compare_all(tmp_path / "predictions", tmp_path, {"test": ["x"]})
-    assert (scores.name, scores.residues, scores.resolved) == ("x", len(WHOLE), len(SEEN))
-    assert scores.lddt_ca == pytest.approx(1)
-    assert scores.rmsd == pytest.approx(0, abs=1e-3)
-
-
 def test_what_is_lacking_counts_in_copies_alone(cases, capsys):
     """Catches residues X, which no prediction has, that count as wrong, pLDDT beside the lDDT of another residue, residues
     without a counterpart that do not cost the copy, and a copy that is lost where the structure's file has another name."""
@@ -324,58 +307,17 @@ def test_predictions_of_other_programs(cases, capsys):
     assert "9bbb_B: its prediction has 2 chains; compare complexes with --complexes true" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("key", "words"), [("9zzz_A", "no 9zzz.cif"), ("9aaa_Q", "no protein chain 'Q'"), ("9aaa_", "not a chain key")]
-)
-def test_chain_that_is_not_there(cases, key, words):
-    """Catches a KeyError for a chain or file that does not exist."""
-    root, _ = cases
-    folder = root / "predictions" / key
-    if not folder.exists():
-        (root / "predictions" / "9bbb_B").rename(folder)
-    with pytest.raises(UserError, match=words):
-        compare_all(root / "predictions", root / "structures", {"train": [key]})
-
-
-def test_chain_without_prediction(cases):
-    """Catches an error that does not name the missing folder and the command to run."""
-    root, _ = cases
-    (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
-    with pytest.raises(UserError, match=r"9bbb_B: no ranking\.json.*evodsp predict"):
-        compare_all(root / "predictions", root / "structures", KEYS)
-
-
-def test_chains_that_are_not_predicted_yet(cases, capsys):
-    """Catches a chain without a prediction that costs the scores of all others, and one that is left out without a word."""
-    root, _ = cases
-    (root / "predictions" / "9bbb_B" / "ranking.json").unlink()
-    found = write_report(root / "predictions", root / "structures", KEYS, root / "shown")
-    assert [one.name for one in found] == ["9aaa_B"]
-    said = capsys.readouterr().out
-    assert "held-out: 1 of 1 chain left out for want of a finished prediction" in said
-    assert "train: 1 of 1" not in said
-
-
 def test_the_command_reports_mistakes_in_one_line(cases, capsys, tmp_path):
     """Catches a traceback, a wrong exit code (2 for mistakes, 0 for success), chains of a file that are not read, and
     columns of a baseline that nobody asked for."""
     root, _ = cases
-    common = [
-        "score",
-        "--predictions",
-        str(root / "predictions"),
-        "--structures",
-        str(root / "structures"),
-        "--output",
-        str(root),
-    ]
     (held := tmp_path / "held.txt").write_text("9bbb_B\n")
-    assert main([*common, "--train", "9aaa_B", "--held-out", str(held)]) == 0
-    table = (root / "scores.csv").read_text()
+    assert score_command(root, "--train", "9aaa_B", held_out=str(held)) == 0
+    table = (root / "shown" / "scores.csv").read_text()
     assert table.startswith("chain,split,residues,resolved,plddt,lddt_ca,rmsd,gdt_ts,tm_score\n")
     assert table.count("held-out") == 1
     assert "nearest" not in capsys.readouterr().out
-    assert main([*common, "--train", "9zzz_A"]) == 2
+    assert score_command(root, held_out="9zzz_A") == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -51,38 +51,34 @@ def gemmi_structure(text: str, file_format: str) -> gemmi.Structure:
     return gemmi.read_pdb_string(text)
 
 
+def read_by_gemmi(text: str, file_format: str) -> dict[tuple[int, str], np.ndarray]:
+    chain = gemmi_structure(text, file_format)[0]["A"]
+    assert {a.element.name == a.name[0] for r in chain for a in r} == {True}
+    return {(r.seqid.num, a.name): np.array([*a.pos.tolist(), a.b_iso]) for r in chain for a in r}
+
+
+def read_by_biopython(text: str, file_format: str) -> dict[tuple[int, str], np.ndarray]:
+    """It is stricter than gemmi."""
+    parser = MMCIFParser(QUIET=True) if file_format == "cif" else PDBParser(QUIET=True, PERMISSIVE=False)
+    model = parser.get_structure("x", io.StringIO(text))[0]
+    return {(a.get_parent().id[1], a.get_name()): np.array([*a.coord, a.bfactor]) for a in model["A"].get_atoms()}
+
+
+@pytest.mark.parametrize("read", [read_by_gemmi, read_by_biopython])
 @pytest.mark.parametrize("file_format", FORMATS)
-def test_gemmi_reads_every_atom_back(file_format):
+def test_others_read_every_atom_back(file_format, read):
     """Catches a shifted column, a lost atom, and another residue's B-factor."""
-    s = structure()
-    chain = gemmi_structure(structure_text(s, file_format), file_format)[0]["A"]
-    found = {(r.seqid.num, a.name): np.array([*a.pos.tolist(), a.b_iso]) for r in chain for a in r}
-    wanted = expected_atoms(s)
+    found, wanted = read(structure_text(structure(), file_format), file_format), expected_atoms(structure())
     assert found.keys() == wanted.keys()
     for key, numbers in wanted.items():
         np.testing.assert_allclose(found[key][:3], numbers[:3], atol=1e-3)
         np.testing.assert_allclose(found[key][3], numbers[3], atol=6e-3)
-    elements = {a.element.name == a.name[0] for r in chain for a in r}
-    assert elements == {True}
-
-
-@pytest.mark.parametrize("file_format", FORMATS)
-def test_biopython_reads_every_atom_back(file_format):
-    """Catches files that only gemmi, a lenient reader, accepts."""
-    s = structure()
-    parser = MMCIFParser(QUIET=True) if file_format == "cif" else PDBParser(QUIET=True, PERMISSIVE=False)
-    model = parser.get_structure("x", io.StringIO(structure_text(s, file_format)))[0]
-    found = {(a.get_parent().id[1], a.get_name()): np.array([*a.coord, a.bfactor]) for a in model["A"].get_atoms()}
-    wanted = expected_atoms(s)
-    assert found.keys() == wanted.keys()
-    for key, numbers in wanted.items():
-        np.testing.assert_allclose(found[key], numbers, atol=6e-3)
-        np.testing.assert_allclose(found[key][:3], numbers[:3], atol=1e-3)
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
 def test_own_reader_gets_the_whole_sequence(file_format, tmp_path):
-    """Catches residues without atoms lost from the sequence: scores would compare shifted residues."""
+    """Catches residues without atoms lost from the sequence: scores would compare shifted residues; and a single residue that
+    is written as a ligand, which no reader of proteins finds."""
     s = structure()
     path = tmp_path / f"target.{file_format}"
     path.write_text(structure_text(s, file_format))
@@ -90,6 +86,9 @@ def test_own_reader_gets_the_whole_sequence(file_format, tmp_path):
     assert chain.sequence == s.sequence
     np.testing.assert_array_equal(chain.mask, s.mask)
     np.testing.assert_allclose(chain.positions[s.mask > 0], s.positions[s.mask > 0], atol=1e-3)
+    one = replace(s, aatype=s.aatype[:1], positions=s.positions[:1], mask=s.mask[:1], plddt=s.plddt[:1])
+    path.write_text(structure_text(one, file_format))
+    assert read_chain(path, "A").sequence == s.sequence[0]
 
 
 def test_pdb_columns():
@@ -197,27 +196,6 @@ def test_odd_names(file_format, name):
     assert len(gemmi_structure(text, file_format)[0]["A"]) == 23
 
 
-@pytest.mark.parametrize("file_format", FORMATS)
-def test_a_single_residue_is_a_chain(file_format, tmp_path):
-    """Catches a residue that is written as a ligand, which no reader of proteins finds."""
-    whole = structure()
-    one = replace(
-        whole, aatype=whole.aatype[:1], positions=whole.positions[:1], mask=whole.mask[:1], plddt=whole.plddt[:1]
-    )
-    path = tmp_path / f"one.{file_format}"
-    path.write_text(structure_text(one, file_format))
-    assert read_chain(path, "A").sequence == whole.sequence[0]
-
-
-@pytest.mark.parametrize("file_format", FORMATS)
-def test_nan_is_an_error_that_names_the_residue(file_format):
-    """Catches a file full of 'nan' from a diverged model."""
-    s = structure()
-    s.positions[9, 1, 2] = np.nan
-    with pytest.raises(UserError, match=r"residue 10 .*checkpoint"):
-        structure_text(s, file_format)
-
-
 @pytest.mark.parametrize("where", ["plddt", "row", "column"])
 def test_nan_in_the_confidence_of_a_residue_without_atoms(where):
     """Catches a traceback of the JSON writer: the confidence of an X is written too, so NaN must be found there."""
@@ -232,11 +210,19 @@ def test_nan_in_the_confidence_of_a_residue_without_atoms(where):
         structure_text(s, "cif")
 
 
-def test_masked_nan_does_not_matter():
-    """Catches an error about NaN positions of absent atoms."""
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_atoms_that_no_file_can_have(file_format):
+    """Catches a file full of 'nan' from a diverged model, an error about those of absent atoms, and an empty file for a query
+    that consists of X only."""
     s = structure()
     s.positions[4] = np.nan
-    assert "nan" not in structure_text(s, "pdb").lower()
+    assert "nan" not in structure_text(s, file_format).lower().split()
+    s.positions[9, 1, 2] = np.nan
+    with pytest.raises(UserError, match=r"residue 10 .*checkpoint"):
+        structure_text(s, file_format)
+    s.mask[:] = 0
+    with pytest.raises(UserError, match="no atoms"):
+        structure_text(s, file_format)
 
 
 def test_pdb_limits_suggest_cif():
@@ -263,12 +249,3 @@ def test_largest_pdb_numbers_fit():
     assert {len(line) for line in lines} == {80}
     ca = next(line for line in lines if line.startswith("ATOM") and line[12:16] == " CA ")
     assert ca[30:54] == "9999.999-999.999   0.000"
-
-
-@pytest.mark.parametrize("file_format", FORMATS)
-def test_no_atoms_is_an_error(file_format):
-    """Catches an empty file for a query that consists of X only."""
-    s = structure()
-    s.mask[:] = 0
-    with pytest.raises(UserError, match="no atoms"):
-        structure_text(s, file_format)

@@ -1,19 +1,25 @@
-"""predict --templates with real template searches and structures, and a tiny random model."""
+"""predict --templates with real template searches, structures and alignments, and a tiny random model."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
+import gemmi
 import numpy as np
 import pytest
 import torch
 
 from evodsp.cli import main
-from evodsp.config import FeatureConfig
+from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.data.formats import parse_fasta
 from evodsp.data.formats.mmcif import read_chain
 from evodsp.data.records import ProteinSequence
@@ -28,12 +34,13 @@ from evodsp.inference.target_msas import find_templates, template_digest, templa
 from evodsp.inference.targets import Target
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_model, save_model
+from evodsp.weights.command import randomise
 from tests.builders.pages import last_options
 from tests.builders.parameters import noisy
 from tests.builders.templates import random_templates
 from tests.builders.training_chains import SEQUENCES, write_chain
 
-from .test_ptm_model import PTM
+from .conftest import PTM
 
 FEATURES = FeatureConfig(
     crop_size=None, msa_clusters=12, extra_msa=6, max_templates=4, recycles=1, uniform_recycling=False
@@ -94,6 +101,9 @@ def test_templates_reach_the_model(words, real_data, tmp_path, capsys, checkpoin
     assert line.startswith("  templates: 7 templates of 10 hits; ")
     assert "1 hit: no structure (1hf9_B)" in line
 
+    timings = json.loads((templated / NAME / "timings.json").read_text())
+    assert (timings["residues"], timings["alignment_rows"]) == (73, 1140)
+
     (query,) = parse_fasta(real_data / "fasta" / "query73.fasta")
     folder = real_data / "alignments" / NAME
     found = TemplateSource.open(structures).find(folder, query)
@@ -144,58 +154,6 @@ def test_other_templates_are_another_question(words, real_data, tmp_path, capsys
     assert "(templates_digest: " in capsys.readouterr().err
 
 
-def test_a_date_before_all_of_them(words, real_data, tmp_path, capsys):
-    """Catches a run that fails when the date excludes all templates, or a log without the reason."""
-    date = ["--templates", str(real_data / "mmcif_files"), "--max_template_date", "1980-01-01"]
-    assert main([*words, *date]) == 0
-    log = capsys.readouterr().out
-    assert "templates: 0 templates of 10 hits; " in log
-    assert "released too late" in log
-    assert "; none is used\n" in log
-    assert settings(tmp_path / "out")["templates"] == []
-
-
-def test_a_target_without_a_search_result(words, real_data, tmp_path, capsys):
-    """Catches a run with --templates that does not report a missing search result."""
-    folder = tmp_path / "alignments" / NAME
-    shutil.copytree(real_data / "alignments" / NAME, folder)
-    for path in folder.glob("*.hhr"):
-        path.unlink()
-    assert main(last_options([*words, "--alignments", str(folder), "--templates", str(real_data / "mmcif_files")])) == 0
-    assert (
-        f"templates: none; no search result (.hhr, hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto) in {folder}"
-        in capsys.readouterr().out
-    )
-
-
-def test_a_broken_search_result_is_found_before_the_model_runs(words, real_data, tmp_path, capsys):
-    """Catches a truncated search result that is read as one with fewer hits."""
-    folder = tmp_path / "alignments" / NAME
-    shutil.copytree(real_data / "alignments" / NAME, folder)
-    (path,) = folder.glob("*.hhr")
-    text = path.read_text()
-    path.write_text(text[: len(text) // 2])
-    assert main(last_options([*words, "--alignments", str(folder), "--templates", str(real_data / "mmcif_files")])) == 2
-    error = capsys.readouterr().err
-    assert f"{path}:" in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.verify_but("without")
-@pytest.mark.parametrize("name", ["bare", "without"])
-def test_a_model_that_takes_no_templates(words, real_data, tmp_path, capsys, checkpoints, name):
-    """Catches --templates silently ignored by such a model, and the model refused without --templates."""
-    words = last_options([*words, "--checkpoint", str(checkpoints[name])])
-    folder = real_data / "mmcif_files"
-    assert main([*words, "--templates", str(folder)]) == 2
-    error = capsys.readouterr().err
-    assert f"{name}.ckpt: its model takes no templates, but --templates {folder} is given; " in error
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-    assert main(words) == 0
-
-
 @pytest.mark.verify
 def test_of_several_models_those_with_templates_use_them(words, real_data, tmp_path, checkpoints):
     """Catches AlphaFold2's five models of a kind refused with templates, because only two of them take some."""
@@ -206,9 +164,16 @@ def test_of_several_models_those_with_templates_use_them(words, real_data, tmp_p
     assert {name: len(made_with["templates"]) for name, made_with in models.items()} == {"with": 4, "without": 0}
 
 
-def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, checkpoints):
-    """Catches a model with max_templates 0 that differs from one with masked templates, or that loses MSA rows."""
-    assert main(last_options([*words, "--checkpoint", str(checkpoints["bare"])])) == 0
+def test_no_room_for_templates_is_a_masked_template(words, real_data, tmp_path, capsys, checkpoints):
+    """Catches --templates silently ignored by a model with max_templates 0, one that differs from a model with masked
+    templates, or that loses MSA rows."""
+    words, structures = last_options([*words, "--checkpoint", str(checkpoints["bare"])]), real_data / "mmcif_files"
+    assert main([*words, "--templates", str(structures)]) == 2
+    assert (
+        f"bare.ckpt: its model takes no templates, but --templates {structures} is given; " in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out").exists()
+    assert main(words) == 0
     (query,) = parse_fasta(real_data / "fasta" / "query73.fasta")
     alignments = read_alignment_dir(real_data / "alignments" / NAME, query)
     sample = prediction_sample(
@@ -232,6 +197,31 @@ def test_the_fingerprint_covers_templates_of_all_chains() -> None:
     assert template_digest(none) == ""
 
 
+def test_what_becomes_of_a_search(real_data: Path, tmp_path: Path) -> None:
+    """Catches a date that excludes all templates and fails, a missing search result that is not said, and a truncated one that
+    is read as one with fewer hits."""
+    (query,) = parse_fasta(real_data / "fasta" / "query73.fasta")
+    shutil.copytree(real_data / "alignments" / NAME, folder := tmp_path / NAME)
+    target = Target(query, folder)
+
+    def said(latest: date | None = None) -> str:
+        source = template_source(TemplateSettings(real_data / "mmcif_files", latest, None, None))
+        return find_templates(source, target, 4)[1][0]
+
+    line = said(date(1980, 1, 1))
+    assert line.startswith("templates: 0 templates of 10 hits; ")
+    assert "released too late" in line
+    assert line.endswith("; none is used")
+    (path,) = folder.glob("*.hhr")
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    with pytest.raises(UserError, match=f"{path}:"):
+        said()
+    path.unlink()
+    none = "templates: none; no search result (.hhr, hmm_output.sto, hmmsearch_output.sto or pdb_hits.sto) in"
+    assert said() == f"{none} {folder}"
+
+
 def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a list of template chains that is not used, hits that need a folder of alignments, and wrong names."""
     for key, letters in SEQUENCES.items():
@@ -252,3 +242,55 @@ def test_templates_without_a_search(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "--template_chains is given without --templates" in capsys.readouterr().err
     assert main([*words, "--templates", str(structures), "--max_template_date", "2020-01-01"]) == 2
     assert "--max_template_date is given, but --template_chains names the templates" in capsys.readouterr().err
+
+
+@pytest.mark.verify
+def test_predicts_from_real_alignments(real_data: Path, tmp_path: Path) -> None:
+    """Catches real files that the readers refuse, alignments that are not merged, and an incomplete chain. (A smaller one:
+    `test_templates_reach_the_model`.)"""
+    torch.manual_seed(0)
+    features = FeatureConfig(crop_size=None, msa_clusters=64, extra_msa=128, recycles=1)
+    save_model(tmp_path / "small.ckpt", AlphaFold(ModelConfig.preset("small")), features=features)
+    data = {"fasta": "fasta/6kwc.fasta", "alignments": "alignments/6KWC_1"}
+    words = [f"--{name}={real_data / place}" for name, place in data.items()]
+    assert main(["predict", *words, f"--checkpoint={tmp_path / 'small.ckpt'}", f"--output={tmp_path / 'out'}"]) == 0
+    timings = json.loads((tmp_path / "out" / "6KWC_1" / "timings.json").read_text())
+    assert (timings["residues"], timings["alignment_rows"]) == (191, 1929)
+    chain = gemmi.read_structure(str(tmp_path / "out" / "6KWC_1" / "seed_0.cif"))[0][0]
+    assert len(chain) == 191
+    assert all(residue.find_atom("CA", "*") for residue in chain)
+
+
+@pytest.mark.verify
+def test_two_ranks_predict_the_structures_that_one_process_does(real_data: Path, tmp_path: Path) -> None:
+    """At AlphaFold2's widths, in float32, with query73_A's templates and recycling: within the last digit of the files."""
+    config = ModelConfig.preset("model_1_ptm")
+    two_blocks = {name: dataclasses.replace(getattr(config, name), blocks=2) for name in ("evoformer", "extra_msa")}
+    model = AlphaFold(dataclasses.replace(config, **two_blocks))
+    randomise(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.7)  # larger ones amplify the rounding of float32 without end
+    features = FeatureConfig(crop_size=None, msa_clusters=64, extra_msa=128, recycles=1, max_templates=4)
+    save_model(tmp_path / "wide.ckpt", model, features=features)
+    data = {"alignments": "alignments", "templates": "mmcif_files"}
+    words = [str(real_data / "fasta"), *(f"--{name}={real_data / folder}" for name, folder in data.items())]
+    for ranks in ("1", "2"):
+        options = [
+            f"--checkpoint={tmp_path / 'wide.ckpt'}",
+            f"--output={tmp_path / ranks}",
+            f"--parallel.sequence={ranks}",
+        ]
+        command = [sys.executable, "-m", "evodsp", "predict", *words, *options]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    log = (tmp_path / "2" / "predict.log").read_text()
+    assert "the best 4 are used: 3u8v_A, 2crb_A, 4zey_A, 1psm_A" in log
+    for name in ("6KWC_1", "query73_A"):
+        alone, both = (
+            np.array([atom.atom.pos.tolist() for atom in gemmi.read_structure(str(file))[0].all()])
+            for file in (tmp_path / ranks / name / "seed_0.cif" for ranks in ("1", "2"))
+        )
+        assert alone.shape == both.shape
+        assert np.ptp(alone) > 10  # a structure, not a point
+        assert np.abs(alone - both).max() < 1.5e-3  # files have three decimals

@@ -262,18 +262,16 @@ def fetch_from(answers: Answer, folder: Path, place: str = "", hours: float = 1.
     return str(raised.value)
 
 
+NEGATIVE = tarfile.TarInfo("x").tobuf()[:124] + b"\xff" * 12 + tarfile.TarInfo("x").tobuf()[136:]
+
+
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
         (answer(b"", "302 Found", Location="file:///etc/passwd"), "no address to follow"),
         (answer(b"", "403 \x1b[31mred"), r"\\x1b\[31mred"),
         (answer(b"x" * 100), "not an uncompressed tar archive"),
-        (
-            answer(
-                tarfile.TarInfo("x").tobuf()[:124] + b"\xff" + b"\xff" * 10 + b"\0" + tarfile.TarInfo("x").tobuf()[136:]
-            ),
-            "tar",
-        ),
+        (answer(NEGATIVE), "tar"),
         (b"FOO BAR\r\n\r\n", "FOO BAR"),
     ],
     ids=["redirection", "forbidden", "short", "negative", "no_http"],
@@ -283,7 +281,7 @@ def test_an_archive_of_a_hostile_server(sent: bytes, words: str, tmp_path: Path)
     assert re.search(words, fetch_from(lambda first, rest, send: send(sent), tmp_path, "/all.tar"))
 
 
-@pytest.mark.parametrize("length", ["9" * 400, "-5", "abc", "²"])
+@pytest.mark.parametrize("length", ["9" * 400, "-5", "²"])
 def test_a_size_that_is_none(length: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches tracebacks of a size that is no number, or that no number can hold."""
     monkeypatch.setattr(download.time, "sleep", lambda seconds: None)

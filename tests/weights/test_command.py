@@ -1,8 +1,9 @@
-"""`evodsp weights import` and `evodsp weights export`."""
+"""`evodsp weights import` and `export`: a model survives every format, and parameter files can be used directly."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from evodsp.cli import main
 from evodsp.config import FeatureConfig, ModelConfig
 from evodsp.errors import UserError
 from evodsp.model.alphafold import AlphaFold
-from evodsp.weights.checkpoint import load_features, load_model, save_model
+from evodsp.weights.checkpoint import is_parameter_file, load_features, load_model, save_model
 from evodsp.weights.config import preset_of, published_features
 from evodsp.weights.deepmind import export_deepmind, read_npz, write_npz
-from evodsp.weights.openfold import export_openfold
+from evodsp.weights.openfold import export_openfold, write_openfold
+from tests.builders.weights import random_model, same
 from tests.shared import load
 
 
@@ -27,7 +29,8 @@ def weights(*words: str | Path) -> int:
 def test_golden_parameters_through_both_commands(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Catches commands that lose or change a bit, or write other sizes than the file's into the checkpoint."""
+    """Catches an array dropped, duplicated, transposed, split at the wrong head, or of another shape than DeepMind's, commands
+    that lose or change a bit, or write other sizes than the file's into the checkpoint."""
     checkpoint, output = tmp_path / "made" / "model.ckpt", tmp_path / "made" / "params.npz"
     assert (
         weights("import", "--checkpoint", golden / "params.npz", "--output", checkpoint, "--preset", "model_1_ptm") == 0
@@ -39,7 +42,9 @@ def test_golden_parameters_through_both_commands(
     assert weights("export", "--checkpoint", checkpoint, "--output", output) == 0
     expected, found = load(golden / "params.npz"), read_npz(output)
     assert set(found) == set(expected)
-    assert all(np.array_equal(found[key], value) for key, value in expected.items())
+    for key, value in expected.items():
+        assert (found[key].shape, found[key].dtype) == (value.shape, value.dtype), key
+        assert found[key].tobytes() == value.tobytes(), key
     assert {path.name for path in checkpoint.parent.iterdir()} == {"model.ckpt", "params.npz"}
 
 
@@ -139,3 +144,82 @@ def test_feature_sizes_of_the_published_models() -> None:
         (512, 2048, 20), (512, 1152, 20), (256, 1152, 3), (256, 1152, 3),
     ]  # fmt: skip
     assert published_features("small") == FeatureConfig()
+
+
+TEST = ModelConfig.preset("test")
+FORMATS = [("deepmind", ".npz"), ("openfold", ".pt"), ("openfold-legacy", ".pt")]
+
+
+def evodsp(*words: str | Path) -> None:
+    assert main([str(word) for word in words]) == 0, words
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("name", "suffix"), FORMATS)
+def test_a_model_is_the_same_after_every_format(name: str, suffix: str, fused: bool, tmp_path: Path) -> None:
+    """Catches a bit or a size that is lost, and parameters that are exchanged, in export and import."""
+    model, features = random_model(TEST, 0), FeatureConfig(msa_clusters=7, extra_msa=5, recycles=1)
+    save_model(own := tmp_path / "own.ckpt", model, features=features)
+    out, back = tmp_path / f"out{suffix}", tmp_path / "back.ckpt"
+    words = ["--checkpoint", own, "--output", out, "--format", name, *["--fused"][: int(fused)]]
+    evodsp("weights", "export", *words)
+    evodsp("weights", "import", "--checkpoint", out, "--output", back, "--like", own)
+    assert load_model(back).config == TEST
+    assert load_features(back) == features
+    assert same(load_model(back), model)
+
+
+@pytest.mark.verify_but("deepmind-.npz")
+@pytest.mark.parametrize(("name", "suffix"), FORMATS)
+def test_a_parameter_file_is_used_as_it_is(name: str, suffix: str, tmp_path: Path) -> None:
+    """Catches `predict --checkpoint params_model_1_ptm.npz` refused, and a file's kind decided by its suffix."""
+    model = random_model(TEST, 0)
+    for path in (tmp_path / f"x{suffix}", tmp_path / "x.ckpt"):
+        if name == "deepmind":
+            write_npz(path, export_deepmind(model))
+        else:
+            write_openfold(path, export_openfold(model, legacy=name == "openfold-legacy"))
+        assert is_parameter_file(path)
+        loaded = load_model(path, preset="test")
+        assert not loaded.training
+        assert same(loaded, model)
+        assert load_features(path, preset="model_2_ptm") == published_features("model_2_ptm")
+        with pytest.raises(UserError, match="give --preset"):
+            load_model(path)
+        with pytest.raises(UserError, match="give --preset"):
+            load_features(path)
+        with pytest.raises(UserError, match="Did you mean 'test'"):
+            load_features(path, preset="tst")
+        with pytest.raises(UserError, match="is it another model's file"):
+            load_model(path, preset="small")
+
+
+def test_the_name_of_a_parameter_file_says_the_preset(tmp_path: Path) -> None:
+    """Catches the feature sizes of another model than the file's name says."""
+    write_openfold(tmp_path / "x.pt", export_openfold(AlphaFold(TEST)))
+    for name, preset in (("finetuning_ptm_2", "model_1_ptm"), ("finetuning_no_templ_1", "model_3")):
+        shutil.copy(tmp_path / "x.pt", path := tmp_path / f"{name}.pt")
+        assert load_features(path) == published_features(preset)
+        with pytest.raises(UserError, match=r"the model needs|no array"):  # the file is narrower than the preset
+            load_model(path)
+
+
+def test_a_file_is_converted_without_a_checkpoint_between(tmp_path: Path) -> None:
+    """Catches bits lost, and a preset not passed on, in a conversion from DeepMind's format to OpenFold's."""
+    model = random_model(TEST, 0)
+    write_npz(tmp_path / "a.npz", export_deepmind(model))
+    evodsp("weights", "export", "--checkpoint", tmp_path / "a.npz", "--preset=test", "--output", tmp_path / "b.pt")
+    evodsp("weights", "export", "--checkpoint", tmp_path / "b.pt", "--preset=test", "--output", tmp_path / "c.npz")
+    assert same(load_model(tmp_path / "c.npz", preset="test"), model)
+
+
+def test_the_weights_of_the_last_step_of_openfolds_training(tmp_path: Path) -> None:
+    """Catches `--raw` ignored on import."""
+    raw, averaged = (export_openfold(random_model(TEST, seed)) for seed in (0, 1))
+    lightning = {f"model.{key}": value for key, value in raw.items()}
+    torch.save({"state_dict": lightning, "ema": {"params": averaged}}, path := tmp_path / "x.pt")
+    words = ("weights", "import", "--checkpoint", path, "--preset=test", "--output")
+    evodsp(*words, tmp_path / "averaged.ckpt")
+    evodsp(*words, tmp_path / "raw.ckpt", "--raw")
+    assert same(load_model(tmp_path / "raw.ckpt"), random_model(TEST, 0))
+    assert same(load_model(tmp_path / "averaged.ckpt"), random_model(TEST, 1))

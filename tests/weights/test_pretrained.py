@@ -1,12 +1,14 @@
-"""Models as folders that travel: bitwise back; and what is damaged or hostile is one line before anything is allocated."""
+"""Models as folders that travel, also through the hub: bitwise back, with a card; what is damaged or hostile is one line."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from evodsp.inference.jobs import find_models
 from evodsp.model.alphafold import AlphaFold
 from evodsp.weights.checkpoint import load_features, load_model, save_model
 from evodsp.weights.initial import initialise
+from evodsp.weights.pretrained import model_card
 from tests.builders.weights import SMALL, random_model, same
 
 FEATURES = FeatureConfig(crop_size=None, msa_clusters=7, extra_msa=5, max_templates=2, recycles=1)
@@ -148,7 +151,6 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-1000]),
         "model.safetensors: not a readable safetensors file",
     ),
-    "empty": (lambda folder: (folder / WEIGHTS).write_bytes(b""), "not a readable safetensors file"),
     "a header of any size": (_header(1 << 40), "not a readable safetensors file"),
     "a pickle": (lambda folder: torch.save({"a": torch.zeros(3)}, folder / WEIGHTS), "not a readable safetensors file"),
     "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "but no file model.safetensors; copy the folder again"),
@@ -157,31 +159,22 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / CONFIG).write_text('{"model_type": "bert", "architectures": ["BertModel"]}'),
         "config.json: model_type is 'bert', but must be 'evodsp': this is another program's model",
     ),
-    "a list": (lambda folder: (folder / CONFIG).write_text("[1]"), "model_type is None, but must be 'evodsp'"),
     "no JSON": (lambda folder: (folder / CONFIG).write_text("{"), "config.json:1: not JSON"),
-    "deep JSON": (lambda folder: (folder / CONFIG).write_text("[" * 200_000), "JSON that is nested too deeply"),
     "large JSON": (lambda folder: (folder / CONFIG).write_text(" " * (2 << 20)), "config.json: larger than 1 MiB"),
     "an unknown key": (
         lambda folder: with_config(folder, feature={}),
         "unknown key 'feature'. Did you mean 'features'?",
     ),
-    "an unknown size": (lambda folder: with_config(folder, model_config={"chanels": 1}), "Did you mean 'channels'?"),
     "no sizes": (lambda folder: with_config(folder, model_config=None), "it lacks model_config"),
     "from the future": (
         lambda folder: with_config(folder, format_version=9, evodsp_version="7.0", new_part={}),
         "config.json: written by evodsp '7.0' in format version 9, but this evodsp",
     ),
     "other sizes": (_larger, "has the shape"),
-    "another sum": (lambda folder: with_config(folder, sha256="0" * 64), "damaged, or not the weights of config.json"),
     "a strange sum": (lambda folder: with_config(folder, sha256=[1]), "damaged, or not the weights of config.json"),
     "an unknown array": (
         lambda folder: with_weights(folder, lambda w: {**w, "x": torch.zeros(1)}),
         "the model has no parameter for array 'x'",
-    ),
-    "an array less": (lambda folder: with_weights(folder, lambda w: dict(sorted(w.items())[1:])), "no array"),
-    "whole numbers": (
-        lambda folder: with_weights(folder, lambda w: {name: value.int() for name, value in w.items()}),
-        "is not an array of floats",
     ),
     "not finite": (
         lambda folder: with_weights(folder, lambda w: {name: value * torch.nan for name, value in w.items()}),
@@ -248,3 +241,205 @@ def test_estimate_takes_a_folder(folder: Path, capsys: pytest.CaptureFixture[str
     """Catches a command that does not know folders, or estimates with other sizes than the folder's."""
     assert main(["estimate", "--residues", "16", "--checkpoint", str(folder)]) == 0
     assert "2 passes a seed, 7 MSA rows, 5 extra ones" in capsys.readouterr().out
+
+
+Asked = dict[str, Any]
+FETCHED = ["model.safetensors", "config.json", "README.md"]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., str]], None]:
+    """Puts a function in the place of huggingface_hub's."""
+
+    def play(snapshot_download: Callable[..., str]) -> None:
+        module = ModuleType("huggingface_hub")
+        module.snapshot_download = snapshot_download  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+
+    return play
+
+
+@pytest.fixture
+def asked(hub: Callable[[Callable[..., str]], None], folder: Path) -> list[Asked]:
+    """A hub of one model, organisation/name; the list is what it has been asked for."""
+    seen: list[Asked] = []
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        seen.append({"repo_id": repo_id, **options})
+        return str(folder)
+
+    hub(snapshot_download)
+    return seen
+
+
+def test_only_the_three_files_of_the_revision_are_fetched(asked: list[Asked], folder: Path) -> None:
+    """Catches a revision that is lost, and other files of a stranger's repository that are fetched."""
+    model = load_model(folder)
+    for revision in (None, "v1.0"):
+        assert same(evodsp.from_pretrained("organisation/name", revision=revision), model)
+        assert asked.pop() == {"repo_id": "organisation/name", "revision": revision, "allow_patterns": FETCHED}
+    for name, revision in {
+        "hf:organisation/name": None,
+        "hf://organisation/name@refs/pr/3": "refs/pr/3",
+        Path("hf://organisation/name@abc"): "abc",
+    }.items():
+        assert same(load_model(name), model)
+        assert asked.pop() == {"repo_id": "organisation/name", "revision": revision, "allow_patterns": FETCHED}
+
+
+def test_checkpoints_are_named_by_the_hub(asked: list[Asked], folder: Path) -> None:
+    """Catches options that do not know the hub, and a model that is called by a folder of the cache."""
+    found = find_models([Path("hf:organisation/name@v1")])
+    assert [one.path for one in found] == [folder]
+    model = random_model(ModelConfig.preset("test"), 1)
+    initialise(model, "hf:organisation/name@v2")
+    assert same(model, load_model(folder))
+    assert {one["revision"] for one in asked} == {"v1", "v2"}
+
+
+def test_a_folder_of_this_machine_comes_first(
+    asked: list[Asked], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a question to the hub for a model that lies here."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model(ModelConfig.preset("test"), 2)
+    evodsp.save_pretrained(model, "organisation/name")
+    assert same(evodsp.from_pretrained("organisation/name"), model)
+    assert asked == []
+    with pytest.raises(UserError, match="a folder of this machine has no revision 'v1'"):
+        evodsp.from_pretrained("organisation/name", revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("hf:name", "not the name of a model on the hub; write hf:organisation/name"),
+        ("hf:a/b/c", "not the name of a model on the hub"),
+        ("hf:../b", "not the name of a model on the hub"),
+        ("name", "no such folder; give a folder of model.safetensors and config.json, or organisation/name"),
+        ("runs/x/checkpoints/best.ckpt", "no such folder"),
+    ],
+)
+def test_what_is_no_name_is_not_asked_for(source: str, expected: str, asked: list[Asked]) -> None:
+    """Catches a mistyped path that goes to the network."""
+    with pytest.raises(UserError, match=expected) as caught:
+        evodsp.from_pretrained(source)
+    assert str(caught.value).startswith(source)
+    assert asked == []
+
+
+def test_what_the_hub_refuses_is_one_line(hub: Callable[[Callable[..., str]], None]) -> None:
+    """Catches a traceback of huggingface_hub."""
+
+    def refuse(*_: Any, **__: Any) -> str:
+        raise OSError("401 Client Error.\n\nRepository Not Found")
+
+    hub(refuse)
+    with pytest.raises(
+        UserError, match=r"hf:a/b@v1: cannot be had from the hub \(401 Client Error. Repository Not"
+    ) as caught:
+        load_model("hf:a/b@v1")
+    assert "\n" not in str(caught.value)
+
+
+def test_without_huggingface_hub_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback where the extra is not installed."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(UserError, match=r"which is not installed; pip install 'evodsp\[hub\]', or give a folder"):
+        evodsp.from_pretrained("organisation/name")
+
+
+RUN_CONFIG = """
+init_from: /home/someone/secret/first.ckpt
+data:
+  train_chains: /home/someone/secret/train.txt
+  validation_chains: [1abc_A, 2abc_B]
+  alignment_dir: ../other/alignments
+  store: null
+  exclude_like: /home/someone/validation.txt
+  exclude_identity: 0.3
+model:
+  ema_decay: 0.99
+  loss: {backbone_fape: 2.0, violation: 0.0}
+  optimizer: {lr: 0.002, schedule: "cosine | <b>"}
+"""
+CURVE = """step,epoch,seconds,train/loss,val/lddt_ca,val/lddt_ca/1abc_A,val/rmsd
+9,0,1.0,5.0,,,
+19,0,2.0,4.0,0.61234567,0.5,2.5
+39,0,3,3.0,0.8,0.7,2.0
+"""
+BASELINE = '{"lddt_ca": 0.5, "validation_chains": 2, "copies": []}'
+
+
+@pytest.fixture(scope="module")
+def small_model() -> AlphaFold:
+    return random_model(ModelConfig.preset("test"), 0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoints").mkdir()
+    for name, text in {"config.yaml": RUN_CONFIG, "curve.csv": CURVE, "baseline.json": BASELINE}.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_data_recipe_and_scores_are_those_of_the_run(small_model: AlphaFold, run: Path) -> None:
+    """Catches scores of another step, a setting that is lost, and a path of the machine that is published."""
+    checkpoint = {"global_step": 30, "samples_per_step": 8, "ema_state_dict": {}}
+    card = model_card("a name", small_model, run / "checkpoints" / "best.ckpt", checkpoint)
+    rows = dict(line.strip("| ").split(" | ", 1) for line in card.splitlines() if line.startswith("| "))
+    assert rows["data.train_chains"] == "train.txt"
+    assert rows["data.alignment_dir"] == "alignments"
+    assert rows["data.validation_chains"] == r"\['1abc_A', '2abc_B'\]"
+    assert (rows["data.exclude_like"], rows["data.exclude_identity"]) == ("validation.txt", "0.3")
+    (run / "config.yaml").write_text(RUN_CONFIG.replace("/home/someone/validation.txt", "null"))
+    assert "exclude" not in model_card("a", small_model, run / "checkpoints" / "best.ckpt", checkpoint)
+    assert rows["init_from"] == "first.ckpt"
+    assert rows["model.optimizer.schedule"] == r"cosine \| \<b\>"
+    assert rows["model.loss.backbone_fape"] == "2.0"
+    assert not {"data.store", "model.loss.violation"} & rows.keys()
+    assert (rows["lDDT-CA (0 to 1)"], rows["RMSD of CA (Å)"]) == ("0.6123", "2.5")
+    assert "someone" not in card
+    assert "after 30 steps of 8 samples each" in card
+    assert "after 20 steps" in card
+    assert "copying the nearest training chain (0 of 2 chains) scores an lDDT-CA of 0.500" in card
+    assert "# a name" in card
+    assert "best.ckpt: the moving average of the weights." in card
+
+
+def test_a_card_names_the_limit_that_ended_the_run(small_model: AlphaFold, run: Path) -> None:
+    """Catches ten million samples, the default of the other limit, beside 40 steps; and a limit left out that came first."""
+    for steps, row in (40, "| trainer.max_steps | 40 |"), (-1, "| max_samples | 10000000 |"):
+        (run / "config.yaml").write_text(f"max_samples: 10000000\ntrainer: {{max_steps: {steps}}}\n")
+        card = model_card("a", small_model, run / "checkpoints" / "best.ckpt", {})
+        assert row in card
+        assert card.count("max_") - card.count("max_steps | -1") == 1
+    (run / "config.yaml").write_text("max_samples: 100\ntrainer: {max_steps: 40}\n")
+    counts = {"global_step": 13, "samples_per_step": 8}
+    assert "| max_samples | 100 |" in model_card("a", small_model, run / "checkpoints" / "best.ckpt", counts)
+
+
+def test_raw_weights_are_not_given_the_scores_of_the_average(small_model: AlphaFold, run: Path) -> None:
+    """Catches a card that praises weights for the scores of others."""
+    card = model_card(
+        "a", small_model, run / "checkpoints" / "best.ckpt", {"global_step": 30, "ema_state_dict": {}}, raw=True
+    )
+    assert "best.ckpt: the raw weights." in card
+    assert "scores of the moving average, not of these raw weights" in card
+
+
+def test_a_checkpoint_before_the_first_validation_has_no_scores(small_model: AlphaFold, run: Path) -> None:
+    """Catches scores of later weights."""
+    card = model_card("a", small_model, run / "checkpoints" / "last.ckpt", {"global_step": 10})
+    assert "no validation scores up to these weights" in card
+
+
+def test_without_a_run_the_card_says_so(small_model: AlphaFold, run: Path, tmp_path: Path) -> None:
+    """Catches a card with the data of a folder that happens to be near, and published parameters without their licence."""
+    assert "says nothing of them" in model_card("a", small_model, run / "elsewhere.ckpt", {})
+    assert "CC BY 4.0" in model_card("a", small_model, Path("params_model_1_ptm.npz"))
+    evodsp.save_pretrained(small_model, tmp_path / "made", checkpoint=None)
+    text = (tmp_path / "made" / "README.md").read_text()
+    assert text.startswith("---\nlibrary_name: evodsp\n")
+    assert "# made" in text

@@ -86,9 +86,7 @@ def test_a_deepspeed_folder_through_the_commands(arrays: Arrays, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda folder: (folder / "latest").write_text("step9"), "latest: names no folder in"),
         (lambda folder: (folder / "latest").write_text("../12-3000.ckpt/checkpoint"), "latest: names no folder in"),
-        (lambda folder: (folder / "latest").write_text(""), "latest: names no folder in"),
         (lambda folder: states(folder).unlink(), "but not a DeepSpeed checkpoint"),
         (lambda folder: states(folder).rename(states(folder, "zero_pp_rank_0_")), "ZeRO stage 3"),
         (lambda folder: states(folder).with_name("mp_rank_01_model_states.pt").touch(), "2 files"),
@@ -128,13 +126,8 @@ class Calls:
     [
         (lambda trace: Calls(os.system, f"touch {trace}"), "posix.system"),
         (lambda trace: Calls(eval, f"open({str(trace)!r}, 'w')"), "builtins.eval"),
-        (
-            lambda trace: Calls(open, str(trace), "w"),
-            None,
-        ),  # io.open is replaced by a stand-in, which cannot open a file
-        (lambda trace: Calls(Path.touch, Path(trace)), "builtins.getattr"),
+        (lambda trace: Calls(open, str(trace), "w"), None),  # a stand-in for io.open, which cannot open a file
         (lambda trace: Calls(pickle.loads, pickle.dumps(Calls(eval, f"open({str(trace)!r}, 'w')"))), None),
-        (lambda trace: Calls(np.save, str(trace), 1), None),
     ],
 )
 def test_nothing_of_a_malicious_file_runs(

@@ -1,14 +1,26 @@
-"""Line charts: points where their values are, readable axes, nothing outside of the picture."""
+"""Pages and charts: points where their values are, readable axes, nothing outside of the picture, no text as markup."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import tomllib
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
+import jinja2
+import numpy as np
 import pytest
 
-from evodsp.report.page import Level, Series, histogram, lines, stacked, timeline
+import evodsp
+from evodsp.inference.pages.residue_charts import strip
+from evodsp.report.page import Level, Page, Series, histogram, lines, mark, picture, render, stacked, timeline
+from evodsp.report.run_command import page
+from evodsp.report.runs import read_runs
+from tests.builders.browser import NEEDS_CHROMIUM, cut
+from tests.builders.hostile import EVIL, SHOWN
+from tests.builders.run_folder import make_run, write_bar
 
 
 def drawing(series: list[Series], scale: str = "auto") -> ElementTree.Element:
@@ -182,3 +194,160 @@ def test_bars_that_cannot_be_drawn_are_errors() -> None:
     for values in ([1.0], [1.0, -1.0]):
         with pytest.raises(ValueError, match="one value of at least 0"):
             stacked(["a", "b"], {"weights": values})
+
+
+def test_every_text_is_escaped() -> None:
+    """Catches a chain's name or an error message that becomes markup."""
+    bad = "<i>&\"'"
+    page = Page(bad, bad)
+    page.verdict(bad, good=False)
+    page.figures({bad: bad})
+    page.heading(bad)
+    page.note(bad)
+    page.table([bad, "n"], [(bad, 1234)])
+    page.charts({bad: histogram([0.0, 1.0], [3], bad, bad)})
+    html = page.html()
+    assert "<i>" not in html
+    assert html.count("&lt;i&gt;&amp;") == 15
+    assert '<td class="number">1,234</td>' in html
+
+
+def test_bars_are_as_high_as_their_counts() -> None:
+    """Catches bars drawn downwards, of a wrong scale, or outside of the picture."""
+    drawing = ElementTree.fromstring(histogram([0.0, 10.0, 20.0, 30.0], [1, 4, 0], "residues", "chains"))
+    bars = [bar for bar in drawing if bar.get("class") == "bar"]
+    heights = [float(bar.get("height", "")) for bar in bars]
+    assert heights[0] == pytest.approx(heights[1] / 4)
+    assert heights[2] == 0
+    bottoms = {round(float(bar.get("y", "")) + float(bar.get("height", "")), 1) for bar in bars}
+    assert len(bottoms) == 1
+    width, height = map(float, (drawing.get("viewBox") or "").split()[2:])
+    assert all(0 <= float(bar.get("x", "")) < width and 0 <= float(bar.get("y", "")) <= height for bar in bars)
+    assert [bar[0].text for bar in bars] == ["0 to 10: 1", "10 to 20: 4", "20 to 30: 0"]
+    with pytest.raises(ValueError, match="2 edges for 2 bars"):
+        histogram([0.0, 1.0], [1, 2], "", "")
+
+
+def test_no_line_ends_within_an_option() -> None:
+    """Catches "--" at the end of a line, and an option that is no longer the command's text."""
+    page = Page("A plan")
+    page.verdict("take --parallel.sequence 2 <b>", good=True)
+    page.note("plan with --cuda_graphs")
+    html = page.html()
+    assert 'take <span class="option">--parallel.sequence</span> 2 &lt;b&gt;</p>' in html
+    assert 'plan with <span class="option">--cuda_graphs</span></p>' in html
+
+
+def test_a_page_needs_no_network_and_follows_the_screen() -> None:
+    """Catches a page that is blank without the network, or black on black."""
+    html = Page("t").html()
+    assert not re.search(r"https?:|<script|<link|@import", html)
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_data_and_scripts_stay_in_their_elements() -> None:
+    """Catches a text in the data that ends its element, or is another one when it is read back."""
+    page = Page("A page")
+    value = {"name": "</script><b>", "numbers": [1, 2.5]}
+    page.data("it", value)
+    found = re.findall(r'<script type="application/json" id="it">(.*?)</script>', page.html())
+    assert [json.loads(text) for text in found] == [value]
+    with pytest.raises(ValueError, match="end tag"):
+        page.script("'</SCRIPT>'")
+
+
+PACKAGE = Path(evodsp.__file__).parent
+TEMPLATES = [path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("*.j2"))]
+BAD = '"><script>alert(1)</script>\' onclick="x'
+
+
+def test_text_in_the_place_of_markup_is_escaped() -> None:
+    """Catches a template that trusts what it is given: a name that ends an attribute, and text where a chart should be."""
+    page = Page("t")
+    page.charts({BAD: picture(1, 1, BAD, [])})
+    page.template("inference/pages/coverage.html.j2", chart=BAD)
+    button = {"number": 0, "name": BAD, "mean_plddt": BAD}
+    page.template("inference/pages/seeds.html.j2", buttons=[button])
+    row = {"target": BAD, "page": BAD}
+    page.template("inference/pages/targets.html.j2", columns={"target": True}, rows=[row], bands=[(BAD, BAD, BAD)])
+    html = page.html()
+    assert "<script" not in html
+    assert not re.search(r'" onclick="', html)
+    assert html.count("&lt;script&gt;") == 10
+
+
+def test_a_picture_is_well_formed_whatever_it_names() -> None:
+    """Catches labels, tips, texts and attributes that end their element, and control characters in any of them."""
+    marks = [mark("rect", BAD, x=1.25, kind=BAD), mark("text", EVIL, EVIL, hidden=None)]
+    svg = ElementTree.fromstring(picture(3, 2, BAD, marks, stroke_width=2))
+    assert (svg.get("aria-label"), svg.get("stroke-width"), svg.get("viewBox")) == (BAD, "2", "0 0 3 2")
+    rect, text = svg
+    assert (rect.attrib, rect[0].text) == ({"class": BAD, "x": "1.2"}, BAD)
+    assert (text.attrib, text[0].text, text[0].tail) == ({}, SHOWN, SHOWN)
+
+
+def test_a_strip_has_a_piece_for_each_band() -> None:
+    """Catches a colour of a neighbouring residue, a missing last piece, and an edge that belongs to the lower band."""
+    svg = ElementTree.fromstring(strip(np.array([95.0, 90.0, 89.9, 10.0]), "x"))
+    pieces = [(piece.get("x"), piece.get("width"), piece.get("fill")) for piece in svg]
+    assert pieces == [("0", "2", "#0053d6"), ("2", "1", "#65cbf3"), ("3", "1", "#ff7d45")]
+
+
+def test_no_template_and_no_module_trusts_a_text() -> None:
+    """Catches a filter that switches escaping off, and markup that Python makes of its own."""
+    assert len(TEMPLATES) > 8
+    for name in TEMPLATES:
+        assert not re.search(r"\|\s*safe|autoescape", (PACKAGE / name).read_text()), name
+    makes = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "Markup(" in path.read_text()}
+    assert makes == {"report/page.py"}
+
+
+def test_a_wheel_has_the_templates() -> None:
+    """Catches a template in a folder that only a checkout has."""
+    listed = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "evodsp"
+    ]
+    packed = {path.relative_to(PACKAGE).as_posix() for pattern in listed for path in PACKAGE.glob(pattern)}
+    assert {*TEMPLATES, "report/templates/page.css"} <= packed
+
+
+def test_a_name_that_a_template_lacks_is_an_error() -> None:
+    """Catches a value of another name that would be an empty place on the page."""
+    with pytest.raises(jinja2.UndefinedError, match="chart"):
+        render("inference/pages/coverage.html.j2", charts="")
+
+
+def every_part() -> Page:
+    """Each kind of part, with long names and many columns, as plans have them."""
+    made = Page("Plan for 512 x H100 SXM", "128 x 768, extra MSA 1024, 10,000,000,000 samples in batches of 128")
+    made.verdict("take --parallel.sequence 8 --model.evoformer.checkpoint 4 --data.train.max_templates 4", good=True)
+    made.figures({"GPU-hours": "28,160,173", "of a pass is exposed communication": "6%", "steps": "1,000,000,000"})
+    made.table([f"column {n}" for n in range(11)], [["28,160,173"] * 11], [f"column {n}" for n in range(11)])
+    meshes, x = [f"{512 >> n} x {1 << n}" for n in range(10)], [2**n for n in range(10)]
+    memory = {part: [0.3 * 3**part] * 10 for part in range(6)}
+    made.charts(
+        {
+            "Memory": stacked(
+                meshes, {f"part {part}": values for part, values in memory.items()}, Level("usable", 73.6)
+            ),
+            "Efficiency": lines([Series("efficiency", x, [1 / n for n in x])], "ranks of a sample", "efficiency"),
+            "Mean pLDDT": histogram(
+                [5.0 * n for n in range(21)], [n * 1000 for n in range(20)], "mean pLDDT", "targets"
+            ),
+        }
+    )
+    made.legend([f"a_run_with_a_name_that_is_{n}_times_as_long_as_any" for n in range(3)])
+    made.wide_chart(
+        "Time line", timeline({"device": [(0.0, 1e-3, "compute")], "link": [(0.0, 5e-4, "all-to-all")]}, "block")
+    )
+    return made
+
+
+@NEEDS_CHROMIUM
+def test_nothing_is_cut_in_a_narrow_window(tmp_path: Path) -> None:
+    """Catches a table without a box that scrolls, charts wider than the window, and labels that are cut or on one another."""
+    runs = [make_run(tmp_path / f"a_run_with_a_name_that_is_{n}_times_as_long_as_any", seed=n) for n in (1, 2)]
+    for chains, run in enumerate(runs, start=1):
+        write_bar(run, 0.7484, chains)
+    pages = {"report": page(read_runs(runs)), "parts": every_part()}
+    assert not cut({name: one.html() for name, one in pages.items()}, 400, tmp_path)
