@@ -98,12 +98,14 @@ def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: i
         assert gradient.abs().max() > 0 or name == "positions", name
 
 
-def test_plddt_does_not_move_the_structure() -> None:
-    """Catches a confidence that is improved by other coordinates: of the terms pLDDT reads `positions`."""
+@pytest.mark.parametrize(("term", "head"), [("plddt", "plddt"), ("pae", "predicted_aligned_error")])
+def test_confidence_does_not_move_the_structure(term: str, head: str) -> None:
+    """Catches a confidence that is improved by other coordinates or frames."""
     leaves = shards(leaves_of(1), LocalExchange())
-    weights = LossConfig(**{**dict.fromkeys(TERMS, 0.0), "plddt": 1.0})
+    weights = LossConfig(**{**dict.fromkeys(TERMS, 0.0), term: 1.0})
     total_loss(output_of(leaves, LocalExchange()), batch_of(1), weights, HEADS)[0].backward()
-    assert [name for name, x in leaves.items() if x.grad is not None and x.grad.abs().max() > 0] == ["plddt_logits"]
+    moved = [name for name, x in leaves.items() if x.grad is not None and x.grad.abs().max() > 0]
+    assert moved == [f"{head}_logits"]
 
 
 def traffic_on_rank(group: Group) -> list[tuple[str, int]]:

@@ -15,7 +15,9 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import ARRANGEMENTS, FEATURES, AlphaFold, Recycled, ca_change
 from evodsp.model.heads import ModelOutput
 from evodsp.rng import Draws
+from tests.builders.host_waits import HostWaits
 from tests.builders.parameters import noisy
+from tests.builders.small_model import config, features
 
 BATCH, CLUSTERS, EXTRA, RESIDUES = 2, 5, 4, 7  # all sizes differ
 
@@ -282,3 +284,18 @@ def test_features_of_a_pass_come_to_the_device_when_it_begins(monkeypatch: pytes
         output = model(make_batch(3))
     assert output.structure.positions.device.type == "meta"
     assert present == [0, 0, 0]
+
+
+def test_a_pass_with_templates_and_dropout_does_not_wait() -> None:
+    """Catches constants, lists of atom slots and edges of bins that are copied to the device in every pass."""
+    model = AlphaFold(config()).to("meta")
+    batch = {
+        name: value.to("meta", torch.float32 if value.is_floating_point() else None)
+        for name, value in features(1).items()
+    }
+    model(batch)  # constants are copied in the first pass
+    with HostWaits() as seen:
+        output = model(batch, [Draws.root(0)])
+        (output.structure.positions.sum() + output.representations["pair"].sum()).backward()
+    # The keys of dropout, once a pass: from pinned memory on a GPU, so that the host does not wait.
+    assert [wait for wait in seen.waits if not wait.startswith("_to_copy model/dropout.py")] == []
