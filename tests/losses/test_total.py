@@ -80,29 +80,6 @@ def batch(golden: Path) -> dict[str, Tensor]:
     return {key: torch.from_numpy(value)[None] for file in files for key, value in file.items()}
 
 
-def _stack(first: object, second: object) -> object:
-    """Combine two batches of one into a batch of two. The batch is the second axis of the structure module's trajectories."""
-    if isinstance(first, Tensor):
-        return torch.cat([first, second])
-    if isinstance(first, StructureOutput):
-        values = {}
-        for field in dataclasses.fields(first):
-            a, b = getattr(first, field.name), getattr(second, field.name)
-            dim = 1 if field.name in ("backbone", "angles", "unnormalized_angles") else 0
-            if isinstance(a, Rigid):
-                rotation = torch.cat([a.rotation, b.rotation], dim)
-                values[field.name] = Rigid(rotation, torch.cat([a.translation, b.translation], dim))
-            else:
-                values[field.name] = torch.cat([a, b], dim)
-        return StructureOutput(**values)
-    if isinstance(first, dict):
-        return {name: _stack(value, second[name]) for name, value in first.items()}
-    if first is None:  # no stop tolerance was given
-        return None
-    fields = [field.name for field in dataclasses.fields(first)]
-    return type(first)(**{name: _stack(getattr(first, name), getattr(second, name)) for name in fields})
-
-
 def test_every_term_is_alphafolds_end_to_end(output, batch, losses) -> None:
     """Catches a term that reads the wrong tensor, label or recycling iteration's features."""
     _, breakdown = total_loss(output, batch, LossConfig(), _HEADS)
@@ -146,29 +123,6 @@ def test_total_is_the_weighted_sum_times_root_of_residues(output, batch) -> None
     torch.testing.assert_close(breakdown["total"], total)
     unscaled, _ = total_loss(output, batch, dataclasses.replace(config, scale_by_length=False), _HEADS)
     torch.testing.assert_close(unscaled, expected)
-
-
-def test_batch_is_the_mean_of_its_samples(output, batch) -> None:
-    """Catches terms pooled over the batch: each sample has its own masks, length, resolution and clamping."""
-    other_batch = {key: value.clone() for key, value in batch.items()}
-    masks = (
-        "backbone_affine_mask",
-        "rigidgroups_gt_exists",
-        "atom14_gt_exists",
-        "pseudo_beta_mask",
-        "torsion_angles_mask",
-    )
-    for key in masks:
-        other_batch[key][:, 30:] = 0
-    other_batch["seq_mask"][:, :, 50:] = 0
-    other_batch["resolution"] += 5
-    batches = [{**b, "use_clamped_fape": torch.tensor([c])} for b, c in ((batch, 1.0), (other_batch, 0.0))]
-    singles = [total_loss(output, b, LossConfig(), _HEADS) for b in batches]
-    both = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
-    total, breakdown = total_loss(_stack(output, output), both, LossConfig(), _HEADS)
-    torch.testing.assert_close(total, (singles[0][0] + singles[1][0]) / 2)
-    for name in breakdown:
-        torch.testing.assert_close(breakdown[name], (singles[0][1][name] + singles[1][1][name]) / 2)
 
 
 def test_samples_choose_whether_backbone_fape_is_clamped(output, batch) -> None:

@@ -176,10 +176,16 @@ def changes(model: AlphaFold, batch: dict[str, Tensor], passes: int) -> tuple[li
     return outputs, found
 
 
-def test_recycling_ends_at_the_right_pass(model):
-    """Catches recycling that stops before BOTH samples have converged or later, and the output of another pass."""
+@pytest.fixture(scope="module")
+def passes(model) -> tuple[dict[str, Tensor], list[ModelOutput], list[Tensor]]:
+    """A batch of five passes, the output of each, and the changes between them."""
     batch = make_batch(5)
-    outputs, steps = changes(model, batch, 5)
+    return batch, *changes(model, batch, 5)
+
+
+def test_recycling_ends_at_the_right_pass(model, passes):
+    """Catches recycling that stops before BOTH samples have converged or later, and the output of another pass."""
+    batch, outputs, steps = passes
     largest = [float(step.max()) for step in steps]
     assert float(steps[0].min()) < largest[0], "the samples must differ, or stopping for one of them would go unseen"
     for number, tolerance in enumerate(largest, start=1):
@@ -191,20 +197,16 @@ def test_recycling_ends_at_the_right_pass(model):
         assert expected <= number
 
 
-def test_multimer_runs_one_more_pass_than_settles(model):
+def test_multimer_runs_one_more_pass_than_settles(model, passes, monkeypatch: pytest.MonkeyPatch):
     """Catches a result of the pass that has settled, where AlphaFold-Multimer's code runs another, and a pass too many."""
-    batch = make_batch(5)
-    outputs, steps = changes(model, batch, 5)
+    batch, outputs, steps = passes
     largest = [float(step.max()) for step in steps]
-    arrangement, model.arrangement = model.arrangement, ARRANGEMENTS["multimer"]
-    try:
-        for tolerance in largest:
-            settles = next(n for n, value in enumerate(largest, start=1) if value <= 1.001 * tolerance)
-            with torch.no_grad():
-                found = model(batch, stop_tolerance=1.001 * tolerance)
-            check_same_bits(found, outputs[min(settles + 1, 4)])
-    finally:
-        model.arrangement = arrangement
+    monkeypatch.setattr(model, "arrangement", ARRANGEMENTS["multimer"])
+    for tolerance in largest:
+        settles = next(n for n, value in enumerate(largest, start=1) if value <= 1.001 * tolerance)
+        with torch.no_grad():
+            found = model(batch, stop_tolerance=1.001 * tolerance)
+        check_same_bits(found, outputs[min(settles + 1, 4)])
 
 
 def test_without_a_tolerance_nothing_changes(model):

@@ -46,14 +46,16 @@ def step(model: nn.Module, dtype: torch.dtype, casts: CastParameters | None) -> 
 
 
 def test_outputs_and_gradients_are_those_of_autocast() -> None:
-    """Catches copies in the place of other parameters, a layer that is not cast or should not be, and gradients that go astray.
+    """Catches copies in the place of other parameters, a layer that is not cast or should not be, gradients that go astray, and
+    copies from before an optimizer step, the average's weights of a validation, or a move to another precision.
 
     Gradients of a parameter that is used several times are added in bf16, so they may differ in the last digit.
     """
     model = halved(config()).float()
     expected = step(model, torch.bfloat16, None)
     gradients = [p.grad for p in model.parameters()]
-    found = step(model, torch.bfloat16, CastParameters(model))
+    casts = CastParameters(model)
+    found = step(model, torch.bfloat16, casts)
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
     for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
@@ -62,18 +64,10 @@ def test_outputs_and_gradients_are_those_of_autocast() -> None:
         if name.startswith(FLOAT32):
             assert torch.equal(parameter.grad, gradient), name
         assert (parameter.grad - gradient).norm() <= 2**-7 * gradient.norm(), name
-
-
-def test_each_step_casts_the_parameters_of_that_step() -> None:
-    """Catches copies from before an optimizer step, the average's weights of a validation, or a move to another precision."""
-    model = halved(config()).float()
-    casts = CastParameters(model)
-    step(model, torch.bfloat16, casts)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.8)
-    found = step(model, torch.bfloat16, casts)
-    expected = step(copy.deepcopy(model), torch.bfloat16, None)
+    found, expected = step(model, torch.bfloat16, casts), step(copy.deepcopy(model), torch.bfloat16, None)
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
