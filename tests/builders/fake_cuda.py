@@ -47,6 +47,8 @@ class Case:
     """Templates of the whole model."""
     blocks: int = 1
     """Blocks of the stack; of each stack of the whole model."""
+    iterations: int | None = None
+    """Of the whole model: iterations of the structure module, and blocks of the template stack. None: the preset's."""
     ranks: int = 1
     """Ranks that share the sample. What is counted is what rank 0 does."""
     dropout: bool = False

@@ -215,7 +215,11 @@ def model_case(case: Case) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]
         name: dataclasses.replace(getattr(preset, name), blocks=case.blocks, checkpoint=case.recompute)
         for name in ("extra_msa", "evoformer")
     }
-    model = AlphaFold(dataclasses.replace(preset, templates=templates, **stacks))
+    structure = preset.structure_module
+    if case.iterations is not None:
+        templates = dataclasses.replace(templates, blocks=case.iterations)
+        structure = dataclasses.replace(structure, iterations=case.iterations)
+    model = AlphaFold(dataclasses.replace(preset, templates=templates, structure_module=structure, **stacks))
     for module in model.modules():  # buffers are made from NumPy arrays
         for name, buffer in module._buffers.items():
             module._buffers[name] = buffer if buffer is None else buffer.to("cuda")

@@ -20,8 +20,9 @@ from evodsp.model.primitives import use_exchange
 from evodsp.model.recomputation import Recomputed
 from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
-from evodsp.parallel.collectives import DIMENSION
+from evodsp.parallel.collectives import DIMENSION, Axis
 from evodsp.parallel.exchange import Exchange, LocalExchange, ShardedExchange
+from evodsp.parallel.testing import _in_double as in_double
 from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from tests.builders.comparison import close
@@ -43,6 +44,7 @@ class Case:
     projections: bool | int = False
     overlap: bool = True
     plan: CommunicationPlan = dataclasses.field(default_factory=CommunicationPlan)
+    blocks: int = 3
     layers: tuple[str, ...] = ()
     """Sub-layers of a block; (): as the stack's name says."""
 
@@ -84,7 +86,9 @@ def stack_of(case: Case) -> nn.Module:
         return dense(templates)
     extra = is_extra(case.stack)
     again = {"checkpoint": case.recompute, "checkpoint_projections": case.projections}
-    sizes = dataclasses.replace(config.extra_msa if extra else config.evoformer, blocks=3, layers=case.order, **again)
+    sizes = dataclasses.replace(
+        config.extra_msa if extra else config.evoformer, blocks=case.blocks, layers=case.order, **again
+    )
     channels = config.channels.extra_msa if extra else config.channels.msa
     if case.layers:
         sizes = import_layers(dataclasses.replace(config, evoformer=sizes)).evoformer
@@ -96,8 +100,11 @@ def is_extra(stack: Stack) -> bool:
     return "extra" in stack
 
 
-def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
-    """Forward and backward pass: outputs, input gradients, and the module with its parameter gradients."""
+def given(
+    case: Case, exchange: Exchange
+) -> tuple[nn.Module, dict[str, Tensor], list[Tensor], tuple[Any, ...], dict[str, Axis]]:
+    """The stack; its representations by name, whole; this rank's shards of them; its other arguments; and the axes along which
+    its results are sharded."""
     generator = torch.Generator().manual_seed(3)
 
     def random(*shape: int) -> Tensor:
@@ -110,32 +117,33 @@ def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], 
     pair_mask = (random(b, r, r) > -1).double()
     keys = DropoutKeys.of(stack.dropout_streams([Draws.root(0).at(sample) for sample in range(b)]))
     if case.stack == "templates":
-        z = stack(exchange.shard(pair, "i"), pair_mask, keys)
-        inputs, outputs = {"z": pair}, {"z": z}
-        weights = {"z": exchange.shard(random(*pair.shape), "j")}
-    else:
-        extra = is_extra(case.stack)
-        msa = random(b, s, r, config.extra_msa if extra else config.msa).requires_grad_()
-        msa_mask = (random(b, s, r) > -1).double()
-        m, z = stack(exchange.shard(msa, "seq"), exchange.shard(pair, "j"), msa_mask, pair_mask, keys)
-        inputs, outputs = {"m": msa, "z": pair}, {"m": m, "z": z}
-        weights = {
-            "m": exchange.shard(random(*msa.shape), case.plan.extra_msa_axis if extra else "res"),
-            "z": exchange.shard(random(*pair.shape), "j"),
-        }
-    loss = sum((weights[name] * output).sum() for name, output in outputs.items())
+        return stack, {"z": pair}, [exchange.shard(pair, "i")], (pair_mask, keys), {"z": "j"}
+    extra = is_extra(case.stack)
+    msa = random(b, s, r, config.extra_msa if extra else config.msa).requires_grad_()
+    msa_mask = (random(b, s, r) > -1).double()
+    shards, m_axis = (
+        [exchange.shard(msa, "seq"), exchange.shard(pair, "j")],
+        case.plan.extra_msa_axis if extra else "res",
+    )
+    return stack, {"m": msa, "z": pair}, shards, (msa_mask, pair_mask, keys), {"m": m_axis, "z": "j"}
+
+
+def run(case: Case, exchange: Exchange, ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
+    """Forward and backward pass: outputs, input gradients, and the module with its parameter gradients."""
+    stack, inputs, shards, others, axes = given(case, exchange)
+    results = stack(*shards, *others)
+    outputs = dict(zip(inputs, [results] if isinstance(results, Tensor) else results, strict=True))
+    generator = torch.Generator().manual_seed(4)
+    weights = {name: torch.randn(x.shape, dtype=torch.float64, generator=generator) for name, x in inputs.items()}
+    loss = sum((exchange.shard(weights[name], axes[name]) * output).sum() for name, output in outputs.items())
     (ranks * loss).backward()
     return outputs, {name: x.grad for name, x in inputs.items()}, stack
 
 
 def run_rank(handle: Any, case: Case) -> Found:
-    torch.set_default_dtype(torch.float64)
-    try:
-        exchange = ShardedExchange(PoisonedGroup(handle), case.overlap)
-        ranks = exchange.group.size
-        outputs, inputs, stack = run(case, exchange, ranks)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    exchange = ShardedExchange(PoisonedGroup(handle), case.overlap)
+    ranks = exchange.group.size
+    outputs, inputs, stack = in_double(run, case, exchange, ranks)
 
     def mean(gradient: Tensor) -> Tensor:
         dist.all_reduce(gradient, group=handle)
@@ -150,12 +158,8 @@ def run_rank(handle: Any, case: Case) -> Found:
 
 def check(pool: RankPool, case: Case, numbers_of_ranks: tuple[int, ...]) -> None:
     """Compare `case` on each number of ranks with one device."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        alone = dataclasses.replace(case, recompute=False, projections=False)
-        outputs, inputs, stack = run(alone, LocalExchange(), 1)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    alone = dataclasses.replace(case, recompute=False, projections=False)
+    outputs, inputs, stack = in_double(run, alone, LocalExchange(), 1)
     m_axis = case.plan.extra_msa_axis if is_extra(case.stack) else "res"
     axis_of = {"m": DIMENSION[m_axis], "z": 2}
     for ranks in numbers_of_ranks:

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from evodsp.config import EvoformerConfig, ModelConfig, TemplateConfig, as_multimer
+from evodsp.model.alphafold import AlphaFold
 from evodsp.model.evoformer import EvoformerStack
 from evodsp.model.heads import ModelOutput
+from evodsp.parallel.collectives import Axis
+from evodsp.parallel.exchange import Exchange
+from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 
 TEMPLATES, CYCLES = 3, 2
@@ -122,3 +126,28 @@ def small_stack(blocks: int, rate: float = 0.25) -> tuple[EvoformerStack, tuple[
 def streams(seed: int) -> list[Draws]:
     """The dropout streams of two samples."""
     return [Draws.root(seed).at(sample) for sample in range(2)]
+
+
+def halved(settings: ModelConfig) -> AlphaFold:
+    """A model whose parameters are all random, in double precision. Larger ones would saturate the sigmoids."""
+    model = dense(AlphaFold(settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return model
+
+
+def in_float32(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The features in single precision."""
+    return {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
+
+
+SHARDED: dict[str, Axis] = {
+    "msa": "res", "pair": "j", "distogram_logits": "i", "predicted_aligned_error_logits": "i", "masked_msa_logits": "res",
+}  # fmt: skip
+"""Outputs that are sharded, and along which axis."""
+
+
+def gathered(x: Tensor, name: str, exchange: Exchange) -> Tensor:
+    """An output of a `SMALL` model gathered from all ranks."""
+    return exchange.gather(x, SHARDED[name], whole=SMALL[2]) if name in SHARDED else x

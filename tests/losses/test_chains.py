@@ -18,7 +18,6 @@ from evodsp.losses.structure import (
     backbone_fape,
     backbone_fape_by_chain,
     chain_centre_loss,
-    count_pairs,
     frame_aligned_point_error,
     unique_residue_numbers,
 )
@@ -163,16 +162,6 @@ def test_terms_of_complexes_ask_for_complexes() -> None:
     for name in ("interface_fape", "chain_centre"):
         with pytest.raises(UserError, match=f"no asym_id, which the loss terms {name} need: give complexes with"):
             total_loss(output, batch_of(1), dataclasses.replace(LossConfig(), **{name: 1.0}), HEADS)
-
-
-def test_pairs_are_counted_by_chain() -> None:
-    """Catches counts of chains by number, where a number may be larger than the number of residues."""
-    mask = Source(1).mask(*CHAIN_NUMBERS.shape)
-    same = CHAIN_NUMBERS[:, :, None] == CHAIN_NUMBERS[:, None]
-    both = mask[:, :, None] * mask[:, None]
-    within, across = count_pairs(mask, CHAIN_NUMBERS)
-    assert torch.equal(within, (both * same).sum((1, 2)))
-    assert torch.equal(across, (both * ~same).sum((1, 2)))
 
 
 def test_chain_centres_are_those_of_loops() -> None:

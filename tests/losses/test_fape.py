@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,17 +9,6 @@ from torch import Tensor
 from evodsp.geometry.frames import Rigid
 from evodsp.losses import structure
 from evodsp.losses.structure import backbone_fape, frame_aligned_point_error, sidechain_fape
-from tests.shared import load
-
-
-@pytest.fixture(scope="module")
-def reference(golden: Path) -> dict[str, Tensor]:
-    return {key: torch.from_numpy(value) for key, value in load(golden / "losses_functions.npz").items()}
-
-
-@pytest.fixture(scope="module")
-def labels(golden: Path) -> dict[str, Tensor]:
-    return {key: torch.from_numpy(value)[None] for key, value in load(golden / "labels.npz").items()}
 
 
 def _trajectory(traj: Tensor) -> Rigid:
@@ -131,41 +118,6 @@ def test_streaming_over_frames_changes_neither_value_nor_gradient(monkeypatch, c
     gradients = [torch.autograd.grad((x * weights).sum(), leaves) for x in (actual, expected)]
     for got, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
-
-
-def test_gradient_is_the_numerical_one_between_clamped_and_not() -> None:
-    """Catches a gradient of the mixed error that uses another sample's fraction of clamping."""
-    problem = _problem(3, 4, batch=(2,))
-    fraction = torch.tensor([0.25, 0.9], dtype=torch.float64)
-
-    def function(rotation: Tensor, translation: Tensor, points: Tensor) -> Tensor:
-        moved = (rotation, translation, *problem[2:4], points, *problem[5:])
-        return _fape(moved, clamped_fraction=fraction)
-
-    assert torch.autograd.gradcheck(function, [problem[i].requires_grad_() for i in (0, 1, 4)])
-
-
-def test_truth_is_shared_by_iterations_and_fraction_by_sample() -> None:
-    """Catches batch axes broadcast from the wrong side: predictions [T, B, F], truth [B, F], fraction [B]."""
-    problem = _problem(5, 6, batch=(4, 2))
-    shared = tuple(x if i in (0, 1, 4) else x[0] for i, x in enumerate(problem))
-    fraction = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    whole = _fape(shared, clamped_fraction=fraction)
-    assert whole.shape == (4, 2)
-    one = tuple(x[3, 1] if i in (0, 1, 4) else x[1] for i, x in enumerate(shared))
-    torch.testing.assert_close(whole[3, 1], _formula(one, None))
-
-
-def test_masked_frames_and_points_neither_count_nor_pull() -> None:
-    """Catches padding or unresolved residues that enter the mean or get a gradient."""
-    problem = list(_problem(9, 8))
-    points = problem[4].requires_grad_()
-    loss = _fape(tuple(problem))
-    (gradient,) = torch.autograd.grad(loss, points)
-    assert (gradient[problem[7] == 0] == 0).all()
-    keep_frames, keep_points = problem[6] == 1, problem[7] == 1
-    kept = [x[keep_frames] if i in (0, 1, 2, 3, 6) else x[keep_points] for i, x in enumerate(problem)]
-    torch.testing.assert_close(loss, _fape(tuple(kept)))
 
 
 def test_nothing_observed_gives_zero_and_finite_gradients() -> None:

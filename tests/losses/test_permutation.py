@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from evodsp.geometry.frames import Rigid
-from evodsp.losses.permutation import TrueChains, _with_hidden_chains, align_chains, choose_anchor, labels_of_crop
+from evodsp.losses.permutation import (
+    TrueChains,
+    _with_hidden_chains,
+    align_chains,
+    alternative_naming_is_better,
+    choose_anchor,
+    compute_renamed_ground_truth,
+    labels_of_crop,
+)
 from evodsp.losses.structure import frame_aligned_point_error
 from evodsp.metrics import rmsd
 from evodsp.rng import Draws
@@ -102,30 +110,29 @@ def totals(x: Problem, orders: list[list[int]]) -> Tensor:
     return rmsd(true, x.predicted.expand_as(true), x.truth.mask[rows, residue])
 
 
-@pytest.mark.parametrize("copies", [(2,), (3,), (4,), (2, 1), (2, 2), (3, 2), (4, 2), (3, 3), (4, 4)])
-def test_the_alignment_is_the_best_of_all_permutations(copies: tuple[int, ...]) -> None:
-    """Catches a superposition the wrong way round, chains of another sequence, true chains that are used twice, and
-    candidates that are not tried or are judged by the anchor alone.
+@pytest.mark.parametrize(
+    ("copies", "asymmetry"),
+    [
+        *((copies, 0.7) for copies in [(2,), (3,), (4,), (2, 1), (2, 2), (3, 2), (4, 2), (3, 3), (4, 4)]),
+        *((copies, 0.0) for copies in [(2, 3), (3, 4)]),
+    ],
+)
+def test_the_alignment_is_the_best_of_all_permutations(copies: tuple[int, ...], asymmetry: float) -> None:
+    """Catches a superposition the wrong way round, chains of another sequence, true chains that are used twice, candidates that
+    are not tried, and assignments that are judged by the anchor alone, where its copies are alike and the others' are not.
     """
     every = permutations(copies)
     for seed in range(8):
         order = every[int(Draws.root(seed).integer(0, len(every)))]
-        x = problem(copies, order, seed)
+        x = problem(copies, order, seed, asymmetry=asymmetry)
         assert x.align(seed) == every[int(totals(x, every).argmin())]
+        if not asymmetry:
+            assert x.align(seed) == order
+            continue
         # Crops have holes, and true chains lack atoms.
         kept = torch.from_numpy(Draws.root(seed).at("crop").uniform(len(x.predicted)) < 0.7)
         x = x.keep(kept).without_atoms(0, slice(2, 9)).without_atoms(1, slice(12, 15))
         assert x.align(seed) == every[int(totals(x, every).argmin())]
-
-
-@pytest.mark.parametrize("copies", [(2, 3), (3, 4)])
-def test_the_other_chains_tell_equal_anchors_apart(copies: tuple[int, ...]) -> None:
-    """Catches assignments that are judged by the anchor, where its copies are alike and those of the others are not."""
-    every = permutations(copies)
-    for seed in range(8):
-        order = every[int(Draws.root(seed).integer(0, len(every)))]
-        x = problem(copies, order, seed, asymmetry=0)
-        assert x.align(seed) == every[int(totals(x, every).argmin())] == order
 
 
 @pytest.mark.parametrize(("beside", "wanted"), [(2, [2, 0, 1]), (1, [2, 1, 0])])
@@ -360,3 +367,44 @@ def test_nothing_is_differentiated() -> None:
     x.predicted.requires_grad_()
     assert x.align() == [1, 0]
     assert x.predicted.grad_fn is None
+
+
+def test_renaming_is_alphafolds(reference, labels) -> None:
+    """Catches a comparison with the wrong atoms, positions swapped without their masks, and frames that keep the old names."""
+    renamed = compute_renamed_ground_truth(labels, reference["in/atom14_pos"][-1:])
+    assert renamed.alternative.sum() > 3
+    torch.testing.assert_close(renamed.alternative[0], reference["alt_naming_is_better"], rtol=0, atol=0)
+    torch.testing.assert_close(renamed.atom14[0], reference["renamed_atom14_gt_positions"], rtol=0, atol=0)
+    torch.testing.assert_close(renamed.atom14_mask[0], reference["renamed_atom14_gt_exists"], rtol=0, atol=0)
+    flat = torch.cat([renamed.frames.rotation.flatten(-2), renamed.frames.translation], dim=-1)
+    swapped = renamed.alternative.bool()
+    torch.testing.assert_close(flat[swapped], labels["rigidgroups_alt_gt_frames"][swapped], rtol=0, atol=0)
+    torch.testing.assert_close(flat[~swapped], labels["rigidgroups_gt_frames"][~swapped], rtol=0, atol=0)
+
+
+def test_prediction_equal_to_a_naming_chooses_it(labels) -> None:
+    """Catches an inverted choice, and residues without ambiguous atoms that are renamed because of rounding errors."""
+    truth, alternative = labels["atom14_gt_positions"], labels["atom14_alt_gt_positions"]
+    exists, ambiguous = labels["atom14_gt_exists"], labels["atom14_atom_is_ambiguous"]
+    arguments = truth, alternative, exists, ambiguous
+    assert alternative_naming_is_better(truth, *arguments).sum() == 0
+    symmetric = ((truth - alternative).abs().amax(-1) * exists * ambiguous).amax(-1) > 0
+    assert symmetric.any()
+    torch.testing.assert_close(alternative_naming_is_better(alternative, *arguments), symmetric.float())
+
+
+def test_choice_is_the_formulas_over_all_pairs(labels) -> None:
+    """Catches distances that are left out but matter. The formula here uses all R x R x 14 x 14 pairs."""
+
+    exists, ambiguous = (labels[key] for key in ("atom14_gt_exists", "atom14_atom_is_ambiguous"))
+    truth, other = (labels[key] for key in ("atom14_gt_positions", "atom14_alt_gt_positions"))
+    prediction = truth + 3 * torch.randn(truth.shape, generator=torch.Generator().manual_seed(1))
+
+    def distances(x: Tensor) -> Tensor:
+        return (x[:, :, None, :, None] - x[:, None, :, None]).square().sum(-1).add(1e-10).sqrt()  # [1, R, R, 14, 14]
+
+    weight = (exists * ambiguous)[:, :, None, :, None] * (exists * (1 - ambiguous))[:, None, :, None]
+    errors = [((distances(x) - distances(prediction)).abs() * weight).sum((2, 3, 4)) for x in (truth, other)]
+    expected = (errors[1] < errors[0]).float()
+    assert 0 < expected.sum() < ambiguous.amax(-1).sum()
+    torch.testing.assert_close(alternative_naming_is_better(prediction, truth, other, exists, ambiguous), expected)

@@ -109,12 +109,31 @@ def test_total_loss_is_that_of_one_device(pool: RankPool, ranks: int, samples: i
         assert gradient.abs().max() > 0 or name == "positions", name
 
 
-def test_plddt_does_not_move_the_structure() -> None:
-    """Catches a confidence that is improved by other coordinates: of the terms pLDDT reads `positions`."""
+@pytest.mark.parametrize(("chains", "weights"), [(False, WEIGHTS), (True, CHAIN_WEIGHTS)])
+def test_a_batch_is_the_mean_of_its_samples(chains: bool, weights: LossConfig) -> None:
+    """Catches terms pooled over the batch: each sample has its own masks, length, resolution and clamping."""
+    leaves, batch = leaves_of(2), batch_of(2, chains=chains)
+    leaves["masked_msa_logits"] = leaves["masked_msa_logits"][..., :LETTERS_WITH_GAP]
+    batch["true_msa"] = batch["true_msa"].clamp(max=LETTERS_WITH_GAP - 1)
+    batch["resolution"][1] += 5
+    found = []
+    for here in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        axes = {name: (slice(None), here) if x.shape[:2] == (ITERATIONS, 2) else here for name, x in leaves.items()}
+        output = output_of({name: x[axes[name]] for name, x in leaves.items()}, LocalExchange())
+        found.append(total_loss(output, {name: x[here] for name, x in batch.items()}, weights, HEADS)[1])
+    both, *singles = found
+    for name, value in both.items():
+        close(value, sum(single[name] for single in singles) / 2, name)
+
+
+@pytest.mark.parametrize(("term", "head"), [("plddt", "plddt"), ("pae", "predicted_aligned_error")])
+def test_confidence_does_not_move_the_structure(term: str, head: str) -> None:
+    """Catches a confidence that is improved by other coordinates or frames."""
     leaves = shards(leaves_of(1), LocalExchange())
-    weights = LossConfig(**{**dict.fromkeys(TERMS, 0.0), "plddt": 1.0})
+    weights = LossConfig(**{**dict.fromkeys(TERMS, 0.0), term: 1.0})
     total_loss(output_of(leaves, LocalExchange()), batch_of(1), weights, HEADS)[0].backward()
-    assert [name for name, x in leaves.items() if x.grad is not None and x.grad.abs().max() > 0] == ["plddt_logits"]
+    moved = [name for name, x in leaves.items() if x.grad is not None and x.grad.abs().max() > 0]
+    assert moved == [f"{head}_logits"]
 
 
 def traffic_on_rank(group: Group) -> list[tuple[str, int]]:

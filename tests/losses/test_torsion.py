@@ -3,43 +3,33 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from evodsp.losses.structure import angle_norm_loss, torsion_loss
-from tests.shared import load
 
 
-@pytest.fixture(scope="module")
-def reference(golden: Path) -> dict[str, Tensor]:
-    return {key: torch.from_numpy(value) for key, value in load(golden / "losses_functions.npz").items()}
-
-
-def _losses(golden: Path, unnormalized: Tensor) -> tuple[Tensor, Tensor]:
+def _losses(unnormalized: Tensor, labels: dict[str, Tensor], features: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Chi loss and angle norm loss of angle vectors [T, 1, R, 7, 2]."""
-    labels = {key: torch.from_numpy(value)[None] for key, value in load(golden / "labels.npz").items()}
-    seq_mask = torch.from_numpy(load(golden / "features_processed.npz")["seq_mask"])[-1:]
     keys = ("torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask")
     truth, alternative, mask = (labels[key][:, :, 3:] for key in keys)
     chi = functional.normalize(unnormalized, dim=-1)[..., 3:, :]
-    return torsion_loss(chi, truth, alternative, mask)[0], angle_norm_loss(unnormalized, seq_mask)[0]
+    return torsion_loss(chi, truth, alternative, mask)[0], angle_norm_loss(unnormalized, features["seq_mask"])[0]
 
 
-def test_losses_are_alphafolds(golden: Path, reference) -> None:
+def test_losses_are_alphafolds(reference, labels, features) -> None:
     """Catches a mean over the wrong axes or masks, and chi angles not compared with their alternative, turned by pi."""
-    chi, norm = _losses(golden, reference["in/unnormalized_angles_sin_cos"][:, None])
+    chi, norm = _losses(reference["in/unnormalized_angles_sin_cos"][:, None], labels, features)
     torch.testing.assert_close(chi, reference["chi_loss"], rtol=1e-5, atol=0)
     torch.testing.assert_close(norm, reference["angle_norm_loss"], rtol=1e-5, atol=0)
 
 
-def test_gradient_is_alphafolds(golden: Path, reference) -> None:
+def test_gradient_is_alphafolds(reference, labels, features) -> None:
     """Catches a detached iteration: the first iteration's angles get a gradient from these terms only."""
     angles = reference["in/unnormalized_angles_sin_cos"][:, None].clone().requires_grad_()
-    chi, norm = _losses(golden, angles)
+    chi, norm = _losses(angles, labels, features)
     (gradient,) = torch.autograd.grad(0.5 * chi + 0.01 * norm, angles)
     expected = reference["grad/unnormalized_angles_sin_cos"][0]
     torch.testing.assert_close(gradient[0, 0], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,17 @@ from torch import Tensor
 from evodsp.config import HeadsConfig, LossConfig
 from evodsp.errors import UserError
 from evodsp.geometry.frames import Rigid
-from evodsp.losses.total import distogram_loss, pae_loss, total_loss
+from evodsp.losses.total import (
+    aligned_error_bins,
+    cross_entropy,
+    distance_bins,
+    distogram_loss,
+    experimentally_resolved_loss,
+    masked_msa_loss,
+    pae_loss,
+    plddt_loss,
+    total_loss,
+)
 from evodsp.model.heads import ModelOutput, StructureOutput
 from tests.shared import load
 
@@ -32,11 +43,6 @@ def _only(*names: str, **changes: object) -> LossConfig:
     """Weights that are 1 for the named terms and 0 for the others."""
     weights = {name: float(name in names) for name in _WEIGHTS}
     return dataclasses.replace(LossConfig(), **weights, **changes)
-
-
-@pytest.fixture(scope="module")
-def losses(golden: Path) -> dict[str, Tensor]:
-    return {key: torch.from_numpy(value) for key, value in load(golden / "losses.npz").items()}
 
 
 @pytest.fixture(scope="module")
@@ -72,29 +78,6 @@ def batch(golden: Path) -> dict[str, Tensor]:
     """Features [1, cycle, ...] and labels [1, ...]."""
     files = (load(golden / name) for name in ("features_processed.npz", "labels.npz"))
     return {key: torch.from_numpy(value)[None] for file in files for key, value in file.items()}
-
-
-def _stack(first: object, second: object) -> object:
-    """Combine two batches of one into a batch of two. The batch is the second axis of the structure module's trajectories."""
-    if isinstance(first, Tensor):
-        return torch.cat([first, second])
-    if isinstance(first, StructureOutput):
-        values = {}
-        for field in dataclasses.fields(first):
-            a, b = getattr(first, field.name), getattr(second, field.name)
-            dim = 1 if field.name in ("backbone", "angles", "unnormalized_angles") else 0
-            if isinstance(a, Rigid):
-                rotation = torch.cat([a.rotation, b.rotation], dim)
-                values[field.name] = Rigid(rotation, torch.cat([a.translation, b.translation], dim))
-            else:
-                values[field.name] = torch.cat([a, b], dim)
-        return StructureOutput(**values)
-    if isinstance(first, dict):
-        return {name: _stack(value, second[name]) for name, value in first.items()}
-    if first is None:  # no stop tolerance was given
-        return None
-    fields = [field.name for field in dataclasses.fields(first)]
-    return type(first)(**{name: _stack(getattr(first, name), getattr(second, name)) for name in fields})
 
 
 def test_every_term_is_alphafolds_end_to_end(output, batch, losses) -> None:
@@ -140,29 +123,6 @@ def test_total_is_the_weighted_sum_times_root_of_residues(output, batch) -> None
     torch.testing.assert_close(breakdown["total"], total)
     unscaled, _ = total_loss(output, batch, dataclasses.replace(config, scale_by_length=False), _HEADS)
     torch.testing.assert_close(unscaled, expected)
-
-
-def test_batch_is_the_mean_of_its_samples(output, batch) -> None:
-    """Catches terms pooled over the batch: each sample has its own masks, length, resolution and clamping."""
-    other_batch = {key: value.clone() for key, value in batch.items()}
-    masks = (
-        "backbone_affine_mask",
-        "rigidgroups_gt_exists",
-        "atom14_gt_exists",
-        "pseudo_beta_mask",
-        "torsion_angles_mask",
-    )
-    for key in masks:
-        other_batch[key][:, 30:] = 0
-    other_batch["seq_mask"][:, :, 50:] = 0
-    other_batch["resolution"] += 5
-    batches = [{**b, "use_clamped_fape": torch.tensor([c])} for b, c in ((batch, 1.0), (other_batch, 0.0))]
-    singles = [total_loss(output, b, LossConfig(), _HEADS) for b in batches]
-    both = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
-    total, breakdown = total_loss(_stack(output, output), both, LossConfig(), _HEADS)
-    torch.testing.assert_close(total, (singles[0][0] + singles[1][0]) / 2)
-    for name in breakdown:
-        torch.testing.assert_close(breakdown[name], (singles[0][1][name] + singles[1][1][name]) / 2)
 
 
 def test_samples_choose_whether_backbone_fape_is_clamped(output, batch) -> None:
@@ -220,3 +180,135 @@ def test_a_term_whose_head_is_missing_is_named(output, batch, term: str, head: s
     """Catches a weight that is ignored because the model lacks the term's head."""
     with pytest.raises(UserError, match=f"loss.{term} is not 0.*heads.{head}"):
         total_loss(output, batch, dataclasses.replace(LossConfig(), **{term: 0.1}), _HEADS)
+
+
+_EDGES = HeadsConfig().distogram_min_distance, HeadsConfig().distogram_max_distance
+
+
+def of_distogram(x: dict[str, Tensor], _: float) -> Tensor:
+    return distogram_loss(x["in/logits_distogram"][None], x["pseudo_beta"], x["pseudo_beta_mask"], *_EDGES)
+
+
+def of_masked_msa(x: dict[str, Tensor], _: float) -> Tensor:
+    """(The reference uses the features of the first cycle.)"""
+    return masked_msa_loss(x["in/logits_masked_msa"][None], x["true_msa"], x["bert_mask"])
+
+
+def of_plddt(x: dict[str, Tensor], resolution: float) -> Tensor:
+    ca = x["in/final_atom_positions"][None, :, 1], x["all_atom_positions"][:, :, 1], x["all_atom_mask"][:, :, 1]
+    return plddt_loss(x["in/logits_predicted_lddt"][None], *ca, torch.tensor([resolution]), 0.1, 3.0)
+
+
+def of_pae(x: dict[str, Tensor], resolution: float) -> Tensor:
+    backbone = Rigid.from_quaternion(x["in/traj"][-1:, :, :4], x["in/traj"][-1:, :, 4:])
+    truth, mask = Rigid.from_flat12(x["rigidgroups_gt_frames"][:, :, 0]), x["backbone_affine_mask"]
+    logits = x["in/logits_predicted_aligned_error"][None]
+    return pae_loss(logits, backbone, truth, mask, torch.tensor([resolution]), 0.1, 3.0)
+
+
+def of_resolved(x: dict[str, Tensor], resolution: float) -> Tensor:
+    logits, atoms = x["in/logits_experimentally_resolved"][None], (x["all_atom_mask"], x["atom37_atom_exists"])
+    return experimentally_resolved_loss(logits, *atoms, torch.tensor([resolution]), 0.1, 3.0)
+
+
+OF_HEADS: dict[str, Callable[[dict[str, Tensor], float], Tensor]] = {
+    "distogram_loss": of_distogram,
+    "masked_msa_loss": of_masked_msa,
+    "plddt_loss": of_plddt,
+    "pae_loss": of_pae,
+    "experimentally_resolved_loss": of_resolved,
+}
+
+
+@pytest.fixture(scope="module")
+def near_native(reference, labels, features) -> dict[str, Tensor]:
+    return {**features, **labels, **reference}
+
+
+@pytest.fixture(scope="module")
+def untrained(golden: Path, near_native, losses) -> dict[str, Tensor]:
+    """The same with what an untrained model predicts; end to end, test_total has the other heads."""
+    out = {key: torch.from_numpy(value) for key, value in load(golden / "outputs.npz").items()}
+    logits = {
+        f"in/logits_{name}": out[f"{name}/logits"] for name in ("predicted_aligned_error", "experimentally_resolved")
+    }
+    return {**near_native, **losses, **logits, "in/traj": losses["structure_module/traj"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        *((name, "near_native") for name in OF_HEADS),
+        *((name, "untrained") for name in ("pae_loss", [*OF_HEADS][-1])),
+    ],
+)
+def test_it_is_alphafolds(request, name: str, given: str) -> None:
+    """Catches bins off by one, distances that are not squared, frames and points exchanged, an lDDT on a scale of 0 to 100, a
+    diagonal that rounding moves into the second bin, and means over unresolved residues, letters that are not masked, padding
+    or atom slots that a residue does not have."""
+    x = request.getfixturevalue(given)
+    torch.testing.assert_close(OF_HEADS[name](x, 2.0)[0], x[name].float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(("resolution", "counts"), [(0.0, False), (0.1, True), (3.0, True), (3.01, False)])
+@pytest.mark.parametrize("name", ["plddt_loss", "pae_loss", "experimentally_resolved_loss"])
+def test_confidence_counts_within_the_resolution_bounds(
+    near_native, name: str, resolution: float, counts: bool
+) -> None:
+    """Catches a head trained on NMR or predicted structures (resolution 0, every atom) or on maps of low resolution."""
+    assert (OF_HEADS[name](near_native, resolution).item() > 0) == counts
+
+
+def test_distance_bins_at_the_boundaries() -> None:
+    """Catches bins closed at the wrong end: a distance equal to a boundary belongs to the lower bin."""
+    boundaries = torch.linspace(2.0, 8.0, 4, dtype=torch.float64)  # exactly 2, 4, 6, 8
+    distances = torch.tensor([0.0, 2.0, 2.1, 4.0, 7.9, 8.0, 8.1, 1000.0], dtype=torch.float64)
+    positions = torch.stack([distances, torch.zeros(8), torch.zeros(8)], dim=-1).double()[None]
+    bins = distance_bins(positions, len(boundaries) + 1, 2.0, 8.0)
+    assert bins[0, 0].tolist() == [0, 0, 1, 1, 3, 3, 4, 4]
+    torch.testing.assert_close(bins, bins.mT)
+
+
+def test_samples_without_targets_give_zero_and_do_not_touch_others() -> None:
+    """Catches 0 / 0, and a mean over the whole batch instead of one per sample."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 4, 23, generator=generator)
+    letters = torch.randint(0, 22, (2, 3, 4), generator=generator, dtype=torch.int32)
+    mask = torch.ones(2, 3, 4)
+    mask[0] = 0
+    loss = masked_msa_loss(logits, letters, mask)
+    assert loss[0].item() == 0
+    torch.testing.assert_close(loss[1:], masked_msa_loss(logits[1:], letters[1:], mask[1:]))
+
+
+def test_logarithms_are_taken_in_float32() -> None:
+    """Catches a logarithm taken in bfloat16, whose spacing near 4 is 0.03, and that of a sigmoid that was rounded to zero."""
+    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    loss = cross_entropy(logits, torch.arange(5))
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, -logits.float().log_softmax(-1)[torch.arange(5), torch.arange(5)])
+    ones, certain = torch.ones(1, 2, 37), torch.full((1, 2, 37), 500.0, dtype=torch.bfloat16)
+    loss = experimentally_resolved_loss(certain, 1 - ones, ones, torch.tensor([2.0]), 0.1, 3.0)
+    assert loss.item() == pytest.approx(500)
+    assert loss.dtype == torch.float32
+
+
+def test_perfect_prediction_falls_in_the_last_bin(near_native) -> None:
+    """Catches an lDDT of exactly 1 that falls beyond the last bin."""
+    certain = torch.zeros_like(near_native["in/logits_predicted_lddt"])
+    certain[..., -1] = 50
+    perfect = {"in/logits_predicted_lddt": certain, "in/final_atom_positions": near_native["all_atom_positions"][0]}
+    assert of_plddt({**near_native, **perfect}, 2.0).item() < 1e-6
+
+
+def test_aligned_error_bins_know_frame_from_point(labels) -> None:
+    """Catches a transposed error: turning a residue about its CA changes the errors in its frame, not the errors of its CA."""
+    truth = Rigid.from_flat12(labels["rigidgroups_gt_frames"][:, :6, 0])
+    half_turn = torch.tensor([-1.0, -1.0, 1.0])
+    rotation = truth.rotation.clone()
+    rotation[:, 2] = rotation[:, 2] * half_turn
+    bins = aligned_error_bins(Rigid(rotation, truth.translation), truth, 64)
+    changed = bins > 1  # rounding errors alone reach bin 1
+    assert changed[0, 2].sum() == 5
+    assert not changed[0, [0, 1, 3, 4, 5]].any()
+    assert not bins.diagonal(dim1=1, dim2=2).any()

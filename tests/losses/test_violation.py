@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +13,6 @@ from evodsp.geometry.residues import RESTYPE_ATOM14_MASK, RESTYPE_ATOM14_RADIUS,
 from evodsp.losses import structure as pairs
 from evodsp.losses.violation import find_violations, violating_residues, violation_loss
 from tests.builders.pages import ROOT
-from tests.shared import load
 
 BETWEEN, WITHIN = "between_residues", "within_residues"
 NAMES = {
@@ -27,41 +24,35 @@ NAMES = {
 }
 
 
-def _features(golden: Path) -> tuple[Tensor, Tensor, Tensor]:
+@pytest.fixture(scope="module")
+def chain(features) -> tuple[Tensor, ...]:
     """atom14 mask, residue index and aatype of the golden chain, batch of one."""
-    features = load(golden / "features_processed.npz")
-    names = ("atom14_atom_exists", "residue_index", "aatype")
-    mask, index, aatype = (torch.from_numpy(features[name][:1]) for name in names)
-    return mask, index, aatype
+    return tuple(features[name] for name in ("atom14_atom_exists", "residue_index", "aatype"))
 
 
 @pytest.fixture(scope="module", params=["near native", "untrained"])
-def problem(golden: Path, request) -> tuple[dict[str, Tensor], Tensor]:
+def problem(reference, losses, request) -> tuple[dict[str, Tensor], Tensor]:
     """AF2's violations, and the structure they were computed from."""
     if request.param == "near native":
-        file, group, structure = "losses_functions.npz", "violations/", "in/atom14_pos"
+        file, group, structure = reference, "violations/", "in/atom14_pos"
     else:
-        file, group, structure = "losses.npz", "structure_module/violations/", "sidechains_atom_pos"
-    reference = {key: torch.from_numpy(np.asarray(value)) for key, value in load(golden / file).items()}
-    violations = {key.removeprefix(group): value for key, value in reference.items() if key.startswith(group)}
-    return violations, reference[structure][-1:]
+        file, group, structure = losses, "structure_module/violations/", "sidechains_atom_pos"
+    violations = {key.removeprefix(group): value for key, value in file.items() if key.startswith(group)}
+    return violations, file[structure][-1:]
 
 
-def test_violations_are_alphafolds(golden: Path, problem) -> None:
+def test_violations_are_alphafolds(chain, problem) -> None:
     """Catches masks computed from the aatype 0 of padding, the CA-C-N deviation of older releases, and wrong exclusions."""
     expected, atom14 = problem
-    found = find_violations(atom14, *_features(golden))
+    found = find_violations(atom14, *chain)
     for name, key in NAMES.items():
         tolerance = 1e-5 * float(expected[key].abs().max())
         torch.testing.assert_close(getattr(found, name)[0], expected[key], rtol=1e-5, atol=tolerance, msg=key)
 
 
-def test_loss_is_alphafolds(golden: Path) -> None:
+def test_loss_is_alphafolds(chain, reference) -> None:
     """Catches clashes averaged over pairs, and terms left out."""
-    reference = load(golden / "losses_functions.npz")
-    atom14 = torch.from_numpy(reference["in/atom14_pos"][-1:])
-    mask, index, aatype = _features(golden)
-    loss = violation_loss(find_violations(atom14, mask, index, aatype), mask)
+    loss = violation_loss(find_violations(reference["in/atom14_pos"][-1:], *chain), chain[0])
     assert loss.item() == pytest.approx(float(reference["structural_violation_loss"]), rel=1e-5)
 
 
@@ -115,9 +106,9 @@ def test_gradient_is_the_losss() -> None:
     assert torch.autograd.gradcheck(lambda x: violation_loss(find_violations(x, mask, index, aatype), mask), atom14)
 
 
-def test_coincident_atoms_have_a_finite_gradient(golden: Path) -> None:
+def test_coincident_atoms_have_a_finite_gradient(chain) -> None:
     """Catches the infinite slope of the square root at zero: an untrained model places all residues at the origin."""
-    mask, index, aatype = _features(golden)
+    mask, index, aatype = chain
     atom14 = torch.zeros(1, index.shape[1], 14, 3, requires_grad=True)
     loss = violation_loss(find_violations(atom14, mask, index, aatype), mask)
     loss.sum().backward()
@@ -126,9 +117,9 @@ def test_coincident_atoms_have_a_finite_gradient(golden: Path) -> None:
     assert atom14.grad.isfinite().all()
 
 
-def test_samples_do_not_see_each_other(golden: Path, problem) -> None:
+def test_samples_do_not_see_each_other(chain, problem) -> None:
     """Catches clashes between atoms of different samples."""
-    atom14, features = problem[1], _features(golden)
+    atom14, features = problem[1], chain
     alone = find_violations(atom14, *features)
     moved = torch.cat([atom14, atom14 + 0.1])
     together = find_violations(moved, *(torch.cat([x, x]) for x in features))

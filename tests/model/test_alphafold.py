@@ -15,7 +15,9 @@ from evodsp.errors import UserError
 from evodsp.model.alphafold import ARRANGEMENTS, FEATURES, AlphaFold, Recycled, ca_change
 from evodsp.model.heads import ModelOutput
 from evodsp.rng import Draws
+from tests.builders.host_waits import HostWaits
 from tests.builders.parameters import noisy
+from tests.builders.small_model import config, features
 
 BATCH, CLUSTERS, EXTRA, RESIDUES = 2, 5, 4, 7  # all sizes differ
 
@@ -174,10 +176,16 @@ def changes(model: AlphaFold, batch: dict[str, Tensor], passes: int) -> tuple[li
     return outputs, found
 
 
-def test_recycling_ends_at_the_right_pass(model):
-    """Catches recycling that stops before BOTH samples have converged or later, and the output of another pass."""
+@pytest.fixture(scope="module")
+def passes(model) -> tuple[dict[str, Tensor], list[ModelOutput], list[Tensor]]:
+    """A batch of five passes, the output of each, and the changes between them."""
     batch = make_batch(5)
-    outputs, steps = changes(model, batch, 5)
+    return batch, *changes(model, batch, 5)
+
+
+def test_recycling_ends_at_the_right_pass(model, passes):
+    """Catches recycling that stops before BOTH samples have converged or later, and the output of another pass."""
+    batch, outputs, steps = passes
     largest = [float(step.max()) for step in steps]
     assert float(steps[0].min()) < largest[0], "the samples must differ, or stopping for one of them would go unseen"
     for number, tolerance in enumerate(largest, start=1):
@@ -189,20 +197,16 @@ def test_recycling_ends_at_the_right_pass(model):
         assert expected <= number
 
 
-def test_multimer_runs_one_more_pass_than_settles(model):
+def test_multimer_runs_one_more_pass_than_settles(model, passes, monkeypatch: pytest.MonkeyPatch):
     """Catches a result of the pass that has settled, where AlphaFold-Multimer's code runs another, and a pass too many."""
-    batch = make_batch(5)
-    outputs, steps = changes(model, batch, 5)
+    batch, outputs, steps = passes
     largest = [float(step.max()) for step in steps]
-    arrangement, model.arrangement = model.arrangement, ARRANGEMENTS["multimer"]
-    try:
-        for tolerance in largest:
-            settles = next(n for n, value in enumerate(largest, start=1) if value <= 1.001 * tolerance)
-            with torch.no_grad():
-                found = model(batch, stop_tolerance=1.001 * tolerance)
-            check_same_bits(found, outputs[min(settles + 1, 4)])
-    finally:
-        model.arrangement = arrangement
+    monkeypatch.setattr(model, "arrangement", ARRANGEMENTS["multimer"])
+    for tolerance in largest:
+        settles = next(n for n, value in enumerate(largest, start=1) if value <= 1.001 * tolerance)
+        with torch.no_grad():
+            found = model(batch, stop_tolerance=1.001 * tolerance)
+        check_same_bits(found, outputs[min(settles + 1, 4)])
 
 
 def test_without_a_tolerance_nothing_changes(model):
@@ -282,3 +286,18 @@ def test_features_of_a_pass_come_to_the_device_when_it_begins(monkeypatch: pytes
         output = model(make_batch(3))
     assert output.structure.positions.device.type == "meta"
     assert present == [0, 0, 0]
+
+
+def test_a_pass_with_templates_and_dropout_does_not_wait() -> None:
+    """Catches constants, lists of atom slots and edges of bins that are copied to the device in every pass."""
+    model = AlphaFold(config()).to("meta")
+    batch = {
+        name: value.to("meta", torch.float32 if value.is_floating_point() else None)
+        for name, value in features(1).items()
+    }
+    model(batch)  # constants are copied in the first pass
+    with HostWaits() as seen:
+        output = model(batch, [Draws.root(0)])
+        (output.structure.positions.sum() + output.representations["pair"].sum()).backward()
+    # The keys of dropout, once a pass: from pinned memory on a GPU, so that the host does not wait.
+    assert [wait for wait in seen.waits if not wait.startswith("_to_copy model/dropout.py")] == []

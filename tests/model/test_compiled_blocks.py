@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -38,8 +38,9 @@ def unchecked() -> Iterator[UncheckedPool]:
 
 
 def graphs(handle: Any, kind: str, projections: bool) -> int:
-    """The number of graphs that torch makes of two blocks of a stack. Raises if they compute something else. `projections`:
-    whether the blocks compute the projections of attention again.
+    """The number of graphs that torch makes of two blocks of a stack, for two steps with other random numbers. Raises if they
+    compute something else. `projections`: whether the blocks compute the projections of attention again; they then get keys of
+    dropout in place of masks.
     """
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -55,7 +56,14 @@ def graphs(handle: Any, kind: str, projections: bool) -> int:
     msa, pair = torch.randn(1, 5, RESIDUES, c_m, generator=generator), torch.randn(1, 7, 7, c_z, generator=generator)
     inputs = [exchange.shard(msa, "seq").clone().requires_grad_(), exchange.shard(pair, "j").clone().requires_grad_()]
     true_masks = [(torch.randn(1, n, RESIDUES, generator=generator) > -1).double() for n in (5, RESIDUES)]
-    masks = draw_blocks(stack.blocks, DropoutKeys.of(stack.dropout_streams([Draws.root(1)])), RESIDUES, stack.kernels)
+
+    def masks_of(seed: int) -> Sequence[Masks]:
+        keys = DropoutKeys.of(stack.dropout_streams([Draws.root(seed)]))
+        if not projections:
+            return draw_blocks(stack.blocks, keys, RESIDUES, stack.kernels)
+        names = [[d.layer for d in block.dropouts] for block in stack.blocks]
+        return [{name: keys.stack([("block", n, name)])[0] for name in own} for n, own in enumerate(names)]
+
     count = [0]
 
     def backend(graph: torch.fx.GraphModule, examples: Any) -> Any:
@@ -67,7 +75,9 @@ def graphs(handle: Any, kind: str, projections: bool) -> int:
         gradients = torch.autograd.grad(m.square().sum() + z.square().sum(), [*inputs, *parameters])
         return [m.detach(), z.detach(), *gradients]
 
-    for block, own in zip(stack.blocks, masks, strict=True):
+    for block, own in [
+        (block, own) for seed in (1, 2) for block, own in zip(stack.blocks, masks_of(seed), strict=True)
+    ]:
         # The softmax takes no notice of this bias, so its gradient is rounding.
         parameters = [p for name, p in block.named_parameters() if not name.endswith("row_attention.pair_norm.bias")]
         expected = run(block, parameters, own)
@@ -83,7 +93,8 @@ def graphs(handle: Any, kind: str, projections: bool) -> int:
 @pytest.mark.parametrize("kind", PLANS)
 @pytest.mark.parametrize("projections", [False, True])
 def test_a_sharded_block_is_one_graph(unchecked: UncheckedPool, ranks: int, kind: str, projections: bool) -> None:
-    """Catches a graph break at a collective, a graph for each block, and outputs or gradients that compiling changes.
+    """Catches a graph break at a collective, a graph for each block, keys of dropout or names of blocks that are compiled into
+    the graph (each step would compile anew), and outputs or gradients that compiling changes.
 
     Dropout is on, parameters are all random, sizes differ and do not divide.
     """

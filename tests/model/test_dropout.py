@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys, block_streams
+from evodsp.model.dropout import NO_DROPOUT, NO_MASKS, Dropout, DropoutKeys
 from evodsp.model.kernels import by_chunks, reference
 from evodsp.model.kernels import chunked as kernels
 from evodsp.model.kernels.chunked import draw_masks, dropout_add
@@ -19,8 +19,6 @@ from evodsp.model.sharded import Added, Budget, Made, Sharded
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.rng import Draws
 from tests.builders.small_model import small_stack, streams
-from tests.model.compiled_blocks import graphs
-from tests.ranks import in_a_fork
 
 SIZES, CHANNELS = (3, 50), 40
 
@@ -127,18 +125,6 @@ def test_a_backend_that_draws_where_it_adds() -> None:
     assert asked == [2 * 3]  # triangle multiplication adds its update itself
 
 
-def test_keys_that_are_overwritten_draw_anew() -> None:
-    """Catches numbers in the program that a captured graph would repeat at each step."""
-    stack, inputs = small_stack(2)
-    keys, other = (DropoutKeys.of(stack.dropout_streams(streams(seed))) for seed in (0, 1))
-    assert keys.flat is not None
-    assert other.flat is not None
-    first, second = stack(*inputs, keys)[1], stack(*inputs, other)[1]
-    assert not torch.allclose(first, second)
-    keys.flat.copy_(other.flat)
-    assert torch.equal(stack(*inputs, keys)[1], second)
-
-
 def test_a_layer_without_a_key_is_an_error() -> None:
     """Catches a stack that silently runs without dropout because its keys are looked up under another name."""
     stack, inputs = small_stack(1)
@@ -146,16 +132,6 @@ def test_a_layer_without_a_key_is_an_error() -> None:
     with pytest.raises(KeyError):
         stack(*inputs, keys.at("evoformer"))
     torch.testing.assert_close(stack(*inputs, NO_DROPOUT.at("evoformer")), stack(*inputs), rtol=0, atol=0)
-
-
-@pytest.mark.verify
-@pytest.mark.parametrize("leaf", ["masks", "keys"])
-def test_a_block_is_one_graph_for_all_blocks_and_steps(leaf: str) -> None:
-    """Catches a graph break, and keys or names of blocks that are compiled into the graph: each step would compile anew.
-
-    In a process of its own, because torch cannot trace the checks of shapes.
-    """
-    assert in_a_fork(graphs, leaf) == 1
 
 
 class Count(TorchDispatchMode):
@@ -183,9 +159,3 @@ def test_dropout_takes_few_operators() -> None:
     drawing = operators(1, 0.25) - operators(1, 0.0)
     assert operators(6, 0.25) - operators(6, 0.0) == drawing + 5 * 5
     assert drawing <= 300
-
-
-def test_streams_are_named_once_per_layer() -> None:
-    """Catches two layers of a block that have one name, and therefore one mask."""
-    stack, _ = small_stack(3)
-    assert len(block_streams(stack.blocks, streams(0))) == 15

@@ -193,25 +193,6 @@ def test_every_element_that_dropout_removes_from_templates(step: Step) -> None:
                 check(update.pair, place * TEMPLATES + template, stream.at("template", template), "pair")
 
 
-def test_masks_are_constant_along_the_axis_that_the_supplement_names(step: Step) -> None:
-    """Catches a wrong shared axis and repeated masks, without using `expected_mask`."""
-    for name in ("evoformer", "extra"):
-        for layer, representation, constant_axis in RULES:
-            if constant_axis is None:
-                continue
-            masks = []
-            for update in step.updates[name]:
-                whole = update.msa if representation == "msa" else update.pair
-                assert whole is not None
-                for block in range(BLOCKS):
-                    mask = whole[..., channel(layer, block)]  # [sample, axis 1, axis 2]
-                    first = mask.narrow(constant_axis, 0, 1)
-                    torch.testing.assert_close(mask, first.expand_as(mask), rtol=0, atol=1e-6)
-                    masks += [first[sample].flatten().round(decimals=3) for sample in range(len(SAMPLES))]
-            assert len({tuple(mask.tolist()) for mask in masks}) > len(masks) // 2, f"{layer}: masks repeat"
-            assert any(len(mask.unique()) > 1 for mask in masks), f"{layer}: nothing varies along the other axis"
-
-
 def test_the_structure_module_has_a_stream_of_its_own(step: Step) -> None:
     """Catches one mask for all cycles or samples.
 

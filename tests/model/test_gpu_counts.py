@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from evodsp.config import LossConfig, ModelConfig
+from evodsp.config import EvoformerConfig, LossConfig, ModelConfig
 from evodsp.model.dropout import Dropout
 from evodsp.model.kernels import triton
 from evodsp.model.kernels.operators import Kernels
@@ -22,6 +22,8 @@ from evodsp.model.primitives import use_kernels
 from evodsp.model.sharded import Sharded
 from evodsp.planner.program import PlannedStep, SampleSizes, program
 from evodsp.planner.trace import Operation, ProgramRecorder
+from evodsp.training.logs import backward_flops, pass_flops, training_flops
+from tests.builders import small_model
 from tests.builders.fake_cuda import Case, Counts, measure
 
 GB = 1e9
@@ -58,7 +60,7 @@ def test_a_block_on_one_gpu(
     ("size", "backward", "gigabytes", "kept"),
     [
         (("evoformer", 128, 256), 161, 7.0, 0.28),
-        (("evoformer", 512, 384), 161, 24.5, 0.96),
+        pytest.param(("evoformer", 512, 384), 161, 24.5, 0.96, marks=pytest.mark.verify),
         pytest.param(("extra_msa", 5120, 384), 219, 47.8, 2.2, marks=pytest.mark.verify),
         pytest.param(("evoformer", 128, 256, 8), 222, 1.3, 0.06, marks=pytest.mark.verify),
     ],
@@ -174,3 +176,56 @@ def test_the_structure_module() -> None:
     places = [(event.place[0], event.phase) for event in events if isinstance(event, Operation)]
     assert places.count(("structure_module", "forward")) <= 730
     assert places.count(("structure_module", "backward")) <= 1_085
+
+
+def block_flops(config: ModelConfig, batch: int, s: int, r: int) -> int:
+    """One Evoformer block (algorithm 6) on `s` rows and `r` residues: 2 for each multiplication."""
+    sizes: EvoformerConfig = config.evoformer
+    m, z = config.channels.msa, config.channels.pair
+
+    def attention(rows: int, length: int, channels: int, heads: int, width: int) -> int:
+        """Queries, keys, values, gates and output; logits and sums over `length` for each of `rows` rows."""
+        return rows * length * channels * heads * width * 5 + 2 * rows * heads * length**2 * width
+
+    h, c = sizes.msa_heads, sizes.msa_head_width
+    msa = attention(s, r, m, h, c) + r * r * z * h  # with the pair bias
+    msa += attention(r, s, m, h, c)
+    msa += s * r * m * sizes.transition_factor * m * 2
+    o = sizes.outer_product_channels
+    msa += s * r * m * 2 * o + r * r * s * (o * o + 1) + r * r * o * o * z  # with the number of sequences of each pair
+    t = sizes.triangle_channels
+    pair = 2 * (r * r * z * 4 * t + r**3 * t + r * r * t * z + r * r * z * z)
+    pair += 2 * (attention(r, r, z, sizes.pair_heads, sizes.pair_head_width) + r * r * z * sizes.pair_heads)
+    pair += r * r * z * sizes.transition_factor * z * 2
+    return 2 * batch * (msa + pair)
+
+
+def test_a_block_is_the_sum_of_its_products() -> None:
+    """A backend that computes something twice, a sub-layer that the counter does not see, samples of a batch that do not
+    count, a cost that depends on the number of iterations."""
+    config, samples, (s, e, r) = small_model.config(), 2, small_model.SMALL
+    more = dataclasses.replace(config.evoformer, blocks=config.evoformer.blocks + 1)
+    batch = small_model.features(samples, (s, e, r))
+    found = pass_flops(dataclasses.replace(config, evoformer=more), batch) - pass_flops(config, batch)
+    rows = s + small_model.TEMPLATES * (config.templates.torsions)  # rows of template torsion angles
+    assert found == block_flops(config, samples, rows, r)
+
+
+def test_only_the_last_iteration_has_a_backward_pass() -> None:
+    """Three times the FLOPs for each recycling iteration."""
+    assert [training_flops(10, passes) for passes in (1, 2, 4)] == [30, 40, 60]
+
+
+@pytest.mark.verify
+def test_frozen_parts_need_fewer_products() -> None:
+    """A gradient of frozen weights that counts, and one of what comes before the first trained weight."""
+    config, batch = small_model.config(), small_model.features(1, small_model.SMALL)
+    forward, backward = pass_flops(config, batch), backward_flops(config, batch, ())
+    assert 1.8 * forward < backward < 2 * forward
+    heads_only = backward_flops(config, batch, ("*embedder", "*stack", "evoformer", "single", "structure_module"))
+    stacks = dataclasses.replace(config, evoformer=dataclasses.replace(config.evoformer, blocks=9))
+    frozen = ("*embedder", "*stack", "evoformer", "single", "structure_module")
+    assert backward_flops(stacks, batch, frozen) == heads_only < backward / 20
+    middle = backward_flops(config, batch, ("evoformer",))
+    assert backward - forward < middle < backward
+    assert training_flops(10, 4, middle) == 40 + middle

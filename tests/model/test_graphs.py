@@ -26,7 +26,16 @@ from evodsp.model.recordings import Rerun, Taken
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
-from tests.builders.small_model import chains, config, features, features_of_chains, small_stack, streams, tensors
+from tests.builders.small_model import (
+    chains,
+    config,
+    features,
+    features_of_chains,
+    halved,
+    in_float32,
+    small_stack,
+    tensors,
+)
 
 Stack = EvoformerStack | TemplatePairStack
 
@@ -249,14 +258,10 @@ def test_the_whole_model_with_recycling() -> None:
     """Catches a recycled pass that changes what a later pass reads, and copies or recordings that change the model: its names,
     its copies, a move, and weights that are loaded."""
     half = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-    model = AlphaFold(config())
-    dense(model).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    model = halved(config()).float()
     plain = copy.deepcopy(model)
     graphs = recorded(model)
-    batch = {name: x.float() if x.is_floating_point() else x for name, x in features(1).items()}
+    batch = in_float32(features(1))
     passes = batch["aatype"].shape[1]
     names = list(model.state_dict())
     casts = {id(one): CastParameters(one) for one in (model, plain)}
@@ -314,16 +319,6 @@ def test_copies_that_a_validation_makes_first_serve_training() -> None:
     for context in (torch.inference_mode(), torch.enable_grad()):
         with context, torch.autocast("cpu", torch.bfloat16), casts:
             assert stack.blocks[0].msa_stack.transition.widen.weight.dtype == torch.bfloat16
-
-
-def test_streams_are_those_of_the_stack() -> None:
-    """Catches keys that `moved` puts in another place."""
-    stack, _ = small_stack(2)
-    keys = DropoutKeys.of(stack.dropout_streams(streams(0)))
-    other = keys.moved(keys.flat.clone())  # type: ignore[union-attr]
-    path = ("block", 1, "row_attention")
-    assert torch.equal(other.stack([path]), keys.stack([path]))
-    assert other.places == keys.places
 
 
 def test_parameters_that_moved_are_recorded_again() -> None:

@@ -104,7 +104,7 @@ def stack(what: Stack, ranks: int = 4) -> Counts:
     return measure(Case(what=what, sequences=128 if what == "evoformer" else 1024, ranks=ranks, blocks=2))
 
 
-@pytest.mark.verify_but("8-24")
+@pytest.mark.verify_but("4-44")
 @pytest.mark.parametrize(("ranks", "mib"), [(4, 44), (8, 24)])
 def test_a_block_sends_half_precision(ranks: int, mib: int) -> None:
     """Catches anything in float32 on the wire: 78 MiB at four ranks were sent where masks made z float32."""
@@ -139,7 +139,7 @@ def test_representations_stay_in_half_precision(what: Stack) -> None:
 
 
 WHOLE_MODEL = Case(
-    what="model", sequences=8, residues=16, templates=2, dropout=True, recompute=True, cast_once=True
+    what="model", sequences=8, residues=16, templates=2, iterations=1, dropout=True, recompute=True, cast_once=True
 )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_every_part_of_the_model_keeps_half_precision() -> None:
     assert found.pop("heads.plddt") == ["float32"]
     rows, mask = found.pop("template_torsion_embedder")  # rows of the MSA, and their mask
     assert (rows, mask) == ("bfloat16", "float32")
-    assert len(found) == 15
+    assert len(found) == 14
     assert {dtype for part in found.values() for dtype in part} == {"bfloat16"}, found
 
 

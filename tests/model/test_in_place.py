@@ -7,81 +7,55 @@ pieces: single rows, columns and channels.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from evodsp.config import ModelConfig, TemplateConfig
+from evodsp.config import ModelConfig
 from evodsp.model.alphafold import TEMPLATE_FEATURES, AlphaFold
-from evodsp.model.dropout import NO_DROPOUT, DropoutKeys
-from evodsp.model.evoformer import EvoformerBlock, EvoformerStack
+from evodsp.model.dropout import NO_DROPOUT
+from evodsp.model.evoformer import EvoformerBlock
 from evodsp.model.layers import TriangleMultiplication
 from evodsp.model.primitives import use_exchange, use_memory
 from evodsp.model.schedule import DAP, CommunicationPlan
 from evodsp.model.sharded import Budget, Sharded
-from evodsp.model.templates import TemplateEmbedder, TemplatePairStack, Templates
-from evodsp.parallel.collectives import DIMENSION, Axis, shard_sizes
+from evodsp.model.templates import TemplateEmbedder, Templates
+from evodsp.parallel.collectives import DIMENSION, shard_sizes
 from evodsp.parallel.exchange import Exchange, LocalExchange, Ready, ShardedExchange
+from evodsp.parallel.testing import _in_double as in_double
 from evodsp.parallel.testing import dense
 from evodsp.rng import Draws
 from scripts.benchmarks import formulas
 from scripts.benchmarks.peak_memory import PeakMemory
 from tests.builders.comparison import close
 from tests.builders.poisoned_group import PoisonedGroup
-from tests.builders.small_model import SMALL, chains, config, features, features_of_chains, tensors
+from tests.builders.sharded_stacks import RESIDUES, Case, Stack, given, stack_of
+from tests.builders.small_model import (
+    chains,
+    config,
+    features,
+    features_of_chains,
+    gathered,
+    halved,
+    in_float32,
+    tensors,
+)
 from tests.ranks import RankPool
 
-R = 7
-Stack = Literal["evoformer", "extra", "extra_deep", "templates"]
-SEQUENCES: dict[Stack, int] = {"evoformer": 5, "extra": 6, "extra_deep": 40, "templates": 0}
-SHARDED: dict[str, Axis] = {
-    "msa": "res", "pair": "j", "distogram_logits": "i", "predicted_aligned_error_logits": "i", "masked_msa_logits": "res",
-}  # fmt: skip
-
-
-@pytest.fixture
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def stack_of(kind: Stack) -> nn.Module:
-    sizes = ModelConfig.preset("test")
-    if kind == "templates":
-        templates = TemplateConfig(True, channels=10, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5)
-        return dense(TemplatePairStack(templates)).double()
-    extra = kind != "evoformer"
-    own = dataclasses.replace(sizes.extra_msa if extra else sizes.evoformer, blocks=2)
-    channels = sizes.channels.extra_msa if extra else sizes.channels.msa
-    return dense(EvoformerStack(channels, sizes.channels.pair, own, extra)).double()
+STACKS: tuple[Stack, ...] = ("evoformer", "extra", "extra_deep", "templates")
 
 
 def run(
     kind: Stack, memory: int | None, exchange: Exchange, plan: CommunicationPlan, dropout: bool = False
 ) -> dict[str, Tensor]:
     """This rank's shards of the results for a batch of two."""
-    generator = torch.Generator().manual_seed(3)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=generator)
-
-    sizes, s = ModelConfig.preset("test").channels, SEQUENCES[kind]
-    stack = stack_of(kind)
-    use_exchange(stack, exchange, plan)
+    stack, inputs, shards, (*masks, keys), _ = given(Case(kind, batch=2, plan=plan, blocks=2), exchange)
     use_memory(stack, memory)
-    pair, pair_mask = random(2, R, R, sizes.pair), (random(2, R, R) > -1).double()
-    draws = [Draws.root(1).at(sample) for sample in range(2)] if dropout else []
-    keys = DropoutKeys.of(stack.dropout_streams(draws))
     with torch.no_grad():
-        if kind == "templates":
-            return {"z": stack(exchange.shard(pair, "i").clone(), pair_mask, keys)}
-        msa = random(2, s, R, sizes.msa if kind == "evoformer" else sizes.extra_msa)
-        msa_mask = (random(2, s, R) > -1).double()
-        m, z = stack(exchange.shard(msa, "seq").clone(), exchange.shard(pair, "j").clone(), msa_mask, pair_mask, keys)
-        return {"m": m, "z": z}
+        results = stack(*(x.clone() for x in shards), *masks, keys if dropout else NO_DROPOUT)
+    return dict(zip(inputs, [results] if isinstance(results, Tensor) else results, strict=True))
 
 
 def run_rank(handle: Any, *arguments: Any) -> dict[str, Tensor]:
@@ -90,7 +64,7 @@ def run_rank(handle: Any, *arguments: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("memory", [1, 3000])
-@pytest.mark.parametrize("kind", SEQUENCES)
+@pytest.mark.parametrize("kind", STACKS)
 def test_pieces_equal_the_whole(kind: Stack, memory: int) -> None:
     """Catches a piece that reads rows which have changed already, another piece's mask, rows left out or added twice."""
     found, expected = (run(kind, limit, LocalExchange(), CommunicationPlan()) for limit in (memory, None))
@@ -140,7 +114,7 @@ def test_pieces_of_shards_equal_the_whole(
 
 
 @pytest.mark.parametrize("memory", [1, 3000])
-def test_one_template_after_another(double: Any, memory: int) -> None:
+def test_one_template_after_another(memory: int) -> None:
     """Catches a template that is masked and counts, one that is forgotten, and an update for a sample that has none.
 
     Samples have the first and last of three templates, none, and the last two.
@@ -150,10 +124,10 @@ def test_one_template_after_another(double: Any, memory: int) -> None:
     given = {name: own[name][:, 0, :1].repeat_interleave(count, 1) for name in TEMPLATE_FEATURES}
     torch.manual_seed(4)
     given = {name: x * torch.rand_like(x) if x.is_floating_point() else x for name, x in given.items()}
-    given["template_mask"] = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 1]])
+    given["template_mask"] = torch.tensor([[1.0, 0, 1], [0, 0, 0], [0, 1, 1]], dtype=torch.float64)
     residues = given["template_aatype"].shape[2]
     embedder = dense(TemplateEmbedder(sizes.pair, config().templates)).double()
-    z, mask = torch.randn(batch, residues, residues, sizes.pair), torch.ones(batch, residues, residues)
+    z, mask = (f(batch, residues, residues, *c).double() for f, *c in ((torch.randn, sizes.pair), (torch.ones,)))
     templates = Templates.from_features(given)
     expected = embedder(Sharded.whole(z, "j", mask), templates).x
     assert not expected[1].any()
@@ -171,7 +145,7 @@ def test_templates_in_half_precision() -> None:
     torch.manual_seed(4)
     own, pair = features(1), ModelConfig.preset("test").channels.pair
     given = {name: own[name][:, 0] for name in TEMPLATE_FEATURES}
-    templates = Templates.from_features({name: x.float() if x.is_floating_point() else x for name, x in given.items()})
+    templates = Templates.from_features(in_float32(given))
     residues = templates.aatype.shape[2]
     embedder = dense(TemplateEmbedder(pair, config().templates)).float()
     z, mask = torch.randn(1, residues, residues, pair).bfloat16(), torch.ones(1, residues, residues)
@@ -190,28 +164,18 @@ def run_model(
     memory: int | None, exchange: Exchange, ensembles: int = 1, draws: bool = False, multimer: bool = False
 ) -> dict[str, Tensor]:
     """Outputs of the whole model, two samples, two feature sets."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = dense(AlphaFold(chains() if multimer else config()))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(0.5)  # larger parameters would saturate the sigmoids
-        use_exchange(model, exchange)
-        use_memory(model, memory)
-        streams = [Draws.root(0).at(sample) for sample in range(2)] if draws else []
-        with torch.inference_mode():
-            output = model(features_of_chains(2) if multimer else features(2), streams, ensembles)
-            found = {
-                name: exchange.gather(x, SHARDED[name], whole=SMALL[2]) if name in SHARDED else x
-                for name, x in tensors(output).items()
-            }
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = halved(chains() if multimer else config())
+    use_exchange(model, exchange)
+    use_memory(model, memory)
+    streams = [Draws.root(0).at(sample) for sample in range(2)] if draws else []
+    with torch.inference_mode():
+        output = model(features_of_chains(2) if multimer else features(2), streams, ensembles)
+        found = {name: gathered(x, name, exchange) for name, x in tensors(output).items()}
     return {name: x.clone() for name, x in found.items()}
 
 
 def run_model_rank(handle: Any, memory: int, multimer: bool) -> dict[str, Tensor]:
-    return run_model(memory, ShardedExchange(PoisonedGroup(handle)), multimer=multimer)
+    return in_double(run_model, memory, ShardedExchange(PoisonedGroup(handle)), 1, False, multimer)
 
 
 @pytest.mark.verify_but("1-1-True-False")
@@ -231,7 +195,9 @@ def run_model_rank(handle: Any, memory: int, multimer: bool) -> dict[str, Tensor
 def test_the_whole_model_in_pieces(memory: int, ensembles: int, draws: bool, multimer: bool) -> None:
     """Catches a recycled pair representation that is overwritten while it is still needed (by the next feature set of an
     ensemble), templates that are mixed up, and dropout that is lost."""
-    found, expected = (run_model(limit, LocalExchange(), ensembles, draws, multimer) for limit in (memory, None))
+    found, expected = (
+        in_double(run_model, limit, LocalExchange(), ensembles, draws, multimer) for limit in (memory, None)
+    )
     for name, x in expected.items():
         close(found[name], x, name)
 
@@ -240,7 +206,7 @@ def test_the_whole_model_in_pieces(memory: int, ensembles: int, draws: bool, mul
 @pytest.mark.parametrize("multimer", [False, True])
 def test_the_whole_model_in_pieces_over_ranks(pool: RankPool, multimer: bool) -> None:
     """Catches embedders, templates and the extra MSA cut by positions of the whole instead of the shard's."""
-    expected = run_model(None, LocalExchange(), multimer=multimer)
+    expected = in_double(run_model, None, LocalExchange(), 1, False, multimer)
     for found in pool.run(3, run_model_rank, 1, multimer):
         for name, x in expected.items():
             close(found[name], x, name)
@@ -248,10 +214,10 @@ def test_the_whole_model_in_pieces_over_ranks(pool: RankPool, multimer: bool) ->
 
 def test_only_passes_without_gradients_overwrite() -> None:
     """Catches a training step that writes into tensors which its backward pass needs, and inputs overwritten unasked."""
-    stack = stack_of("evoformer")
+    stack = stack_of(Case("evoformer"))
     sizes = ModelConfig.preset("test").channels
-    inputs = torch.randn(1, 5, R, sizes.msa).double(), torch.randn(1, R, R, sizes.pair).double()
-    masks = torch.ones(1, 5, R).double(), torch.ones(1, R, R).double()
+    inputs = torch.randn(1, 5, RESIDUES, sizes.msa).double(), torch.randn(1, RESIDUES, RESIDUES, sizes.pair).double()
+    masks = torch.ones(1, 5, RESIDUES).double(), torch.ones(1, RESIDUES, RESIDUES).double()
     before = [x.clone() for x in inputs]
     whole = stack(*inputs, *masks)  # with gradients
     use_memory(stack, 1)

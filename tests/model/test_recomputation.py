@@ -22,6 +22,7 @@ from evodsp.model.schedule import CommunicationPlan
 from evodsp.model.templates import TemplatePairStack
 from evodsp.parallel.exchange import LocalExchange, ShardedExchange
 from evodsp.parallel.group import Group, Ledger
+from evodsp.parallel.testing import _in_double as in_double
 from evodsp.parallel.testing import dense
 from evodsp.training.execution import AutomaticRecomputation, Measured, least_recomputed
 from evodsp.training.world import World
@@ -34,44 +35,32 @@ BLOCKS = {"evoformer": 3, "extra": 3, "templates": 2}
 STACKS: tuple[Stack, ...] = ("evoformer", "extra", "outer_first", "outer_first_extra", "templates")
 
 
-@pytest.fixture
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+def one_device(case: Case) -> dict[str, torch.Tensor]:
+    """Outputs, and gradients of inputs and parameters."""
+    outputs, inputs, module = in_double(run, case, LocalExchange(), 1)
+    gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {**{name: x.detach() for name, x in outputs.items()}, **inputs, **gradients}
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.verify_but("extra", "templates")
 @pytest.mark.parametrize("stack", BLOCKS)
 def test_gradients_do_not_depend_on_the_number(stack: Stack) -> None:
     """Catches a block that is left out or runs twice at the border between recomputed and kept ones, and other dropout."""
-    outputs, inputs, module = run(Case(stack, recompute=False), LocalExchange(), 1)
-    expected = {**outputs, **inputs, **{name: p.grad for name, p in module.named_parameters()}}
+    expected = one_device(Case(stack, recompute=False))
     for number in (*range(1, BLOCKS[stack] + 1), "auto"):
-        outputs, inputs, module = run(Case(stack, recompute=number), LocalExchange(), 1)
-        found = {**outputs, **inputs, **{name: p.grad for name, p in module.named_parameters()}}
+        found = one_device(Case(stack, recompute=number))
         for name, x in expected.items():
-            close(found[name].detach(), x.detach(), f"{name}, {number} blocks recomputed")
+            close(found[name], x, f"{name}, {number} blocks recomputed")
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.verify_but("evoformer-plan0", "outer_first_extra-plan1", "templates-plan0")
 @pytest.mark.parametrize("plan", [CommunicationPlan(), CommunicationPlan(stream_bias=True)])
 @pytest.mark.parametrize("stack", STACKS)
 def test_gradients_of_projections_that_are_computed_again(stack: Stack, plan: CommunicationPlan) -> None:
     """Catches other numbers or another order of sums than of projections that were kept: of a gate left out, of other rows."""
-
-    def tensors(whole: int, projections: bool | int) -> dict[str, torch.Tensor]:
-        outputs, inputs, module = run(
-            Case(stack, recompute=whole, projections=projections, plan=plan), LocalExchange(), 1
-        )
-        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-        return {**outputs, **inputs, **gradients}
-
-    expected = tensors(0, False)
+    expected = one_device(Case(stack, recompute=0, projections=False, plan=plan))
     for whole, projections in ((0, True), (0, 1), (1, 1)):
-        found = tensors(whole, projections)
+        found = one_device(Case(stack, recompute=whole, projections=projections, plan=plan))
         assert found.keys() == expected.keys()
         for name, x in expected.items():
             assert torch.equal(found[name], x), f"{name}, {whole} blocks, projections of {projections}"
@@ -100,12 +89,8 @@ def test_projections_are_computed_again_without_a_collective(pool: RankPool) -> 
 
 def sent(handle: Any, projections: bool) -> list[tuple[str, str]]:
     """Phases and kinds of a rank's collectives."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        ledger = Ledger()
-        run(Case("evoformer", projections=projections), ShardedExchange(Group(handle, ledger)), 2)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    ledger = Ledger()
+    in_double(run, Case("evoformer", projections=projections), ShardedExchange(Group(handle, ledger)), 2)
     return [(entry.phase, entry.kind) for entry in ledger.entries]
 
 

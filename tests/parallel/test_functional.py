@@ -6,13 +6,15 @@ from __future__ import annotations
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from evodsp.parallel import (
@@ -21,8 +23,10 @@ from evodsp.parallel import (
     Mesh,
     average_gradients,
     dropout,
+    functional,
     gather,
     init_mesh,
+    parallelize,
     split,
     start_gather,
     start_switch,
@@ -30,7 +34,10 @@ from evodsp.parallel import (
     total,
 )
 from evodsp.parallel import group as mesh_module
+from evodsp.parallel.testing import check
 from evodsp.rng import Draws
+from tests.builders.axial import WIDTH, Attention, Layer, built, equal, numbers
+from tests.builders.comparison import close
 from tests.ranks import RankPool
 
 TIME, SPACE = 5, 7
@@ -53,18 +60,19 @@ def run_sharded(handle: Any) -> tuple[Tensor, Tensor]:
         DeviceMesh.from_group([handle, handle], "cpu", [list(range(ranks))], mesh_dim_names=("data", "sequence"))
     )
     whole = inputs().requires_grad_()
-    x = split(whole, 1, mesh)
+    x = split(whole, -3, mesh)
     x = attend(x, 2)
-    x = switch(x, 1, 2, whole=TIME, mesh=mesh)
+    x = switch(x, -3, 2, whole=TIME, mesh=mesh)
     x = attend(x, 1)
-    y = gather(x, 2, whole=SPACE, mesh=mesh)
+    y = gather(x, -2, whole=SPACE, mesh=mesh)
     (y.square().sum() / 2).backward()
     torch.distributed.all_reduce(whole.grad, group=handle)
     return y.detach(), whole.grad / ranks
 
 
 def test_space_time_attention_spread_over_ranks(pool: RankPool) -> None:
-    """Catches functions that another model cannot use in the way the documentation describes."""
+    """Catches functions that another model cannot use in the way the documentation describes, and negative dimensions that
+    select another axis."""
     whole = inputs().requires_grad_()
     expected = attend(attend(whole, 2), 1)
     (expected.square().sum() / 2).backward()
@@ -273,20 +281,6 @@ def test_samples_with_numbers_of_their_own() -> None:
     assert not torch.equal(found[0], found[1])
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_how_many_elements_are_dropped(rate: float) -> None:
-    """Catches numbers that are not uniform, and streams that depend on each other: four standard deviations are allowed."""
-    n = 1 << 16
-    first, second = (
-        dropout(torch.ones(n // 4, 4), rate, torch.arange(n // 4), DRAWS.at(stream)) == 0
-        for stream in ("first", "second")
-    )
-    spread = 4 * (rate * (1 - rate) / n) ** 0.5
-    assert abs(first.double().mean() - rate) < spread
-    both = rate**2
-    assert abs((first & second).double().mean() - both) < 4 * (both * (1 - both) / n) ** 0.5
-
-
 def test_rates_at_and_beyond_the_ends() -> None:
     """Catches a division by zero, and a copy or a draw where nothing is dropped."""
     x = torch.ones(2, CHANNELS)
@@ -328,3 +322,194 @@ def test_the_same_mask_on_every_mesh_and_when_recomputed(pool: RankPool) -> None
                 assert torch.equal(mask, torch.tensor_split(expected, ranks, axis)[rank])
             assert torch.equal(forward, masks[0])
             assert torch.equal(again, forward)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, gradient: float | None = None) -> nn.Parameter:
+    """A parameter whose gradient has this value plus the number of each element."""
+    made = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    if gradient is not None:
+        made.grad = (gradient + torch.arange(made.numel())).view(shape).to(dtype)
+    return made
+
+
+def mixed(rank: int) -> dict[str, nn.Parameter]:
+    """Parameters of several types and shapes; some have no gradient on some ranks."""
+    turned = parameter(2, 3)
+    turned.grad = (rank + torch.arange(6.0)).view(3, 2).T
+    return {
+        "every rank": parameter(3, gradient=rank),
+        "first rank": parameter(2, 2, gradient=8.0 if rank == 0 else None),
+        "no rank": parameter(4),
+        "double": parameter(5, dtype=torch.float64, gradient=2.0 * rank),
+        "frozen": parameter(2, gradient=rank).requires_grad_(False),
+        "bfloat16": parameter(2, dtype=torch.bfloat16, gradient=4.0 * rank),
+        "empty": parameter(0, 3, gradient=0.0),
+        "scalar": parameter(gradient=rank),
+        "turned": turned,
+        "double again": parameter(3, dtype=torch.float64, gradient=-rank),
+    }
+
+
+def averaged(handle: Any, bucket: int | None) -> tuple[dict[str, Tensor | None], list[int]]:
+    """The gradients after averaging, and the number of elements of each all-reduce."""
+    parameters, sizes, reduce = mixed(dist.get_rank(handle)), [], Group.all_reduce
+
+    def counted(group: Group, x: Tensor) -> Any:
+        sizes.append(x.numel())
+        return reduce(group, x)
+
+    bucketed = mock.patch.object(functional, "BUCKET", bucket if bucket is not None else functional.BUCKET)
+    with bucketed, mock.patch.object(Group, "all_reduce", counted):
+        average_gradients((p for p in parameters.values()), handle)
+        average_gradients([parameters["frozen"]], handle)
+    return {name: p.grad for name, p in parameters.items()}, sizes
+
+
+def test_the_mean_over_ranks(pool: RankPool) -> None:
+    """Catches a sum, a parameter that some ranks did not use and that therefore stops the group or counts too much, a gradient
+    made up for one that none used, types that are mixed, gradients that are
+    not contiguous, frozen parameters' gradients that are averaged, and a group that hangs on an empty list."""
+    for ranks, bucket in ((2, None), (3, 4)):
+        ordinals = [mixed(rank) for rank in range(ranks)]
+        for rank, (found, sizes) in enumerate(pool.run(ranks, averaged, bucket)):
+            for name, gradient in found.items():
+                if name in ("no rank", "frozen"):
+                    continue
+                parts = [o[name].grad for o in ordinals]
+                total = sum(part.double() for part in parts if part is not None)
+                assert gradient is not None
+                assert gradient.dtype == ordinals[0][name].dtype
+                torch.testing.assert_close(
+                    gradient.double(), total / ranks, rtol=1e-2 if name == "bfloat16" else 1e-6, atol=0
+                )
+            assert found["no rank"] is None
+            assert found["frozen"] is not None
+            assert torch.equal(found["frozen"], rank + torch.arange(2.0))
+            # First which parameters were used. One bucket for each run of parameters of one type, or of four numbers at most.
+            assert sizes == [9, 7, 5, 2, 7, 3] if bucket is None else [9, 3, 4, 5, 2, 1, 6, 3]
+
+
+def over_a_mesh(handle: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The mean over all ranks of a mesh, and over its sequence group."""
+    mesh = init_mesh(sequence=2)
+    both = [parameter(2, gradient=float(dist.get_rank())) for _ in range(2)]
+    average_gradients(both[:1], mesh)
+    average_gradients(both[1:], mesh.sequence_group())
+    return both[0].grad, both[1].grad
+
+
+def test_a_mesh_names_all_of_its_ranks(pool: RankPool) -> None:
+    """Catches samples of other data ranks that are left out: with a mesh, the mean is over sequence and data ranks."""
+    for rank, (everywhere, sequence) in enumerate(pool.run(4, over_a_mesh)):
+        assert everywhere is not None
+        assert torch.equal(everywhere, 1.5 + torch.arange(2.0))
+        assert sequence is not None
+        assert torch.equal(sequence, (0.5 if rank < 2 else 2.5) + torch.arange(2.0))
+
+
+DEPTH = 3
+
+
+def outer_and_inner(handle: Any) -> tuple[Any, Any]:
+    """Groups of ranks {0, 2} and {1, 3}, and of {0, 1} and {2, 3}: those that hold this rank."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("outer", "inner"))
+    return mesh["outer"], mesh["inner"]
+
+
+def over_two_axes(handle: Any) -> tuple[Tensor, Tensor]:
+    """Time over the outer groups, space over the inner ones. Each attention needs its axis whole: the group of that axis
+    switches to the other, which is then divided among all four ranks."""
+    outer, inner = outer_and_inner(handle)
+    whole = numbers(2, TIME, SPACE, WIDTH).requires_grad_()
+    x = split(split(whole, 1, outer), 2, inner)
+    local = x.shape[1], x.shape[2]
+    x = switch(attend(switch(x, 1, 2, TIME, outer), 1), 2, 1, local[1], outer)
+    x = switch(attend(switch(x, -2, -3, SPACE, inner), 2), 1, 2, local[0], inner)
+    y = gather(gather(x, 2, SPACE, inner), 1, TIME, outer)
+    y.square().sum().backward()
+    average_gradients([whole], handle)
+    assert whole.grad is not None
+    return y.detach(), whole.grad
+
+
+def over_one_axis(handle: Any) -> tuple[Tensor, Tensor]:
+    """Time over the outer groups, and each shard of it over the inner ones."""
+    outer, inner = outer_and_inner(handle)
+    whole = numbers(2, TIME, SPACE, WIDTH).requires_grad_()
+    coarse = split(whole, 1, outer)
+    x = attend(split(coarse, 1, inner), 2)
+    x = switch(switch(x, 1, 2, coarse.shape[1], inner), 1, 2, TIME, outer)
+    y = attend(x, 1)
+    sums = total(total(y.square().sum(), inner), outer)
+    (sums + 0 * y.sum()).backward()
+    average_gradients([whole], handle)
+    assert whole.grad is not None
+    inner_width = split(torch.empty(SPACE), 0, inner).numel()
+    return gather(gather(y.detach(), 2, inner_width, outer), 2, SPACE, inner), whole.grad
+
+
+def test_groups_within_groups(pool: RankPool) -> None:
+    """Catches functions that take the default group's ranks, or that undo the sharding of another group."""
+    whole = numbers(2, TIME, SPACE, WIDTH).requires_grad_()
+    y = attend(attend(whole, 1), 2)
+    gradient = torch.autograd.grad(y.square().sum(), whole)[0]
+    for found, its_gradient in pool.run(4, over_two_axes):
+        close(found, y.detach(), "time over one dimension, space over the other")
+        close(its_gradient, gradient, "its gradient")
+    y = attend(attend(whole, 2), 1)
+    gradient = torch.autograd.grad(y.square().sum(), whole)[0]
+    for found, its_gradient in pool.run(4, over_one_axis):
+        close(found, y.detach(), "time over both dimensions")
+        close(its_gradient, gradient, "its gradient")
+
+
+AXES = "batch time space depth row channel"
+
+
+def of_four_axes() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    layers = [Layer(time=Attention(1), depth=Attention(3), space=Attention(2), row=Attention(4)) for _ in range(2)]
+    return built(nn.Sequential(*layers), (2, TIME, SPACE, DEPTH, 4, WIDTH))
+
+
+def on_both_dimensions(model: nn.Module, group: Group) -> None:
+    """One group switches between time and space, the other one between depth and row."""
+    outer, inner = outer_and_inner(group)
+    parallelize(model, outer, AXES, {"*.time": "time", "*.space": "space"})
+    parallelize(model, inner, AXES, {"*.depth": "depth", "*.row": "row"})
+
+
+def test_a_model_parallel_on_both_dimensions_of_a_mesh(pool: RankPool) -> None:
+    """Catches a second call that takes the first one's shard for the whole tensor, or that switches the first one's axes."""
+    check(*of_four_axes(), on_both_dimensions, (4,), run=pool.run)
+
+
+def of_two_samples() -> tuple[nn.Module, list[Tensor]]:
+    model, _ = built(nn.Sequential(Layer(time=Attention(1), space=Attention(2)), nn.Linear(WIDTH, 2)))
+    return model, [numbers(2, TIME, SPACE, WIDTH), numbers(2, DEPTH, SPACE, WIDTH)]
+
+
+def loss_of(y: Tensor) -> Tensor:
+    return (y * torch.arange(y.numel()).view(y.shape).cos()).sum()
+
+
+def in_data_parallel(handle: Any, wrapped: bool) -> dict[str, Tensor]:
+    """Gradients of two samples: each is spread over two ranks. The mean is DDP's or that of `average_gradients`."""
+    mesh = init_mesh(sequence=2)
+    model, samples = of_two_samples()
+    parallelize(model, mesh, "batch time space channel", {"0.time": "time", "0.space": "space"}, region="0")
+    outer = DistributedDataParallel(model, process_group=handle) if wrapped else model
+    loss_of(outer(samples[mesh.data_rank])).backward()
+    if not wrapped:
+        average_gradients(model.parameters(), mesh)
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_data_parallel_around_it(pool: RankPool, wrapped: bool) -> None:
+    """Catches gradients that are sums over the sequence group, or means over it alone: DDP's mean over all ranks must be the
+    mean over samples."""
+    model, samples = of_two_samples()
+    (sum(loss_of(model(x)) for x in samples) / 2).backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for found in pool.run(4, in_data_parallel, wrapped):
+        equal(found, expected, "of two samples")

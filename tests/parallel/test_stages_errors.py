@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,26 +66,22 @@ def made(handle: Any, stages: Mapping[str, str | Stage] = STAGES, layout: str = 
     return parallelize(model, handle, layout, stages, **{"region": "blocks", **options})
 
 
-def message(handle: Any, mistake: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+def with_stage(handle: Any, **options: Any) -> Any:
+    """A parallel model whose stages along time have these options."""
+    return made(handle, {**STAGES, "blocks.*.time": Stage("time", **options)})
+
+
+def answer(handle: Any, mistake: str) -> str:
     """What a mistake is answered with."""
+    of_call = partial(made, **DECLARATIONS[mistake][0]) if mistake in DECLARATIONS else CALLS[mistake][0]
     with pytest.raises(UserError) as error:
-        mistake(handle, *arguments, **options)
+        of_call(handle)
     return str(error.value)
 
 
-def declaration(handle: Any, options: dict[str, Any]) -> str:
-    return message(handle, made, **options)
-
-
-def twice(handle: Any) -> str:
+def twice(handle: Any) -> None:
     """A cell of a notebook that is run again."""
-    model = made(handle)
-    return message(handle, lambda _: parallelize(model, handle, AXES, STAGES, region="blocks"))
-
-
-def test_a_model_that_is_parallelized_again(pool: RankPool) -> None:
-    """Catches the second call's hooks on what the first has sharded: a wrong result, or a message about something else."""
-    assert all("region 'blocks' is parallelized already" in said for said in pool.run(2, twice))
+    parallelize(made(handle), handle, AXES, STAGES, region="blocks")
 
 
 DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
@@ -153,43 +150,6 @@ DECLARATIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", DECLARATIONS)
-def test_mistakes_in_the_declaration(pool: RankPool, name: str) -> None:
-    """Catches a declaration that is accepted and goes wrong later, or a message that does not say how to mend it."""
-    options, expected = DECLARATIONS[name]
-    assert pool.run(2, declaration, options) == [expected] * 2
-
-
-def a_tensor_of_another_rank(handle: Any) -> None:
-    made(handle)(numbers(2, 5, WIDTH))
-
-
-def a_list_of_tensors(handle: Any) -> None:
-    made(handle)([numbers(*INPUT)])
-
-
-def an_argument_that_the_region_lacks(handle: Any) -> None:
-    made(handle, argument="y")(numbers(*INPUT))
-
-
-def an_argument_that_the_stage_lacks(handle: Any) -> None:
-    made(handle, {**STAGES, "blocks.*.time": Stage("time", whole={"masks": "time"})})(numbers(*INPUT))
-
-
-def an_argument_that_is_not_passed(handle: Any) -> None:
-    made(handle, {**STAGES, "blocks.*.time": Stage("time", sharded={"mask": AXES})})(numbers(*INPUT))
-
-
-def a_sharded_argument_that_is_no_tensor(handle: Any) -> None:
-    model = made(handle, {**STAGES, "blocks.*.time": Stage("time", sharded={"mask": AXES})})
-    model.blocks[0].time.mask = 3
-    model(numbers(*INPUT))
-
-
-def a_stage_before_the_region(handle: Any) -> None:
-    made(handle).blocks[1].time(numbers(*INPUT))
-
-
 def a_size_that_changes_within_the_region(handle: Any) -> None:
     model = made(handle, shard="time")
     model.between = lambda x: x[:, :, :-1]
@@ -202,75 +162,99 @@ def a_region_that_returns_a_dictionary(handle: Any) -> None:
     model(numbers(*INPUT))
 
 
-def with_mask(handle: Any, mask: Any) -> None:
-    model = made(handle, {**STAGES, "blocks.*.time": Stage("time", whole={"mask": "time space"})})
+def with_mask(handle: Any, mask: Any, **options: Any) -> None:
+    model = with_stage(handle, **options or {"whole": {"mask": "time space"}})
     model.blocks[0].time.mask = mask
     model(numbers(*INPUT))
 
 
-def a_mask_of_another_rank(handle: Any) -> None:
-    with_mask(handle, torch.ones(7))
-
-
-def a_mask_that_is_no_tensor(handle: Any) -> None:
-    with_mask(handle, (torch.ones(7),))
-
-
-def a_mask_that_is_a_shard(handle: Any) -> None:
-    with_mask(handle, torch.ones(5, 3))
-
-
 def returning(handle: Any, result: Callable[[Tensor], Any], **options: Any) -> None:
-    model = made(handle, {**STAGES, "blocks.*.time": Stage("time", **options)})
+    model = with_stage(handle, **options)
     model.blocks[0].time.returned = result
     model(numbers(*INPUT))
 
 
-def a_dictionary_as_result(handle: Any) -> None:
-    returning(handle, lambda x: {"x": x})
-
-
-def fewer_results_than_declared(handle: Any) -> None:
-    returning(handle, lambda x: (x, x), returns={0: AXES, 2: AXES})
-
-
-def a_result_of_another_size(handle: Any) -> None:
-    returning(handle, lambda x: x.mean(1, keepdim=True))
-
-
-CALLS: dict[Callable[[Any], None], str] = {
-    a_tensor_of_another_rank: "argument 1 of region 'blocks' is a tensor of shape [2, 5, 4], but its layout 'batch time space "
-    "channel' has 4 axes; give the layout of this tensor",
-    a_list_of_tensors: "argument 1 of region 'blocks' is of type list, but its layout 'batch time space channel' has 4 axes; "
-    "give the layout of this tensor",
-    an_argument_that_the_region_lacks: "region 'blocks': its forward has no argument y, only x.",
-    an_argument_that_the_stage_lacks: "stage blocks.0.time: its forward has no argument masks, only x, mask. "
-    "Did you mean 'mask'?",
-    an_argument_that_is_not_passed: "stage blocks.0.time was called without its sharded argument; name it in "
-    "Stage(sharded=...)",
-    a_sharded_argument_that_is_no_tensor: "argument mask of stage blocks.0.time is of type int, but its layout 'batch time "
-    "space channel' has 4 axes; give the layout of this tensor",
-    a_stage_before_the_region: "argument 1 of stage blocks.1.time came before the region 'blocks' was entered; name the region "
-    "whose input must be split",
-    a_size_that_changes_within_the_region: "argument 1 of stage blocks.1.time has the shape [2, 3, 6, 4], which is no shard of "
-    "'batch time space channel' with time 5, space 7; if code outside a stage adds its result to its input, the stage "
-    "needs residual='outside'",
-    a_region_that_returns_a_dictionary: "region 'blocks.0' returned a dict, expected a tensor or a tuple; let it return one",
-    a_mask_of_another_rank: "argument mask of stage blocks.0.time is a tensor of shape [7], but its layout 'time space' "
-    "has 2 axes; give the layout of this tensor",
-    a_mask_that_is_no_tensor: "argument mask of stage blocks.0.time is of type tuple, but its layout 'time space' has 2 "
-    "axes; give the layout of this tensor",
-    a_mask_that_is_a_shard: "argument mask of stage blocks.0.time has 3 positions along space, but the whole axis has 7; "
-    "list arguments that every rank holds whole under `whole`",
-    a_dictionary_as_result: "stage blocks.0.time returned a dict, expected a tensor or a tuple; let it return one",
-    fewer_results_than_declared: "stage blocks.0.time returned 2 items, but item 2 should be sharded; items count from 0",
-    a_result_of_another_size: "the result of stage blocks.0.time has the shape [2, 1, 4, 4], which is no shard of 'batch time "
-    "space channel' with time 5, space 7; if code outside a stage adds its result to its input, the stage needs "
-    "residual='outside'",
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a model that is parallelized again": (
+        twice,
+        "region 'blocks' is parallelized already, with these stages; make the model anew to parallelize it again",
+    ),
+    "a tensor of another rank": (
+        lambda handle: made(handle)(numbers(2, 5, WIDTH)),
+        "argument 1 of region 'blocks' is a tensor of shape [2, 5, 4], but its layout 'batch time space channel' has 4 axes; "
+        "give the layout of this tensor",
+    ),
+    "a list of tensors": (
+        lambda handle: made(handle)([numbers(*INPUT)]),
+        "argument 1 of region 'blocks' is of type list, but its layout 'batch time space channel' has 4 axes; give the layout "
+        "of this tensor",
+    ),
+    "an argument that the region lacks": (
+        lambda handle: made(handle, argument="y")(numbers(*INPUT)),
+        "region 'blocks': its forward has no argument y, only x.",
+    ),
+    "an argument that the stage lacks": (
+        lambda handle: with_stage(handle, whole={"masks": "time"})(numbers(*INPUT)),
+        "stage blocks.0.time: its forward has no argument masks, only x, mask. Did you mean 'mask'?",
+    ),
+    "an argument that is not passed": (
+        lambda handle: with_stage(handle, sharded={"mask": AXES})(numbers(*INPUT)),
+        "stage blocks.0.time was called without its sharded argument; name it in Stage(sharded=...)",
+    ),
+    "a sharded argument that is no tensor": (
+        lambda handle: with_mask(handle, 3, sharded={"mask": AXES}),
+        "argument mask of stage blocks.0.time is of type int, but its layout 'batch time space channel' has 4 axes; give the "
+        "layout of this tensor",
+    ),
+    "a stage before the region": (
+        lambda handle: made(handle).blocks[1].time(numbers(*INPUT)),
+        "argument 1 of stage blocks.1.time came before the region 'blocks' was entered; name the region whose input must be "
+        "split",
+    ),
+    "a size that changes within the region": (
+        a_size_that_changes_within_the_region,
+        "argument 1 of stage blocks.1.time has the shape [2, 3, 6, 4], which is no shard of 'batch time space channel' with "
+        "time 5, space 7; if code outside a stage adds its result to its input, the stage needs residual='outside'",
+    ),
+    "a region that returns a dictionary": (
+        a_region_that_returns_a_dictionary,
+        "region 'blocks.0' returned a dict, expected a tensor or a tuple; let it return one",
+    ),
+    "a mask of another rank": (
+        lambda handle: with_mask(handle, torch.ones(7)),
+        "argument mask of stage blocks.0.time is a tensor of shape [7], but its layout 'time space' has 2 axes; give the "
+        "layout of this tensor",
+    ),
+    "a mask that is no tensor": (
+        lambda handle: with_mask(handle, (torch.ones(7),)),
+        "argument mask of stage blocks.0.time is of type tuple, but its layout 'time space' has 2 axes; give the "
+        "layout of this tensor",
+    ),
+    "a mask that is a shard": (
+        lambda handle: with_mask(handle, torch.ones(5, 3)),
+        "argument mask of stage blocks.0.time has 3 positions along space, but the whole axis has 7; list arguments that every "
+        "rank holds whole under `whole`",
+    ),
+    "a dictionary as result": (
+        lambda handle: returning(handle, lambda x: {"x": x}),
+        "stage blocks.0.time returned a dict, expected a tensor or a tuple; let it return one",
+    ),
+    "fewer results than declared": (
+        lambda handle: returning(handle, lambda x: (x, x), returns={0: AXES, 2: AXES}),
+        "stage blocks.0.time returned 2 items, but item 2 should be sharded; items count from 0",
+    ),
+    "a result of another size": (
+        lambda handle: returning(handle, lambda x: x.mean(1, keepdim=True)),
+        "the result of stage blocks.0.time has the shape [2, 1, 4, 4], which is no shard of 'batch time space channel' with "
+        "time 5, space 7; if code outside a stage adds its result to its input, the stage needs residual='outside'",
+    ),
 }
 
 
-@pytest.mark.parametrize("mistake", CALLS)
-def test_mistakes_in_a_call(pool: RankPool, mistake: Callable[[Any], None]) -> None:
-    """Catches tensors that are divided or switched although they are not what was declared, and tracebacks in their place."""
-    assert pool.run(2, message, mistake)[0] == CALLS[mistake]
+@pytest.mark.parametrize("mistake", [*DECLARATIONS, *CALLS])
+def test_mistakes(pool: RankPool, mistake: str) -> None:
+    """Catches a declaration that is accepted and goes wrong later, tensors that are divided or switched although they are not
+    what was declared, tracebacks in their place, and a message that does not say how to mend it."""
+    _, expected = (DECLARATIONS | CALLS)[mistake]
+    ranks = 1 if mistake in CALLS else 2  # sizes of shards differ
+    assert pool.run(2, answer, mistake)[:ranks] == [expected] * ranks

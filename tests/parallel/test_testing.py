@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,43 +53,6 @@ def nothing(model: nn.Module, group: Group) -> None:
     """A program that forgot to call `parallelize`."""
 
 
-@pytest.mark.parametrize(
-    ("plant", "said"),
-    [
-        (
-            "reduce-scatter",
-            r"on 2 ranks, the gradient of keys\.\w+: .* The backward pass is right up to query\.weight: ",
-        ),
-        (
-            "mean",
-            r"on 2 ranks, the gradient of summary\.\w+: .*; all of it is 2 times too large: 1/N is forgotten, .* "
-            r"The backward pass is right up to gate\.weight: ",
-        ),
-    ],
-)
-def test_the_planted_mistakes_of_the_example(pool: RankPool, plant: str, said: str) -> None:
-    """Catches gradients that are not compared: of both mistakes the outputs are right."""
-    layer, sharded = check_parallel.Layer(), partial(check_parallel.Sharded, plant=plant)
-    with pytest.raises(AssertionError, match=said):
-        check(layer, (numbers(1, 7, 4),), sharded, run=pool.run)
-
-
-def one_forgotten(model: nn.Module, group: Group) -> None:
-    """Attention along time of blocks.1 sees this rank's moments only."""
-    parallelize(model, group, AXES, {"blocks.*.space": "space", "blocks.0.time": "time"}, region="blocks", shard="time")
-
-
-def test_the_first_module_is_named(pool: RankPool) -> None:
-    """Catches a report of the last module or of the first leaf in the model's order: the culprit is the attention that runs on
-    shards of the axis that it mixes, and what it contains is right until it mixes."""
-    with pytest.raises(AssertionError) as error:
-        check(Model(), (INPUT,), one_forgotten, (3,), run=pool.run)
-    said = str(error.value)
-    assert re.match(r"on 3 ranks, output 0: \S+ at \[.*\] of \[2, 5, 7, 4\] on rank \d, expected", said)
-    assert "The first module that differs is blocks.1.time.out (call 1, result 0): " in said
-    assert said.endswith("(shards along dimension 2 of [2, 7, 5, 4])")
-
-
 class Rows(nn.Module):
     """A row-parallel product: each rank has a part of the sum."""
 
@@ -108,15 +72,6 @@ def rows(model: Rows, group: Group, forget: bool) -> Any:
     return form
 
 
-def test_a_part_of_a_sum(pool: RankPool) -> None:
-    """Catches a missing sum whose output has the right shape, and a report that does not say that only the sum is missing."""
-    check(Rows(), (numbers(2, 6),), partial(rows, forget=False), run=pool.run)
-    with pytest.raises(
-        AssertionError, match=r"the sum over ranks is right: a reduce-scatter or an all-reduce is missing"
-    ):
-        check(Rows(), (numbers(2, 6),), partial(rows, forget=True), run=pool.run)
-
-
 def loss(x: Tensor) -> Tensor:
     return x.square().mean()
 
@@ -125,26 +80,9 @@ def loss_of_shard(model: Any, group: Group, factor: bool) -> Any:
     return lambda x: (group.size if factor else 1) * split(x, 1, group).square().sum() / x.numel()
 
 
-def test_a_loss_is_the_mean_over_ranks(pool: RankPool) -> None:
-    """Catches the forgotten factor N of a shard's loss, and one that is refused because ranks have losses of their own."""
-    check(loss, (numbers(2, 5),), partial(loss_of_shard, factor=True), run=pool.run)
-    with pytest.raises(
-        AssertionError, match=r"on 2 ranks, output 0: .*; all of it is 1/2 of that: a sum over ranks is missing"
-    ):
-        check(loss, (numbers(2, 5),), partial(loss_of_shard, factor=False), run=pool.run)
-
-
 def only_first(model: nn.Module, group: Group) -> Any:
     """Every rank's output is right, but the gradient stays on rank 0."""
     return lambda x: model(x if group.rank == 0 else x.detach())
-
-
-def test_a_gradient_that_some_ranks_lack(pool: RankPool) -> None:
-    """Catches a report that leaves out which ranks have none."""
-    with pytest.raises(
-        AssertionError, match=r"gradient of argument 0: .*all of it is 1/3 .*it is zero on ranks \[1, 2\]"
-    ):
-        check(nn.Linear(4, 4), (numbers(2, 4),), only_first, (3,), run=pool.run)
 
 
 def of_other_shape(model: nn.Module, group: Group) -> Any:
@@ -153,19 +91,6 @@ def of_other_shape(model: nn.Module, group: Group) -> Any:
 
 def with_nan(model: nn.Module, group: Group) -> Any:
     return lambda x: model(x).masked_fill(torch.arange(3) == group.rank, torch.nan)
-
-
-@pytest.mark.parametrize(
-    ("sharded", "said"),
-    [
-        (of_other_shape, r"output 0: shapes \[\[5, 1\], \[5, 1\]\] on the ranks, expected \[5, 3\] or its shards"),
-        (with_nan, "nan at"),
-    ],
-)
-def test_other_shapes_and_nan(pool: RankPool, sharded: Any, said: str) -> None:
-    """Catches NaN, which no comparison calls larger than a tolerance, and shards that make up no whole."""
-    with pytest.raises(AssertionError, match=said):
-        check(nn.Linear(4, 3), (numbers(5, 4),), sharded, (2,), run=pool.run)
 
 
 class Dropped(nn.Module):
@@ -177,12 +102,91 @@ class Dropped(nn.Module):
         return self.layer(x)
 
 
-def test_torchs_dropout_is_named(pool: RankPool) -> None:
-    """Catches masks that differ between numbers of ranks and go unnoticed because both runs are in evaluation mode."""
-    stages = partial(parallelize, layout=AXES, stages={"layer.time": "time", "layer.space": "space"}, region="layer")
-    with pytest.raises(AssertionError, match=r"The first module that differs is layer\.dropout "):
-        check(Dropped(), (INPUT,), stages, (2,), run=pool.run)
-    check(Dropped().eval(), (INPUT,), stages, (2,), run=pool.run)
+OF_LAYER = partial(parallelize, layout=AXES, stages={"layer.time": "time", "layer.space": "space"}, region="layer")
+MISTAKES: dict[str, tuple[Callable[[], Any], tuple[int, ...], Any, int, str]] = {
+    # Gradients that are not compared: of both mistakes of the example the outputs are right.
+    "reduce-scatter": (
+        check_parallel.Layer,
+        (1, 7, 4),
+        partial(check_parallel.Sharded, plant="reduce-scatter"),
+        2,
+        r"on 2 ranks, the gradient of keys\.\w+: .* The backward pass is right up to query\.weight: ",
+    ),
+    "mean": (
+        check_parallel.Layer,
+        (1, 7, 4),
+        partial(check_parallel.Sharded, plant="mean"),
+        2,
+        r"on 2 ranks, the gradient of summary\.\w+: .*; all of it is 2 times too large: 1/N is forgotten, .* "
+        r"The backward pass is right up to gate\.weight: ",
+    ),
+    # A missing sum whose output has the right shape, and a report that does not say that only the sum is missing.
+    "a part of a sum": (
+        Rows,
+        (2, 6),
+        partial(rows, forget=True),
+        2,
+        r"the sum over ranks is right: a reduce-scatter or an all-reduce is missing",
+    ),
+    # The forgotten factor N of a shard's loss.
+    "a loss without its factor": (
+        lambda: loss,
+        (2, 5),
+        partial(loss_of_shard, factor=False),
+        2,
+        r"on 2 ranks, output 0: .*; all of it is 1/2 of that: a sum over ranks is missing",
+    ),
+    # A report that leaves out which ranks have no gradient.
+    "a gradient that some ranks lack": (
+        lambda: nn.Linear(4, 4),
+        (2, 4),
+        only_first,
+        3,
+        r"gradient of argument 0: .*all of it is 1/3 .*it is zero on ranks \[1, 2\]",
+    ),
+    # Shards that make up no whole, and NaN, which no comparison calls larger than a tolerance.
+    "another shape": (
+        lambda: nn.Linear(4, 3),
+        (5, 4),
+        of_other_shape,
+        2,
+        r"output 0: shapes \[\[5, 1\], \[5, 1\]\] on the ranks, expected \[5, 3\] or its shards",
+    ),
+    "nan": (lambda: nn.Linear(4, 3), (5, 4), with_nan, 2, "nan at"),
+    # Masks that differ between numbers of ranks and go unnoticed because both runs are in evaluation mode.
+    "torch's dropout": (Dropped, INPUT.shape, OF_LAYER, 2, r"The first module that differs is layer\.dropout "),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_named(pool: RankPool, name: str) -> None:
+    """Catches what the table says above each mistake."""
+    model, shape, sharded, ranks, said = MISTAKES[name]
+    with pytest.raises(AssertionError, match=said):
+        check(model(), (numbers(*shape),), sharded, (ranks,), run=pool.run)
+
+
+def test_what_is_right_is_accepted(pool: RankPool) -> None:
+    """Catches a loss that is refused because ranks have losses of their own."""
+    check(Rows(), (numbers(2, 6),), partial(rows, forget=False), run=pool.run)
+    check(loss, (numbers(2, 5),), partial(loss_of_shard, factor=True), run=pool.run)
+    check(Dropped().eval(), (INPUT,), OF_LAYER, (2,), run=pool.run)
+
+
+def one_forgotten(model: nn.Module, group: Group) -> None:
+    """Attention along time of blocks.1 sees this rank's moments only."""
+    parallelize(model, group, AXES, {"blocks.*.space": "space", "blocks.0.time": "time"}, region="blocks", shard="time")
+
+
+def test_the_first_module_is_named(pool: RankPool) -> None:
+    """Catches a report of the last module or of the first leaf in the model's order: the culprit is the attention that runs on
+    shards of the axis that it mixes, and what it contains is right until it mixes."""
+    with pytest.raises(AssertionError) as error:
+        check(Model(), (INPUT,), one_forgotten, (3,), run=pool.run)
+    said = str(error.value)
+    assert re.match(r"on 3 ranks, output 0: \S+ at \[.*\] of \[2, 5, 7, 4\] on rank \d, expected", said)
+    assert "The first module that differs is blocks.1.time.out (call 1, result 0): " in said
+    assert said.endswith("(shards along dimension 2 of [2, 7, 5, 4])")
 
 
 def absent(model: nn.Module, group: Group) -> Any:
@@ -228,13 +232,6 @@ def test_ranks_that_hang_or_fail_end(sharded: Any, kind: type[Exception], said: 
     before = set(multiprocessing.active_children())
     with pytest.raises(kind, match=said):
         check(nn.Linear(4, 3), (numbers(5, 4),), sharded, (2,), timeout=timeout)
-    assert set(multiprocessing.active_children()) <= before
-
-
-def test_processes_of_its_own() -> None:
-    """Catches ranks that need the pool of these tests, and that stay behind."""
-    before = set(multiprocessing.active_children())
-    assert check(Model(), (INPUT,), right, (3,)).startswith("3 ranks compute what one device does")
     assert set(multiprocessing.active_children()) <= before
 
 

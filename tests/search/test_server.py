@@ -24,8 +24,7 @@ from evodsp.search import server as archive
 from evodsp.search.config import SearchConfig, ServerLimits
 from evodsp.search.searcher import Found, NoAnswerError, Say, Searcher, search
 from evodsp.search.server import MsaServer, NotPairedError, split
-from tests.builders.msa_server import FILES, Send, StandIn, alignments, hit_table, packed, raw_server, serving
-from tests.builders.raw_server import answer
+from tests.builders.msa_server import FILES, Send, StandIn, alignments, answer, hit_table, packed, raw_server, serving
 
 RECORDS = [ProteinSequence(name, letters) for name, letters in (("a", "MKTAYIAK"), ("b", "GSTLLK"), ("c", "MKTAYIAK"))]
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import pkgutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,33 +15,185 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from evodsp.model.kernels.triton_kernels import layer_norm
+from evodsp.model.kernels import triton_kernels
+from evodsp.model.kernels.triton import LAUNCHED
+from evodsp.model.kernels.triton_kernels import launch, layer_norm
 from evodsp.model.kernels.triton_kernels.launch import Launch, Operator, moved, plan_of, run
-from tests.model.kernels import launch_cases as cases
+from scripts.benchmarks.host_time import NoGpu, shifted
 
-Log = tuple[cases.Launched, cases.Driver]
+Launched = list[tuple[Any, ...]]
+
+
+class Kernel:
+    """Stands for a compiled kernel. Launching it writes down what Triton hands over."""
+
+    def __init__(self, specialisation: str, launched: Launched) -> None:
+        self.metadata = SimpleNamespace(target=SimpleNamespace(backend="cuda"))
+        self.function: object = specialisation
+        self.packed_metadata = ("warps", "shared memory")
+        self._run = lambda *arguments: launched.append(arguments)
+
+    @property
+    def run(self) -> Callable[..., object]:
+        """As Triton's."""
+        return self._run
+
+    def launch_metadata(self, *_: Any) -> str:
+        """As Triton's: for hooks."""
+        return "for hooks"
+
+
+class Driver(NoGpu):
+    """Tests choose its stream."""
+
+    stream = 1
+
+    def get_current_stream(self, device: int) -> int:
+        """As torch's current stream."""
+        return self.stream
+
+
+@contextmanager
+def written_down(patch: pytest.MonkeyPatch) -> Iterator[tuple[Launched, Driver]]:
+    """Yields the list of what kernels are launched with, one tuple each, and the driver. Operators begin without plans."""
+    import triton
+    from triton.runtime import JITFunction
+    from triton.runtime import driver as active
+
+    launched: Launched = []
+    kernels: dict[str, Kernel] = {}
+
+    def compiled(src: Any, target: Any = None, options: Any = None, **_: Any) -> Kernel:
+        """One kernel for each specialisation: what Triton makes of types, constants and divisibility."""
+        name = f"{src.fn.__qualname__} {src.signature} {src.constants} {src.attrs} {options}"
+        return kernels.setdefault(name, Kernel(name, launched))
+
+    patch.setattr(triton.compiler, "compile", compiled)
+    for module in pkgutil.iter_modules(triton_kernels.__path__):
+        for function in vars(importlib.import_module(f"{triton_kernels.__name__}.{module.name}")).values():
+            if isinstance(function, JITFunction):
+                patch.setattr(function, "device_caches", defaultdict(function.create_binder))
+    patch.setattr(active, "_active", driver := Driver())
+    forget()
+    try:
+        yield launched, driver
+    finally:
+        forget()
+
+
+def forget() -> None:
+    """Forget the plans of all operators."""
+    for operator in LAUNCHED.values():
+        operator.forget()
+
+
+def normal(launched: Launched, inputs: Sequence[Any], results: Tensor | Sequence[Tensor]) -> list[tuple[Any, ...]]:
+    """Of each launch grid, kernel and arguments. An address is the tensor that it is in, and the distance from its start.
+
+    Memory that is neither an input nor a result gets numbers in the order in which it appears.
+    """
+    tensors = [*(x for x in inputs if isinstance(x, Tensor)), *([results] if isinstance(results, Tensor) else results)]
+    ranges = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in tensors]
+    others: dict[int, str] = {}
+
+    def place(address: int) -> tuple[Any, ...]:
+        for number, (begin, size) in enumerate(ranges):
+            if begin <= address < begin + size:
+                return number, address - begin
+        return others.setdefault(address, f"other {len(others)}"), address % 16
+
+    found = []
+    for arguments in launched:
+        head, tail = arguments[:3] + arguments[4:6], arguments[9:]
+        numbers = [x.data_ptr() if isinstance(x, Tensor) else x for x in tail]
+        # Sizes are far smaller than addresses.
+        found.append((*head, *(place(x) if isinstance(x, int) and x > 1 << 32 else x for x in numbers)))
+    return found
+
+
+def repeated(launched: Launched) -> bool:
+    """Whether these launches did not pass Triton, which hands over tensors."""
+    return not any(isinstance(x, Tensor) for arguments in launched for x in arguments)
+
+
+def calls(size: int, width: int, dtype: torch.dtype) -> Iterator[tuple[launch.Operator, list[Any]]]:
+    """A call of each operator, on tensors with this many positions and channels."""
+    own = {name.removeprefix("evodsp::"): operator for name, operator in LAUNCHED.items()}
+
+    def draw(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.ones(shape, dtype=of)
+
+    x, weight, fp32 = draw(1, 3, size, width), draw(width, of=torch.float32), torch.float32
+    statistics = draw(1, 3, size, of=fp32)
+    yield own["layer_norm"], [x.transpose(1, 2), weight, weight, 1e-5]
+    yield own["layer_norm_backward"], [x, x, weight, statistics, statistics]
+    yield own["layer_norm_again"], [x, x, weight, weight]
+    yield own["gate"], [x, x]
+    yield own["gate_backward"], [x, x, x]
+    numbers = [torch.zeros(1, dtype=torch.int64), 0.15, 0, size, 3, 2 * size, 1]
+    yield own["dropout_add"], [x, x, *numbers]
+    yield own["dropout_add_backward"], [x, *numbers, dtype]
+    yield own["dropout_mask"], [torch.zeros(1, dtype=torch.int64), size * width, 0.15]
+    yield from _triangle_calls(own, draw, size, 16 * launch.tiles(width, 16))
+    operands = draw(1, 3, size, 4 * width)
+    yield own["gated_operands"], [operands, draw(1, 3, size)]
+    yield own["gated_operands_backward"], [draw(2, 1, width, 3, size), operands, draw(1, 3, size), fp32]
+    yield own["hidden_backward"], [draw(size, width), draw(width, 4), draw(size, 4), dtype]
+    products, counts = draw(size, 4, size, 4), draw(size, size, 1, of=fp32)
+    yield own["outer_projection"], [products, draw(width, 16), draw(width), counts]
+    yield own["outer_projection_backward"], [draw(size, size, width), products, draw(width, 16), None, fp32]
+    q, key_value = draw(1, size, 2, width), draw(1, 3, size, 2, width)
+    sums = draw(1, size, 2, width + 2, of=fp32)
+    yield own["global_attention"], [q, key_value, draw(1, 3, size)]
+    yield own["global_attention_backward"], [sums, q, key_value, draw(1, 3, size), sums]
+    projected, keys = draw(1, 3, size, 4, 2, width), draw(1, 3, size)
+    queries = size // 2
+    for first, bias in ((0, None), (queries, draw(1, 2, queries, size))):
+        yield own["attention"], [projected, keys, bias, first]
+        count = size if bias is None else queries
+        out, statistics = draw(1, 3, count, 2, width), draw(1, 3, 2, count, of=fp32)
+        more = [projected, keys, bias, first, out, statistics, statistics, bias is not None]
+        yield own["attention_backward"], [out, *more]
+
+
+def _triangle_calls(
+    own: dict[str, launch.Operator], draw: Callable[..., Tensor], size: int, width: int
+) -> Iterator[tuple[launch.Operator, list[Any]]]:
+    x, vector = draw(1, 3, size, width), draw(width, of=torch.float32)
+    planes, layer, bias = draw(1, width, 3, size), draw(width, width), draw(width)
+    pair = [x, draw(1, 3, size), vector, vector, draw(4 * width, width), draw(4 * width)]
+    after = [x, planes, vector, vector, layer, bias, vector, vector, layer, bias]
+    yield own["triangle_operands"], pair
+    yield own["triangle_operands_backward"], [draw(2, 1, width, 3, size), *pair, layer, x, x]
+    yield own["triangle_gate_weight_backward"], [x, vector, vector, x]
+    for kept in (draw(1, size * width, of=torch.bool), None):
+        yield own["triangle_output"], [*after, kept, 1, 1.25]
+        yield own["triangle_output_backward"], [x, *after, kept, 1, 1.25]
+
+
+Log = tuple[Launched, Driver]
 NORM = layer_norm.OPERATORS[0]
 
 
 @pytest.fixture
 def log(triton_installed: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     """What kernels are launched with, and the driver."""
-    with cases.written_down(monkeypatch) as found:
+    with written_down(monkeypatch) as found:
         yield found
 
 
-def ordinary(operator: Operator, arguments: list[Any], launched: cases.Launched) -> list[tuple[Any, ...]]:
+def ordinary(operator: Operator, arguments: list[Any], launched: Launched) -> list[tuple[Any, ...]]:
     """What is launched if the body runs and Triton chooses the kernels."""
     launched.clear()
     results = operator.body(run, *arguments)
-    return cases.normal(launched, arguments, results)
+    return normal(launched, arguments, results)
 
 
-def called(operator: Operator, arguments: list[Any], launched: cases.Launched) -> list[tuple[Any, ...]]:
+def called(operator: Operator, arguments: list[Any], launched: Launched) -> list[tuple[Any, ...]]:
     """What is launched if the operator is called."""
     launched.clear()
     results = operator(*arguments)
-    return cases.normal(launched, arguments, results)
+    return normal(launched, arguments, results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -48,12 +205,12 @@ def test_plans_launch_what_triton_would(log: Log, order: tuple[int, int], dtype:
     for _ in range(3):  # Triton's launch, the one that is written down, one that is repeated
         for elements in order:
             for size, width in ((16, 16), (14, 6), (32, 16)):
-                for operator, arguments in cases.calls(size, width, dtype):
-                    given = cases.shifted(arguments, elements)
+                for operator, arguments in calls(size, width, dtype):
+                    given = shifted(arguments, elements)
                     expected = ordinary(operator, given, launched)
                     assert called(operator, given, launched) == expected, (operator.name, elements, size, width)
                     kernels |= {(operator.name, elements, grid[3]) for grid in expected}
-    assert cases.repeated(launched)
+    assert repeated(launched)
     names = {name for name, _, _ in kernels}
     for name in names:  # the two kinds of addresses do need kernels of their own
         assert {k for n, e, k in kernels if (n, e) == (name, 0)} != {k for n, e, k in kernels if (n, e) == (name, 1)}
@@ -65,7 +222,7 @@ def test_what_kernels_hand_on_is_in_fp32(dtype: torch.dtype) -> None:
     inner = {"sums", "mean", "inverse", "largest", "centre", "weight_sums", "bias_sums", "norm_sums"}
     found = {
         (made.kernel, name): made.arguments[name].dtype
-        for operator, arguments in cases.calls(5, 6, dtype)
+        for operator, arguments in calls(5, 6, dtype)
         for made in operator.launches(*arguments)
         for name in inner & set(made.writes)
     }
@@ -76,13 +233,13 @@ def test_what_kernels_hand_on_is_in_fp32(dtype: torch.dtype) -> None:
 def test_some_tensors_are_aligned(log: Log) -> None:
     """Catches a plan that looks at one address only."""
     launched, _ = log
-    arguments = next(a for operator, a in cases.calls(16, 16, torch.bfloat16) if operator is NORM)
+    arguments = next(a for operator, a in calls(16, 16, torch.bfloat16) if operator is NORM)
     for _ in range(3):
         for odd in ({0}, {1}, {2}, {0, 2}, set[int]()):
-            given = [cases.shifted([x], int(n in odd))[0] for n, x in enumerate(arguments)]
+            given = [shifted([x], int(n in odd))[0] for n, x in enumerate(arguments)]
             expected = ordinary(NORM, given, launched)
             assert called(NORM, given, launched) == expected
-    assert cases.repeated(launched)
+    assert repeated(launched)
 
 
 def test_equal_numbers_of_different_kinds(log: Log) -> None:
@@ -100,11 +257,11 @@ def test_equal_numbers_of_different_kinds(log: Log) -> None:
 def test_the_current_stream(log: Log) -> None:
     """Catches the stream of an earlier call."""
     launched, driver = log
-    operator, arguments = next(cases.calls(16, 16, torch.bfloat16))
+    operator, arguments = next(calls(16, 16, torch.bfloat16))
     for driver.stream in range(5, 10):
         called(operator, arguments, launched)
         assert [grid[3] for grid in launched] == [driver.stream]
-    assert cases.repeated(launched)
+    assert repeated(launched)
 
 
 def test_hooks_see_launches(log: Log) -> None:
@@ -112,10 +269,10 @@ def test_hooks_see_launches(log: Log) -> None:
     from triton import knobs
 
     launched, _ = log
-    operator, arguments = next(cases.calls(16, 16, torch.bfloat16))
+    operator, arguments = next(calls(16, 16, torch.bfloat16))
     for _ in range(3):
         called(operator, arguments, launched)
-    assert cases.repeated(launched)
+    assert repeated(launched)
 
     def hook(metadata: Any) -> None:
         """Of a profiler."""
@@ -127,7 +284,7 @@ def test_hooks_see_launches(log: Log) -> None:
     finally:
         knobs.runtime.launch_enter_hook.remove(hook)
     called(operator, arguments, launched)
-    assert cases.repeated(launched)
+    assert repeated(launched)
 
 
 @pytest.mark.parametrize("change", ["order", "backend", "launcher", "metadata"])
@@ -140,33 +297,28 @@ def test_another_triton(log: Log, monkeypatch: pytest.MonkeyPatch, change: str) 
         "launcher": property(lambda kernel: lambda *a: launched.append(a)),
         "metadata": property(lambda kernel: lambda *a: kernel._run(*a[:5], object(), *a[6:])),
     }
-    monkeypatch.setattr(cases.Kernel, "run", values[change])
+    monkeypatch.setattr(Kernel, "run", values[change])
     if change == "backend":
-        monkeypatch.setattr(cases.Kernel, "metadata", property(lambda _: _of("hip"), lambda *_: None), raising=False)
-    operator, arguments = next(cases.calls(16, 16, torch.bfloat16))
+        hip = SimpleNamespace(target=SimpleNamespace(backend="hip"))
+        monkeypatch.setattr(Kernel, "metadata", property(lambda _: hip, lambda *_: None), raising=False)
+    operator, arguments = next(calls(16, 16, torch.bfloat16))
     for _ in range(4):
         called(operator, arguments, launched)
         assert len(launched) == 1
-        assert not cases.repeated(launched)
+        assert not repeated(launched)
     assert operator.refused
-
-
-def _of(backend: str) -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(target=SimpleNamespace(backend=backend))
 
 
 def test_precision_of_products(log: Log) -> None:
     """Catches products that keep the precision of an earlier call, and torch's old setting, which raises after the new one."""
     launched, _ = log
-    operator, arguments = next(x for x in cases.calls(16, 16, torch.float32) if x[0].name == "evodsp::attention")
+    operator, arguments = next(x for x in calls(16, 16, torch.float32) if x[0].name == "evodsp::attention")
     found, before = [], torch.backends.cuda.matmul.fp32_precision
     try:
         for torch.backends.cuda.matmul.fp32_precision in ("ieee", "tf32", "ieee"):
             for _ in range(3):
                 called(operator, arguments, launched)
-            assert cases.repeated(launched)
+            assert repeated(launched)
             found.append([x for x in launched[0] if x in ("tf32", "tf32x3")])
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
@@ -187,7 +339,7 @@ class Names(TorchDispatchMode):
 
 def test_who_has_to_see_an_operator_does(log: Log) -> None:
     """Catches counters, profilers and subclasses of tensors that a plain call goes around."""
-    operator, arguments = next(cases.calls(16, 16, torch.bfloat16))
+    operator, arguments = next(calls(16, 16, torch.bfloat16))
     for _ in range(3):
         operator(*arguments)
     with Names() as names:

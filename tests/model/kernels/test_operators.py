@@ -91,22 +91,7 @@ def test_auto_on_a_cpu(dtype: torch.dtype) -> None:
 def test_backends_by_name() -> None:
     """Catches a setting of one operator that is ignored, or that changes others."""
     kernels, names, problems = chosen(KernelsConfig(backend="reference", outer_product="chunked", attention="sdpa"))
-    assert names == {
-        "attention": "sdpa",
-        "biased_attention": "reference",
-        "dropout_add": "reference",
-        "gated_linear": "reference",
-        "gated_output": "reference",
-        "gated_projection": "reference",
-        "global_attention": "reference",
-        "layer_norm": "reference",
-        "linear": "reference",
-        "outer_product": "chunked",
-        "pooled_projections": "reference",
-        "projections": "reference",
-        "transition": "reference",
-        "triangle_multiplication": "reference",
-    }
+    assert names == dict.fromkeys(OPERATORS, "reference") | {"outer_product": "chunked", "attention": "sdpa"}
     assert problems == []
     assert kernels.biased_attention is reference.biased_attention
 
@@ -215,8 +200,5 @@ def test_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0].startswith("kernels on cpu: chunked (instead of flash_attn) for attention, ")
     assert lines[0].endswith("; reference (asked for) for transition")
     assert lines[1].startswith("warning: kernels: flash_attn: ")
-    assert lines[1].endswith(
-        "; chunked is used instead for attention, biased_attention, dropout_add, gated_linear, gated_output, "
-        "gated_projection, global_attention, layer_norm, linear, outer_product, pooled_projections, projections, "
-        "triangle_multiplication"
-    )
+    others = ", ".join(name for name in OPERATORS if name != "transition")
+    assert lines[1].endswith(f"; chunked is used instead for {others}")

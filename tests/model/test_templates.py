@@ -1,117 +1,29 @@
-"""The template modules against DeepMind's AlphaFold2: outputs and gradients, with the tolerances of test_golden_modules."""
+"""Parts of the template modules that DeepMind's arrays (test_golden_modules) do not show, and distances as bins, with which
+embeddings of recycled positions and of templates begin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import fields
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from evodsp.config import TemplateConfig
+from evodsp.config import ChannelsConfig, EmbedderConfig, TemplateConfig
 from evodsp.model.dropout import DropoutKeys
+from evodsp.model.embedders import RecyclingEmbedder, distance_one_hot, squared_edges
 from evodsp.model.primitives import Linear, ShardedModule, use_exchange
 from evodsp.model.sharded import Sharded
 from evodsp.model.templates import (
     TemplateEmbedder,
-    TemplatePairStack,
-    TemplatePointwiseAttention,
     Templates,
-    TemplateTorsionEmbedder,
     template_torsion_features,
 )
 from evodsp.parallel.collectives import shard_slice
 from evodsp.parallel.exchange import LocalExchange
 from evodsp.rng import Draws
-from evodsp.weights import names
-from evodsp.weights.deepmind import load_arrays
-from evodsp.weights.names import Name, Prefix
-from tests.builders.golden import Holder, close
-from tests.shared import load
 
-SCOPE = "evoformer/template_embedding"
-SIZES = TemplateConfig(blocks=1, checkpoint=False)
 SMALL = TemplateConfig(channels=6, blocks=2, pair_heads=2, pair_head_width=3, triangle_channels=5, unit_vector=True)
-
-Arrays = dict[str, np.ndarray]
-
-
-def loaded(module: nn.Module, rows: Iterable[Name], params: Arrays) -> None:
-    """Fill all parameters of `module` from DeepMind's arrays."""
-    rows = list(rows)
-    load_arrays(Holder(module), rows, params)
-    assert {name for name, _ in Holder(module).named_parameters()} == {row.ours for row in rows}
-
-
-def batched(data: Arrays) -> dict[str, Tensor]:
-    """The module's inputs with a batch axis of one."""
-    return {k.removeprefix("in/"): torch.from_numpy(v).unsqueeze(0) for k, v in data.items() if k.startswith("in/")}
-
-
-def check(output: Tensor, x: dict[str, Tensor], data: Arrays) -> None:
-    """Compare the output where the cotangent is not zero (it is zero on padding), and all input gradients in `data`."""
-    valid = np.abs(data["cot/out"]).sum(-1, keepdims=True) > 0
-    close(output[0].detach().numpy() * valid, data["out/out"] * valid, 2e-5, "out")
-    wanted = [k.removeprefix("grad/") for k in data if k.startswith("grad/")]
-    gradients = torch.autograd.grad(output, [x[k] for k in wanted], torch.from_numpy(data["cot/out"]).unsqueeze(0))
-    for name, gradient in zip(wanted, gradients, strict=True):
-        close(gradient[0], data[f"grad/{name}"], 1e-4, f"gradient of {name}")
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_pair_stack_matches_alphafold(recompute: bool, golden: Path) -> None:
-    """Catches the Evoformer's order of updates (multiplication before attention), and a wrong mask or width."""
-    data, params = load(golden / "modules" / "template_pair_stack.npz"), load(golden / "params.npz")
-    module = TemplatePairStack(replace(SIZES, checkpoint=recompute))
-    stack = f"{SCOPE}/single_template_embedding/{names.TEMPLATE_STACK['monomer']}"
-    loaded(module, names.template_pair_stack(Prefix("x", stack), 1), params)
-    x = batched(data)
-    check(module(x["t"].requires_grad_(), x["pair_mask"]), x, data)
-
-
-def test_pointwise_attention_matches_alphafold(golden: Path) -> None:
-    """Catches attention along residues instead of templates, a gate that AF2 does not have, and an ignored template mask."""
-    data, params = load(golden / "modules" / "template_pointwise_attention.npz"), load(golden / "params.npz")
-    module = TemplatePointwiseAttention(128, SIZES)
-    loaded(module, names.template_pointwise_attention(Prefix("x", f"{SCOPE}/attention")), params)
-    x = batched(data)
-    check(module(x["t"].requires_grad_(), x["z"].requires_grad_(), x["template_mask"]), x, data)
-
-
-def test_embedding_matches_alphafold(golden: Path) -> None:
-    """Catches a wrong order of the 88 features, swapped rows and columns, wrong bins, and gaps treated as neighbours."""
-    data, params = load(golden / "modules" / "template_embedding.npz"), load(golden / "params.npz")
-    module = TemplateEmbedder(128, SIZES)
-    loaded(module, names.template_embedder(Prefix("x", SCOPE), SIZES), params)
-    x = batched(data)
-    pair = Sharded.whole(x["z"].requires_grad_(), "j", x["mask_2d"])
-    check(module(pair, Templates.from_features(x)).x, x, data)
-
-
-def test_torsion_rows_match_alphafold(golden: Path) -> None:
-    """Catches masked undefined angles (AF2 does not mask them), swapped atom names, and a row mask other than psi's."""
-    data, params = load(golden / "modules" / "template_single_embedding.npz"), load(golden / "params.npz")
-    module = TemplateTorsionEmbedder(256)
-    loaded(module, names.template_torsion_embedder(Prefix("x", "evoformer")), params)
-    templates = Templates.from_features(batched(data))
-    rows, mask = module(module.features(templates))
-    close(template_torsion_features(templates)[0], data["out/template_angle_feat"], 2e-5, "features")
-    close(rows[0], data["out/template_rows"], 2e-5, "rows")
-    close(mask[0], data["out/template_rows_mask"], 0.0, "mask")
-
-
-def test_every_template_parameter_of_the_file_has_a_name(golden: Path) -> None:
-    """Catches an array in DeepMind's file that nothing reads."""
-    rows = [
-        *names.template_embedder(Prefix("x", SCOPE), SIZES),
-        *names.template_torsion_embedder(Prefix("x", "evoformer")),
-    ]
-    read = [key for row in rows for key in row.keys]
-    assert len(read) == len(set(read))
-    assert set(read) == {key for key in load(golden / "params.npz") if "/template_" in key}
 
 
 def random_templates(batch: int = 2, count: int = 3, residues: int = 5, shift: float = 0.0) -> Templates:
@@ -234,3 +146,32 @@ def test_pair_features_are_made_shard_by_shard() -> None:
         use_exchange(module, Rows(rank))
         parts.append(module.pair_features(templates))
     assert torch.equal(torch.cat(parts, 2), whole)
+
+
+@pytest.mark.parametrize(
+    ("distance", "expected"),
+    [
+        (0.0, None), (3.25, None), (3.3, 0), (4.4, 0), (4.6, 1), (10.0, 5), (20.7, 13), (20.8, 14), (25.0, 14),
+        (120.0, 14), (5000.0, 14),
+    ],
+)  # fmt: skip
+def test_the_bin_of_a_distance(distance: float, expected: int | None) -> None:
+    """Catches a last bin with an upper end, which atoms of a large protein lie beyond, a first bin without a lower one, and
+    edges of a neighbouring bin."""
+    lower = squared_edges(3.25, 20.75, 15)
+    found = distance_one_hot(
+        torch.tensor([[0.0, 0.0, 0.0]]), torch.tensor([[0.6 * distance, 0.0, -0.8 * distance]]), lower
+    )
+    assert found.shape == (1, 1, 15)
+    assert found[0, 0].nonzero().flatten().tolist() == ([] if expected is None else [expected])
+
+
+def test_the_range_of_distances_is_the_configs() -> None:
+    """Catches AlphaFold2's range of bins in a model that has another one."""
+    recycling = EmbedderConfig(recycle_bins=5, recycle_min_distance=2.0, recycle_max_distance=10.0)
+    templates = TemplateConfig(
+        channels=4, blocks=1, distogram_bins=5, distogram_min_distance=2.0, distogram_max_distance=10.0
+    )
+    edges = torch.tensor([4.0, 16.0, 36.0, 64.0, 100.0])
+    torch.testing.assert_close(RecyclingEmbedder(ChannelsConfig(msa=4, pair=4, single=4), recycling).lower, edges)
+    torch.testing.assert_close(TemplateEmbedder(4, templates).lower, edges)
