@@ -21,6 +21,7 @@ from evodsp.weights.checkpoint import read_checkpoint
 from tests.builders import training
 from tests.builders.processes import begin
 from tests.builders.signal_to_itself import STEP
+from tests.builders.small_run import PATIENCE_S
 from tests.builders.training import CommandPool
 
 
@@ -198,10 +199,11 @@ def test_an_interrupt_is_kept() -> None:
 @pytest.mark.verify
 def test_ctrl_c_says_where_the_last_checkpoint_is(chains: Path, tmp_path: Path) -> None:
     """Lightning ends an interrupted run with exit code 1 and no hint."""
-    last, deadline = tmp_path / "run/checkpoints/last.ckpt", time.monotonic() + 60
+    last, deadline = tmp_path / "run/checkpoints/last.ckpt", time.monotonic() + PATIENCE_S
     command = training.words(chains, tmp_path / "run", "--trainer.max_steps=100000", "--checkpoint_every=2")
     with begin([sys.executable, "-m", "evodsp", *command]) as process:
-        while not last.is_file() and time.monotonic() < deadline:
+        while not last.is_file():
+            assert time.monotonic() < deadline, "the run did not come that far"
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=120)[1]
