@@ -5,18 +5,15 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.samples.dataset import Sample, SampleDataset, collate, existing_entries, listed_sizes, load_record
 from evodsp.data.samples.raw_features import FEATURE_AXES
-from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample, with_features
 from evodsp.geometry.frames import structure_labels
@@ -269,25 +266,3 @@ def test_no_chains_is_an_error_at_once() -> None:
 def test_impossible_config_is_an_error_before_the_first_sample() -> None:
     with pytest.raises(UserError, match="msa_clusters"):
         dataset(replace(CONFIG, max_templates=6))
-
-
-# Real files ----------------------------------------------------------------------------------------------------------
-
-
-def test_real_chains(real_data: Path) -> None:
-    """Structures, alignments and labels of real entries fit together when read through the store."""
-    store = ChainFiles(real_data / "alignments", real_data / "mmcif_files")
-    config = FeatureConfig(crop_size=64, msa_clusters=32, extra_msa=100, recycles=0)
-    data = SampleDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)
-    batch = with_features(collate([data[i] for i in range(3)]), config)
-    assert batch["msa_feat"].shape == (3, 1, 32, 64, 49)
-    assert all(tensor.isfinite().all() for tensor in batch.values())
-    assert batch["resolution"][1:].tolist() == [3.0, 3.0]
-    bonds = _ca_distances(batch)
-    assert bonds.numel() > 140
-    assert ((bonds - 3.8).abs() < 0.2).float().mean() > 0.97
-
-
-def _ca_distances(batch: dict[str, Tensor]) -> Tensor:
-    ca, mask = batch["all_atom_positions"][:, :, 1], batch["all_atom_mask"][:, :, 1]
-    return (ca[:, 1:] - ca[:, :-1]).norm(dim=-1)[(mask[:, 1:] * mask[:, :-1]) > 0]
