@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,6 +138,35 @@ def test_labels_are_those_of_the_whole_chain() -> None:
     assert sample["torsion_angles_mask"][0, :2].tolist() == [1, 1]
     for name in set(whole) - set(FEATURE_AXES):
         torch.testing.assert_close(sample[name].double(), whole[name][shown].double(), msg=name)
+
+
+def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
+    sample = finished(dataset()[0], CONFIG)
+    with np.load(golden / "labels.npz") as labels:
+        expected = {name: labels[name] for name in labels.files if name != "backbone_affine_tensor"}
+    assert set(expected) <= set(sample)
+    for name, values in expected.items():
+        assert sample[name].shape == ((12, *values.shape[1:]) if values.ndim else ()), name
+    assert {tensor.dtype for tensor in sample.values()} == {torch.int32, torch.float32}
+    assert set(FEATURE_AXES) <= set(sample)
+    for name, axes in FEATURE_AXES.items():
+        assert sample[name].ndim == 1 + len(axes), f"{name} has lost its axis of recycling iterations"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("length", [1, 12, 30])
+def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
+    """Short chains and shallow alignments are padded, long and deep ones cropped: all samples have one shape."""
+    chain = make_chain("1abc", (AMINO_ACIDS * 2)[:length])
+    data = SampleDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
+    sample = finished(data[0], data.config)
+    assert sample["msa_feat"].shape == (1, 6, 12, 49)
+    assert sample["extra_msa"].shape == (1, 7, 12)
+    assert sample["all_atom_positions"].shape == (12, 37, 3)
+    assert sample["seq_mask"].sum() == sample["seq_length"].item() == min(length, 12)
+    assert sample["msa_row_mask"].sum() == min(rows, 6)
+    assert sample["extra_msa_row_mask"].sum() == min(max(rows - 6, 0), 7)
+    assert not sample["all_atom_mask"][length:].any()
 
 
 def test_changing_a_sample_leaves_the_cache_alone() -> None:
