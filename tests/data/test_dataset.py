@@ -274,6 +274,13 @@ def test_prediction_takes_the_whole_chain_and_all_cycles() -> None:
     assert set(sample) == set(FEATURE_AXES)
 
 
+def test_prediction_seeds_differ_and_repeat() -> None:
+    query, alignments = ProteinSequence("q", AMINO_ACIDS), [make_alignment(AMINO_ACIDS, 30)]
+    one, again, other = (prediction_sample(query, alignments, CONFIG, seed) for seed in (1, 1, 2))
+    assert_equal(one, again)
+    assert (one["msa_feat"] != other["msa_feat"]).any()
+
+
 # User errors ---------------------------------------------------------------------------------------------------------
 
 
