@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,6 +157,15 @@ def test_several_databases(tmp_path: Path):
         ChainFiles(tmp_path).keys()
     (tmp_path / "super.index").write_text(json.dumps({"3abc_A": first["1abc_A"]}))
     assert ChainFiles(tmp_path).keys() == ["3abc_A"]
+
+
+def test_pickled_store_is_small_and_works(tmp_path: Path):
+    """Catches an index of millions of entries sent to every worker."""
+    store = ChainFiles(database(tmp_path, {f"{n}_A": {"bfd.a3m": A3M} for n in range(200)}))
+    store.keys()
+    data = pickle.dumps(store)
+    assert len(data) < 1000
+    assert pickle.loads(data).keys() == store.keys()
 
 
 @pytest.mark.parametrize(

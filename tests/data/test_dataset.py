@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Alignment, Chain, ProteinSequence
 from evodsp.data.samples.dataset import Sample, SampleDataset, collate, existing_entries, listed_sizes, load_record
 from evodsp.data.samples.raw_features import FEATURE_AXES
-from evodsp.data.sources.chain_files import ChainFiles
 from evodsp.errors import UserError
 from evodsp.features.batch import prediction_sample, with_features
 from evodsp.geometry.frames import structure_labels
@@ -142,6 +140,35 @@ def test_labels_are_those_of_the_whole_chain() -> None:
         torch.testing.assert_close(sample[name].double(), whole[name][shown].double(), msg=name)
 
 
+def test_names_and_types_are_the_golden_ones(golden: Path) -> None:
+    sample = finished(dataset()[0], CONFIG)
+    with np.load(golden / "labels.npz") as labels:
+        expected = {name: labels[name] for name in labels.files if name != "backbone_affine_tensor"}
+    assert set(expected) <= set(sample)
+    for name, values in expected.items():
+        assert sample[name].shape == ((12, *values.shape[1:]) if values.ndim else ()), name
+    assert {tensor.dtype for tensor in sample.values()} == {torch.int32, torch.float32}
+    assert set(FEATURE_AXES) <= set(sample)
+    for name, axes in FEATURE_AXES.items():
+        assert sample[name].ndim == 1 + len(axes), f"{name} has lost its axis of recycling iterations"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("length", [1, 12, 30])
+def test_shapes_are_fixed_with_a_crop_size(length: int, rows: int) -> None:
+    """Short chains and shallow alignments are padded, long and deep ones cropped: all samples have one shape."""
+    chain = make_chain("1abc", (AMINO_ACIDS * 2)[:length])
+    data = SampleDataset(MemoryStore(chain, rows=rows), [chain.key], replace(CONFIG, recycles=0), 0, training=True)
+    sample = finished(data[0], data.config)
+    assert sample["msa_feat"].shape == (1, 6, 12, 49)
+    assert sample["extra_msa"].shape == (1, 7, 12)
+    assert sample["all_atom_positions"].shape == (12, 37, 3)
+    assert sample["seq_mask"].sum() == sample["seq_length"].item() == min(length, 12)
+    assert sample["msa_row_mask"].sum() == min(rows, 6)
+    assert sample["extra_msa_row_mask"].sum() == min(max(rows - 6, 0), 7)
+    assert not sample["all_atom_mask"][length:].any()
+
+
 def test_changing_a_sample_leaves_the_cache_alone() -> None:
     for config in (CONFIG, WHOLE):
         data = dataset(config)
@@ -247,6 +274,13 @@ def test_prediction_takes_the_whole_chain_and_all_cycles() -> None:
     assert set(sample) == set(FEATURE_AXES)
 
 
+def test_prediction_seeds_differ_and_repeat() -> None:
+    query, alignments = ProteinSequence("q", AMINO_ACIDS), [make_alignment(AMINO_ACIDS, 30)]
+    one, again, other = (prediction_sample(query, alignments, CONFIG, seed) for seed in (1, 1, 2))
+    assert_equal(one, again)
+    assert (one["msa_feat"] != other["msa_feat"]).any()
+
+
 # User errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -269,25 +303,3 @@ def test_no_chains_is_an_error_at_once() -> None:
 def test_impossible_config_is_an_error_before_the_first_sample() -> None:
     with pytest.raises(UserError, match="msa_clusters"):
         dataset(replace(CONFIG, max_templates=6))
-
-
-# Real files ----------------------------------------------------------------------------------------------------------
-
-
-def test_real_chains(real_data: Path) -> None:
-    """Structures, alignments and labels of real entries fit together when read through the store."""
-    store = ChainFiles(real_data / "alignments", real_data / "mmcif_files")
-    config = FeatureConfig(crop_size=64, msa_clusters=32, extra_msa=100, recycles=0)
-    data = SampleDataset(store, ["102m_A", "2q2k_A", "2q2k_B"], config, 0, training=False)
-    batch = with_features(collate([data[i] for i in range(3)]), config)
-    assert batch["msa_feat"].shape == (3, 1, 32, 64, 49)
-    assert all(tensor.isfinite().all() for tensor in batch.values())
-    assert batch["resolution"][1:].tolist() == [3.0, 3.0]
-    bonds = _ca_distances(batch)
-    assert bonds.numel() > 140
-    assert ((bonds - 3.8).abs() < 0.2).float().mean() > 0.97
-
-
-def _ca_distances(batch: dict[str, Tensor]) -> Tensor:
-    ca, mask = batch["all_atom_positions"][:, :, 1], batch["all_atom_mask"][:, :, 1]
-    return (ca[:, 1:] - ca[:, :-1]).norm(dim=-1)[(mask[:, 1:] * mask[:, :-1]) > 0]

@@ -288,6 +288,14 @@ def test_several_structures_in_the_folder_of_a_chain_are_named(folder: Path, ind
     assert "2abc_B: several structures of the chain (first.cif, second.cif); keep one" in reason
 
 
+def test_a_sample_is_read(folder: Path) -> None:
+    """Catches a data set of a week's reading that is read whole, and a draw that changes from run to run."""
+    options = ["--config", str(folder / "tiny.yaml"), "--sample=1"]
+    first, second = (doctor(folder, *options)[1] for _ in range(2))
+    assert first["counts"]["read"] == 1
+    assert first["filters"] == second["filters"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -15,7 +15,6 @@ import pytest
 
 from evodsp.data.index.metadata import (
     UNKNOWN_CLUSTER,
-    UNKNOWN_DAY,
     ChainFacts,
     ClusterSizes,
     EntityClusters,
@@ -35,14 +34,8 @@ def written(path: Path, content: Any) -> Path:
     return path
 
 
-def test_caches_of_openfold(tmp_path: Path) -> None:
-    """Catches a field that is dropped, NMR's resolution 0 taken for unknown, and what is unknown taken for 0."""
-    full = {"release_date": "2020-01-08", "seq": "ACDX", "resolution": 0.0, "cluster_size": 3}
-    facts = read_chain_cache(written(tmp_path / "a", {"1abc_A": full, "2abc_B": {"cluster_size": -1}}))
-    assert facts["1abc_A"] == ChainFacts("ACDX", 0.0, DAY, 3)
-    empty = facts["2abc_B"]
-    assert (empty.sequence, empty.release_day, empty.cluster_size) == ("", UNKNOWN_DAY, UNKNOWN_CLUSTER)
-    assert math.isnan(empty.resolution)
+def test_a_cache_of_entries(tmp_path: Path) -> None:
+    """Catches a field that is dropped, and facts of an entry that its chains do not have."""
     entry = {
         "release_date": "2020-01-08",
         "chain_ids": ["A", "b"],

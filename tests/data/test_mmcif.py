@@ -220,6 +220,15 @@ def test_coordinates_are_within_reach(tmp_path: Path):
             read_chain(path, "A")
 
 
+def test_messages_quote_little_of_a_file(tmp_path: Path):
+    """Catches a message as long as the broken value that it names."""
+    path = tmp_path / "a.cif"
+    path.write_text(entry({"A": "1:GLY"}, [atom("CA", "GLY", 1, "1" + 5000 * "x")]))
+    with pytest.raises(UserError, match=r"Cartn_x of atom row 1 is '1xxx.*, not a number") as caught:
+        read_chain(path, "A")
+    assert len(str(caught.value)) < 300
+
+
 def test_gzipped_file_and_its_name(tmp_path: Path):
     """Catches compressed archives refused, and '.cif' left in the entry's id."""
     path = tmp_path / "1abc.cif.gz"

@@ -127,18 +127,12 @@ def test_record_refuses_an_msa_without_rows() -> None:
 
 
 def test_a_different_letter_is_named() -> None:
-    """Catches a position counted from 0, the two letters exchanged, and only the last difference reported."""
+    """Catches a position counted from 0 or in the compared part, the two letters exchanged, only the last difference reported,
+    and a gap in the row that is none."""
     with pytest.raises(UserError, match=r"^here has 'D' at position 2, q has 'R' \(2 positions differ\); fix it$"):
         check_query("here", encode("ADNC"), "q", encode("ARND"), "fix it")
-
-
-def test_positions_of_a_part() -> None:
-    """Catches the index in the compared part reported as the position in the query."""
     with pytest.raises(UserError, match="has 'W' at position 31, q has 'Y'"):
         check_query("hit", encode("MW"), "q", encode("MY"), "fix it", np.array([3, 30]))
-
-
-def test_a_gap_in_the_row_is_a_difference() -> None:
     with pytest.raises(UserError, match="has '-' at position 2, q has 'R'"):
         check_query("here", encode("A-"), "q", encode("AR"), "fix it")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from dataclasses import replace
 from datetime import date
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from evodsp.config import FeatureConfig
 from evodsp.data.records import Chain, ProteinSequence
@@ -18,6 +20,7 @@ from evodsp.data.samples.sample_records import draw_templates
 from evodsp.data.templates.hits import TemplateHit
 from evodsp.data.templates.source import TemplateSource
 from evodsp.features.batch import prediction_sample
+from evodsp.geometry.residues import encode_sequence
 from evodsp.rng import Draws
 from tests.builders.alignments import make_alignment
 from tests.builders.chains import AMINO_ACIDS, MemoryStore, make_chain, straight_chain
@@ -98,9 +101,30 @@ def other_letters(letters: str) -> str:
     return letters.translate(str.maketrans(AMINO_ACIDS, AMINO_ACIDS[1:] + AMINO_ACIDS[0]))
 
 
+def test_templates_are_cropped_with_their_residues() -> None:
+    """Catches templates shifted against the cropped sequence: their residue i has its CA at x = 3.8 i."""
+    data = Searched(0, 4, 4, 4).dataset(WITH, training=True)
+    checked = 0
+    for index in range(24):
+        sample = data[index]
+        there = int(sample["template_mask"][0].sum())
+        x = sample["template_all_atom_positions"][:, :there, :, 1, 0] / 3.8
+        torch.testing.assert_close(x.round().int(), sample["residue_index"][:, None].expand(-1, there, -1))
+        # The templates have the next letter of the alphabet (`other_letters`).
+        order = torch.tensor(encode_sequence(AMINO_ACIDS[1:] + AMINO_ACIDS[0]))[encode_sequence(AMINO_ACIDS).argsort()]
+        expected = order[sample["aatype"][:, None].expand(-1, there, -1).long()]
+        torch.testing.assert_close(sample["template_aatype"][:, :there], expected.int())
+        checked += there * (int(sample["residue_index"][0, 0]) > 0)
+    assert checked > 5, "no crop began inside its chain"
+
+
 def test_validation_takes_the_best() -> None:
-    """Catches random templates in validation, whose results are compared between epochs."""
+    """Catches random templates in validation, whose results are compared between epochs, and templates that the cache does not
+    count."""
     data = Searched(6, 2).dataset(WHOLE, training=False)
+    with_, without = (load_record(data.source, data.keys[0], source) for source in (data.templates, None))
+    assert with_.templates is not None
+    assert with_.nbytes - without.nbytes == with_.templates.features.nbytes > 0
     assert data[0]["template_sum_probs"][0, :, 0].tolist() == [50, 49, 48, 47]
     assert data[1]["template_sum_probs"][0, :, 0].tolist() == [50, 49, 0, 0]
 
@@ -112,6 +136,19 @@ def test_samples_with_different_numbers_of_templates_make_a_batch() -> None:
     assert batch["template_mask"][:, 0].tolist() == [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
     assert batch["template_all_atom_positions"].shape == (3, 1, 4, 28, 37, 3)
     assert not batch["template_all_atom_masks"][0, :, :, 18:].any()
+
+
+def test_templates_are_a_function_of_seed_and_index() -> None:
+    """Catches draws that depend on earlier reads or on the worker, or that do not change at all."""
+    one, two, other = (Searched(9, 5).dataset(WITH, training=True, seed=seed) for seed in (1, 1, 2))
+    indices = range(12)
+    two[5]
+    scores = [one[index]["template_sum_probs"][0, :, 0].tolist() for index in indices]
+    assert [
+        pickle.loads(pickle.dumps(two))[index]["template_sum_probs"][0, :, 0].tolist() for index in indices
+    ] == scores
+    assert [other[index]["template_sum_probs"][0, :, 0].tolist() for index in indices] != scores
+    assert len({tuple(row) for row in scores}) > 6
 
 
 # Draws -----------------------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ IMGT = numbered(
 )
 KABAT = numbered(NAMES, (8, ""), (11, ""), (27, ""), (27, "A"), (27, "F"), (28, ""))
 MODIFIED = [replace(one, het=one.name in ("MSE", "ZZ9")) for one in chain(("GLY", "SER", "MSE", "ZZ9", "TRP", "ALA"))]
+HETS = chain(NAMES, het=True)
 TRACE = [replace(one, atoms=(("CA", 0, 0),), het=one.number == 3) for one in SIX]
 CODELESS = numbered(NAMES, *((number, "") for number in (1, 2, 2, 2, 3, 4)))
 LEFT_OUT = "residues with N, CA and C that no peptide bond joins to chain 'A' are left out: GLY 1002, LIG 1003"
@@ -86,6 +87,8 @@ UNLISTED: dict[str, tuple[list[Residue], list[Residue], dict[str, str], list[str
         [*MODIFIED[:2], *MODIFIED[4:], FREE[1], *MODIFIED[2:4]],
         *(MODIFIED, {"A": "GSMXWA"}, ["left out: GLY 1002", "no known name and are X: ZZ9 4"]),
     ),
+    # A chain refused whose program calls every residue HETATM.
+    "all HETATM": ([*HETS, FREE[1]], HETS, {"A": "GSMKWA"}, ["left out: GLY 1002"]),
     # Residues lost that have no N and C.
     "trace of CA": (TRACE, TRACE, {"A": "GSMKWA"}, []),
     # Neighbours of one number, whose insertion codes a program dropped, taken for two monomers at one place.
