@@ -20,7 +20,7 @@ MINUTES = 20
 OF_EACH_ROOM = """
     data/test_parsers.py features geometry inference/test_api.py launch/test_store.py losses/test_torsion.py
     losses/test_sharded_losses.py model/kernels/test_operators.py parallel planner/test_plan.py reading report search selftest
-    test_argument_parser.py test_cli.py training/test_bad_samples.py training/test_mesh.py weights/test_exchange.py
+    test_argument_parser.py test_cli.py training/test_bad_samples.py training/test_mesh.py weights/test_command.py
 """
 
 

@@ -153,33 +153,34 @@ def test_index_links_to_the_pages(output: Path) -> None:
     assert "no &lt;u&gt;letters" in page
 
 
-def test_index_has_a_column_of_ptm_only_where_there_is_one(output: Path, tmp_path: Path) -> None:
-    """Catches an empty column for models without a PAE head, and a target of such a model that takes the others' pTM away."""
-    shutil.copytree(output / "x", tmp_path / "x")
-    assert '<td class="number">0.80</td>' in batch_page(tmp_path, []).html()
-    folder = tmp_path / "y"
-    folder.mkdir()
-    write_results(folder, {0: replace(helix(0), aligned_error=None)}, "cif", {}, "y")
-    write_json(folder / TIMINGS, {"name": "y"})
-    both = batch_page(tmp_path, []).html()
-    assert ">pTM</th>" in both
-    assert '<td class="number">0.80</td>' in both
-    assert both.count("<td") == 2 * both.count("<th")
-    shutil.rmtree(tmp_path / "x")
-    assert ">pTM<" not in batch_page(tmp_path, []).html()
-
-
-def test_index_says_how_deep_alignments_are(output: Path, tmp_path: Path) -> None:
-    """Catches proteins without alignments that look like bad predictions; and results of earlier versions, which do not say how
-    many sequences there were, that are left out or counted as none."""
-    for name, rows in (("old", None), ("alone", 0), ("deep", 12345)):
+def test_columns_of_the_index(output: Path, tmp_path: Path) -> None:
+    """Catches an empty column of pTM for models without a PAE head, a target of such a model that takes the others' pTM away,
+    proteins without alignments that look like bad predictions, and results of earlier versions, which do not say how many
+    sequences there were, that are left out or counted as none; coloured strips without a legend, and a histogram of which all
+    targets are one bar."""
+    made = {"alone": 0, "deep": 12345, "old": None, "older": None, "oldest": None}
+    for name, rows in made.items():
         shutil.copytree(output / "x", tmp_path / name)
         if rows is not None:
             timings = read_json(tmp_path / name / TIMINGS)
             write_json(tmp_path / name / TIMINGS, {**timings, "alignment_rows": rows})
     page = batch_page(tmp_path, []).html()
+    assert page.count('<td class="number">0.80</td>') == 5
     cells = [re.findall(r'<td class="number">([^<]*)</td>', row) for row in page.split("<tr>")[2:]]
-    assert [row[1] for row in cells] == ["0", "12,345", ""]
+    assert [row[1] for row in cells] == ["0", "12,345", "", "", ""]
+    assert "confident (&gt; 70)" in page
+    assert "<h3>Mean pLDDT</h3>" not in page
+    (folder := tmp_path / "y").mkdir()
+    write_results(folder, {0: replace(helix(3), aligned_error=None)}, "cif", {}, "y")
+    write_json(folder / TIMINGS, {"name": "y"})
+    both = batch_page(tmp_path, []).html()
+    assert ">pTM</th>" in both
+    assert both.count('<td class="number">0.80</td>') == 5
+    assert both.count("<td") == 6 * both.count("<th")
+    assert "<h3>Mean pLDDT</h3>" in both
+    for name in made:
+        shutil.rmtree(tmp_path / name)
+    assert ">pTM<" not in batch_page(tmp_path, []).html()
 
 
 @NEEDS_CHROMIUM
@@ -204,19 +205,6 @@ def test_index_is_sorted_in_a_browser(output: Path, tmp_path: Path) -> None:
     assert answer == [
         ["x1", "x2", "x10"], ["x10", "x2", "x1"], ["x1", "x2", "x10"], "ascending", ["x1", "x2", "x10"], None, 6,
     ]  # fmt: skip
-
-
-def test_index_explains_its_colours_and_draws_no_single_bar(output: Path, tmp_path: Path) -> None:
-    """Catches coloured strips without a legend, and a histogram of which all targets are one bar."""
-    for name in "abcde":
-        shutil.copytree(output / "x", tmp_path / name)
-    page = batch_page(tmp_path, []).html()
-    assert "confident (&gt; 70)" in page
-    assert "<h3>Mean pLDDT</h3>" not in page
-    (tmp_path / "f").mkdir()
-    write_results(tmp_path / "f", {0: helix(3)}, "cif", {}, "f")
-    write_json(tmp_path / "f" / TIMINGS, {"name": "f"})
-    assert "<h3>Mean pLDDT</h3>" in batch_page(tmp_path, []).html()
 
 
 def test_a_target_leads_back_to_our_index_not_to_the_users(output: Path, tmp_path: Path) -> None:
