@@ -17,7 +17,6 @@ import torch
 
 from evodsp.errors import UserError
 from evodsp.inference import predict as module
-from evodsp.inference import predict as predicting
 from evodsp.inference import seeds
 from evodsp.inference.devices import AttemptNotes
 from evodsp.inference.predict import predict, predict_records
@@ -161,7 +160,7 @@ def test_failures_of_an_earlier_run_are_forgotten(workplace, finished: Finished)
             "do not fit into the memory of this GPU.*--working_memory.*--device cpu",
         ),
         ((seeds, "structure_of"), MemoryError(), "do not fit"),
-        ((predicting, "write_results"), MemoryError(), "do not fit"),
+        ((module, "write_results"), MemoryError(), "do not fit"),
         ((Target, "read"), MemoryError(), "do not fit"),
         ((seeds, "structure_of"), None, "residue 4.*checkpoint"),
     ],
@@ -192,6 +191,23 @@ def test_what_fails_with_one_record_costs_one_record(workplace, monkeypatch, whe
     assert {path.name for path in workplace.config.output.iterdir()} == {
         *("beta_A", "failures.json", "index.html", "predictions.csv"),
     }
+
+
+def test_a_run_that_is_interrupted_goes_on(workplace, monkeypatch):
+    """Catches a half-written target after Ctrl-C, and a next run that repeats finished targets."""
+    real = module._predict_target
+
+    def stop_at_beta(job, *rest):
+        if job.target.query.name == "beta_A":
+            raise KeyboardInterrupt
+        return real(job, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_predict_target", stop_at_beta)
+        with pytest.raises(KeyboardInterrupt):
+            predict(workplace.config, silent)
+    assert [path.name for path in workplace.config.output.iterdir()] == ["alpha_A"]
+    assert [result.kept for result in predict(workplace.config, silent)] == [True, False]
 
 
 def test_an_error_of_the_program_is_not_a_record(workplace, monkeypatch):

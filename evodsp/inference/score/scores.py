@@ -77,11 +77,6 @@ def compare(prediction: Path, truth: Path, chain_id: str, split: str = "") -> St
     return score_structure(chain.key, split, Assembly.of_chain(chain.key, chain), Predicted.of_seed(prediction)).scores
 
 
-def compare_all(predictions: Path, structures: Path | StructureFolder, splits: Splits) -> list[StructureScores]:
-    """Score the best prediction of each chain or complex; arguments: see `write_report`. Raises UserError if one is missing."""
-    return [one.scores for one in _compared(predictions, _folder(structures), splits)]
-
-
 def write_report(
     predictions: Path,
     structures: Path | StructureFolder,
