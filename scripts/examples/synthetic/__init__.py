@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.examples.synthetic.command import synthesize
 from scripts.examples.synthetic.config import SynthesisConfig
+from scripts.examples.synthetic.writers import synthesize
 
 __all__ = ["SynthesisConfig", "synthesize"]

@@ -9,8 +9,8 @@ from evodsp.argument_parser import OneLineErrors
 from evodsp.errors import UserError
 from evodsp.files import check_output, output_errors
 from evodsp.printing import tell
-from scripts.examples.synthetic.command import synthesize
 from scripts.examples.synthetic.config import SynthesisConfig
+from scripts.examples.synthetic.writers import synthesize
 
 
 def main(words: Sequence[str] | None = None) -> int:
