@@ -117,17 +117,6 @@ def test_coincident_atoms_have_a_finite_gradient(chain) -> None:
     assert atom14.grad.isfinite().all()
 
 
-def test_samples_do_not_see_each_other(chain, problem) -> None:
-    """Catches clashes between atoms of different samples."""
-    atom14, features = problem[1], chain
-    alone = find_violations(atom14, *features)
-    moved = torch.cat([atom14, atom14 + 0.1])
-    together = find_violations(moved, *(torch.cat([x, x]) for x in features))
-    for name in NAMES:
-        torch.testing.assert_close(getattr(together, name)[:1], getattr(alone, name), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(getattr(together, name)[1:], getattr(alone, name), rtol=1e-3, atol=1e-3)
-
-
 def test_one_residue_and_no_clash_are_no_errors() -> None:
     """Catches errors on empty lists of pairs and bonds."""
     aatype, index = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64)

@@ -188,10 +188,15 @@ def test_a_plan_takes_the_report(tmp_path: Path) -> None:
         (["--parts", "speed"], "--parts and --output are options of --scaling"),
         (["--scaling", "--parts", "speed,block"], "--parts names 'block', but the parts are environment, collectives"),
         (["--scaling", "--output", "r.yaml"], "--output is r.yaml, but the report needs a name that ends in .json"),
+        ([], "--cpu 2"),
     ],
 )
-def test_options_that_cannot_be(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Catches ten minutes without the part that was meant, or without a report."""
+def test_options_that_cannot_be(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches ten minutes without the part that was meant, or without a report; and, on a machine without GPUs, a table of no
+    checks that says that all succeeded."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["selftest", *words]) == 2
     assert message in capsys.readouterr().err
 

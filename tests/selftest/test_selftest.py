@@ -34,13 +34,6 @@ def test_one_cpu_rank(tmp_path: Path) -> None:
     assert not any(path.name.startswith("tmp") for path in tmp_path.iterdir()), "its temporary folder was left"
 
 
-def test_a_machine_without_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a table of no checks that says that all succeeded."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["selftest"]) == 2
-    assert "--cpu 2" in capsys.readouterr().err
-
-
 def test_checks_that_several_ranks_run(tmp_path: Path) -> None:
     """Catches a check that is named twice, and a mesh that needs more ranks than there are."""
     suite = Suite("cpu", 3, tmp_path, 1)
