@@ -36,7 +36,7 @@ TRITON_READY := $(VENV)/.ready-triton
 
 help:
 	@echo "make demo    train a small model on the bundled families, predict held-out members, show the result"
-	@echo "make test    all tests (11 minutes on two idle cores; WORKERS=4 on more)"
+	@echo "make test    all tests (10 minutes on two idle cores; WORKERS=4 on more)"
 	@echo "make verify  long sweeps (an hour and more); SHARE='--rotate WORD --budget-minutes 5' runs a part of them"
 	@echo "make resolve whether constraints.txt and all extras can be installed from PyPI, on Linux and macOS, with each Python"
 	@echo "make parity  compare live with DeepMind's JAX code, on random weights (SEED=0; OPENFOLD=DIR: with OpenFold too)"
