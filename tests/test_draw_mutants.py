@@ -165,7 +165,7 @@ file, test = "evodsp/rng.py", "tests/test_rng.py::test_known_answers"
 rounds = next(found for found in breaks_of(file, (ROOT / file).read_bytes()) if found.text == "10")
 with copied() as folder:
     last = list(breaks_of(file, (ROOT / file).read_bytes()))[-1]
-    always, never = reaching([rounds, last], [test, "tests/test_errors.py"], folder, 20.0)
+    always, never = reaching([rounds, last], [test, "tests/test_errors.py", "-n", "1"], folder, 20.0)
     assert test in always and not never
     for found, by in ((rounds, [test]), (replace(rounds, broken="10 + 0"), [test]), (last, never)):
         print(try_break(found, by, folder, 20.0)[0].split()[0])

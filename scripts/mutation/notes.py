@@ -17,6 +17,8 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # this process runs no test itself
     config.pluginmanager.register(
         Notes(Path(os.environ["NOTES"]) / os.environ.get("PYTEST_XDIST_WORKER", "main"), float(os.environ["SECONDS"]))
     )
