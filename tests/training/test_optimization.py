@@ -465,15 +465,18 @@ def test_validation_sees_the_average_and_leaves_the_weights_as_they_were() -> No
 
 
 def test_a_resumed_average_goes_on() -> None:
-    """A resume that starts the average anew at the raw weights."""
+    """A resume that starts the average anew at the raw weights, or takes an accumulated batch for an optimizer step."""
     module = Toy()
     average, trainer = following(module, 0.9)
     nn.init.constant_(module.weight, 5.0)
+    trainer.global_step = 1
+    average.on_train_batch_end(trainer, module)
     checkpoint, state = checkpoint_of(average, module), average.state_dict()
     other = ExponentialMovingAverage(0.9)
     other.on_load_checkpoint(trainer, module, checkpoint)
     other.load_state_dict(state)
     other.on_fit_start(trainer, module)
+    other.on_train_batch_end(trainer, module)  # of the second step, which has not been taken yet
     assert torch.equal(checkpoint_of(other, module)["ema_state_dict"]["weight"], checkpoint["ema_state_dict"]["weight"])
 
 
