@@ -9,7 +9,8 @@ a few in the files that changed; nothing keeps them, since a table of source tex
 
 One run of pytest tells which tests execute which of the expressions: it runs on a copy in which each notes that it is executed
 (`notes.py`), and takes all tests with `--workers`, else those of the files that import the broken modules, the nearest first,
-until the time is over. The nearest tests run again on each broken package, up to the first that fails:
+until the time is over. The nearest tests run again on each broken package, up to the first that fails, as many packages at a
+time as there are workers:
 
     caught       a test failed that passes on the unbroken package, or the package can no longer be imported
     hangs        a test does not end
@@ -39,9 +40,11 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +323,16 @@ def try_break(found: Break, tests: Sequence[str], folder: Path, seconds: float) 
     return "SURVIVED", len(outcomes), ""
 
 
+def try_in_a_copy(found: Break | None, tests: Sequence[str], seconds: float) -> dict[str, str]:
+    """The columns of a row that say what came of a break. None: it is gone."""
+    begin = time.monotonic()
+    result, number, test = "gone", 0, ""
+    if found is not None:
+        with copied() as folder:
+            result, number, test = try_break(found, tests, folder, seconds)
+    return {"result": result, "tests": str(number), "test": test, "seconds": str(round(time.monotonic() - begin))}
+
+
 def new_row(seed: int, number: int, found: Break) -> dict[str, str]:
     """The row of a break that was not tried."""
     row = dict.fromkeys(COLUMNS, "")
@@ -382,19 +395,24 @@ def main(words: Sequence[str] | None = None) -> int:
         seconds = options.seconds * len(searched)
     with copied() as folder:
         reached = reaching(searched, [*words, "-m", "not verify"], folder, seconds) if searched else []
-        by_break = dict(zip(searched, reached, strict=True))
+    by_break = dict(zip(searched, reached, strict=True))
+    with ProcessPoolExecutor(max(1, options.workers), mp_context=get_context("fork")) as pool:
+        tried = {}
         for row, found in chosen:
-            begin = time.monotonic()
-            result, tried, test = "gone", 0, ""
-            if found is not None:
-                tests = [row["test"]] if "::" in row["test"] else nearest(by_break[found], importers.tests(found.file))
-                result, tried, test = try_break(found, tests, folder, options.seconds)
-                row["line"] = str(found.line)
-            took = str(round(time.monotonic() - begin))
-            row.update(commit=commit, result=result, tests=str(tried), test=test, seconds=took)
+            tests = [row["test"]] if "::" in row["test"] else []
+            if found is not None and not tests:
+                tests = nearest(by_break[found], importers.tests(found.file))
+            tried[pool.submit(try_in_a_copy, found, tests, options.seconds)] = row, found
+        for one in as_completed(tried):
+            row, found = tried[one]
+            line = row["line"] if found is None else str(found.line)
+            row.update(commit=commit, line=line, **one.result())
             if options.output:
                 write_rows(options.output, [row for row in rows if row["result"]])
-            print(f"{result:11} {row['file']}:{row['line']} {row['text']!r} -> {row['broken']!r} {test}", flush=True)
+            print(
+                f"{row['result']:11} {row['file']}:{line} {row['text']!r} -> {row['broken']!r} {row['test']}",
+                flush=True,
+            )
     return 0
 
 

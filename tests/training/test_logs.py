@@ -172,7 +172,6 @@ LOSSES = ((1.0, 0.5), (float("nan"), 100.0), (5.0, 1.5))
 """Of three passes, of which the second one is left out."""
 
 
-RECORDING = "tests.builders.observers.RecordingLogger"
 FIXED = "tests.builders.observers.FixedRunLogger"
 
 
