@@ -107,6 +107,13 @@ def test_leaving_a_chain_out_changes_only_its_own_samples(weighted: bool) -> Non
     assert len({new for old, new in zip(before, after, strict=True) if old == "40_A"}) > 3
 
 
+@pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, 2.0, 0.0], [1.0, 2.0, np.inf], [1.0, 2.0, np.nan]])
+def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
+    """A chain that is drawn always, or never, because of a weight that is no weight."""
+    with pytest.raises(ValueError, match="finite weights above 0"):
+        ChainDraws(Draws.root(0), ["1aaa_A", "1bbb_A", "1ccc_A"], np.array(weights))
+
+
 def test_a_light_chain_among_a_million_is_drawn() -> None:
     """A draw that rounds the cumulative weights, or has as few bits as `Draws.uniform`: of a million chains, light ones would
     come too often or never, or every second one only."""

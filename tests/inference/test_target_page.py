@@ -19,7 +19,14 @@ from evodsp.data.records import Alignment
 from evodsp.errors import UserError
 from evodsp.geometry.frames import Rigid
 from evodsp.geometry.residues import CA, GAP
-from evodsp.inference.pages.residue_charts import PeptideBonds, View, coverage, peptide_bonds, plddt_chart
+from evodsp.inference.pages.residue_charts import (
+    PeptideBonds,
+    View,
+    coverage,
+    coverage_chart,
+    peptide_bonds,
+    plddt_chart,
+)
 from evodsp.inference.pages.target_page import batch_page, write_batch_page, write_target_page
 from evodsp.inference.results import TIMINGS, RecordFailure, write_json, write_results
 from evodsp.inference.structure_files import AlignedError, Origin, PredictedStructure, structure_text
@@ -131,6 +138,10 @@ def test_coverage() -> None:
     assert found.counts[[0, 29, 30, 59]].tolist() == [6, 6, 4, 4]
     np.testing.assert_array_equal(found.rows[:, 0], [1, 1, 1, 1, 0, 0])
     assert np.isnan(found.rows[:4, 59]).sum() == 2
+    line = re.search(r'<polyline class="count" points="([^"]+)"', str(coverage_chart(found)))
+    assert line is not None
+    heights = [float(point.split(",")[1]) for point in line[1].split()]
+    assert heights[29] < heights[30] == heights[59]  # six sequences are higher than four
 
 
 @pytest.mark.parametrize(

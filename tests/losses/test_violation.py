@@ -133,7 +133,7 @@ def test_residues_with_violations_are_named() -> None:
     index = torch.arange(len(aatype))
     mask = atom37_to_atom14(torch.from_numpy(chain.mask).double(), aatype)
 
-    def found(positions: np.ndarray) -> dict[str, list[int]]:
+    def found(positions: np.ndarray, mask: torch.Tensor = mask) -> dict[str, list[int]]:
         atom14 = atom37_to_atom14(torch.from_numpy(positions), aatype)
         kinds = violating_residues(atom14, mask, index, aatype)
         return {kind: torch.nonzero(x)[:, 0].tolist() for kind, x in kinds.items()}
@@ -148,6 +148,11 @@ def test_residues_with_violations_are_named() -> None:
     onto = good.copy()
     onto[last] += good[5, 1] - good[last, 1]  # both CA in one place
     assert {5, last} <= set(found(onto)["clash"])
-    bent = good.copy()
-    bent[7, 1] += 1.0
-    assert found(bent)["within"] == [7]
+    near = good.copy()
+    near[last] += good[5, 1] + [1.7, 0, 0] - good[last, 1]  # 0.2 Å less than is tolerated
+    only_ca = mask * (torch.arange(14) == 1)
+    assert found(near, only_ca)["clash"] == [5, last]
+    for shift in (1.0, 0.8):  # too near by more than an Å, and by less
+        bent = good.copy()
+        bent[7, 1] += shift
+        assert found(bent)["within"] == [7]

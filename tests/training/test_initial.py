@@ -27,6 +27,7 @@ from evodsp.weights import by_name
 from evodsp.weights.checkpoint import read_checkpoint, save_model
 from evodsp.weights.deepmind import export_deepmind, write_npz
 from evodsp.weights.initial import initialise
+from evodsp.weights.names import parameter_names
 from evodsp.weights.openfold import export_openfold, write_openfold
 from tests.builders.processes import ROOT
 from tests.builders.training import CommandPool, changed, words
@@ -206,14 +207,19 @@ def test_other_sizes_are_one_line_that_names_the_setting(tmp_path: Path, name: s
         assert same(model, before)
 
 
-def test_numbers_that_are_not_finite_and_strangers(tmp_path: Path) -> None:
-    """A broken checkpoint spread into a new run, and a file of another model taken as one without any part."""
+def test_damaged_files_and_strangers(tmp_path: Path) -> None:
+    """Numbers that are not finite spread into a new run, half of a parameter's arrays, and a file of another model taken as one
+    without any part."""
     model = random_model(SMALL, 1)
     arrays = export_deepmind(model)
     key = min(arrays)
     write_npz(tmp_path / "nan.npz", {**arrays, key: arrays[key] * np.nan})
     with pytest.raises(UserError, match="not finite"):
         initialise(model, tmp_path / "nan.npz")
+    lost = next(name.keys[-1] for name in parameter_names(SMALL, fused=False) if len(name.keys) > 1)
+    write_npz(tmp_path / "half.npz", {key: array for key, array in arrays.items() if key != lost})
+    with pytest.raises(UserError, match=f"no array '{re.escape(lost)}'.*is it damaged"):
+        initialise(model, tmp_path / "half.npz")
     write_npz(tmp_path / "other.npz", {"conv/w": np.ones((2, 2), np.float32)})
     with pytest.raises(UserError, match="none of the model's parameters"):
         initialise(model, tmp_path / "other.npz")
