@@ -54,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (
     "commit", "seed", "number", "file", "line", "kind", "text", "broken", "result", "tests", "test", "seconds",
 )  # fmt: skip
-SEEN, FILES = 20, 8
+SEEN, FILES = 100, 8
 """Most tests that try a break, and most test files that are searched for those that execute it, without `--workers`."""
 _FLIPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,

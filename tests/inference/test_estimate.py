@@ -293,6 +293,14 @@ def test_a_record_too_long_for_all_devices_costs_the_others_nothing(
     assert [(one["names"], one["fits"]) for one in found] == [(["short"], True)] * 2 + [(["long"], False)]
 
 
+def test_rows_of_templates_are_shared_out_too() -> None:
+    """Catches a plan without the ranks that hold templates' rows of the MSA only."""
+    what = PlannedPrediction(ModelConfig.preset("test"), SampleSizes(40, 3, 32, templates=2))
+    found = plan_prediction(what, 4, machine())
+    assert found is not None
+    assert [share.what.ranks for share in found.shares] == [1, 2, 4]
+
+
 @pytest.mark.verify
 def test_ranks_on_a_crowded_node_or_with_little_room() -> None:
     """Catches ranks that pay nothing for their neighbours, a green tick for a count of bytes that is just below the memory, and

@@ -102,6 +102,7 @@ def test_chains_that_lie_in_each_other_are_said(monkeypatch: pytest.MonkeyPatch)
     assert expected == 0
     monkeypatch.setattr(clashes, "_MOST_AT_ONCE", 100)
     assert sum(clashes.clashes_of([(chain.positions, chain.mask) for chain in (a, inside)]).values()) == some
+    assert clashes.clashes_of([(a.positions, a.mask), (a.positions, 0 * a.mask)]) == {}  # a chain without atoms
     assert clashes.clash_line({(0, 2): 1, (1, 2): 4}, "ABC").startswith(
         "5 pairs of atoms clash (closer than 2 Å) in 2 pairs of"
     )

@@ -30,6 +30,7 @@ from evodsp.training.config import DataConfig, RunConfig, TrainingConfig
 from evodsp.training.execution import RecordedStacks, check_graphs, obstacle_to_graphs
 from evodsp.training.gradients import BatchGradients, PlainGradients
 from evodsp.training.module import TrainingModule
+from evodsp.training.run_end import LastValidation
 from tests.builders.labelled_batch import batch_of
 from tests.builders.small_model import CYCLES, SMALL, config, features
 from tests.builders.training import CommandPool
@@ -180,7 +181,7 @@ def test_graphs_that_nobody_demanded_end_no_run(setting: bool | str, required: b
     settings.trainer = {"enable_progress_bar": False, "enable_checkpointing": False}
     last = Mock(spec=LastCheckpoint)
     with mock.patch("evodsp.training.command.RecordedStacks", return_value=RecordedStacks(recorder=Rerun())) as made:
-        _callbacks(run, last)
+        assert not any(isinstance(one, LastValidation) for one in _callbacks(run, last))
         made.assert_called_once_with(required=required)
         run.records_stacks = False
         _callbacks(run, last)
@@ -197,6 +198,7 @@ def test_a_run_that_goes_on_without_graphs_says_so_once(capsys: pytest.CaptureFi
         stacks.on_train_batch_end(Mock(), module)
         assert capsys.readouterr().err == ""
         assert stacks._graphs is not None
+        assert stacks._graphs.agree is world.of_sample
         stacks._graphs.given_up = "a replay of EvoformerStack is not what was launched: result 1 has other bits"
         for _ in range(2):
             stacks.on_train_batch_end(Mock(), module)

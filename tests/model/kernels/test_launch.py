@@ -273,6 +273,7 @@ def test_hooks_see_launches(log: Log) -> None:
     for _ in range(3):
         called(operator, arguments, launched)
     assert repeated(launched)
+    assert not operator.refused
 
     def hook(metadata: Any) -> None:
         """Of a profiler."""
