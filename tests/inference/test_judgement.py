@@ -25,6 +25,7 @@ from evodsp.inference.config import PredictConfig
 from evodsp.inference.results import TIMINGS, Outcome, write_json, write_results
 from evodsp.inference.score import judgement
 from evodsp.inference.score.baseline import TrainingStructures
+from evodsp.inference.score.config import ScoreConfig
 from evodsp.inference.score.paired import Difference, families_of, students_quantile
 from evodsp.inference.score.scores import compare
 from evodsp.inference.structure_files import PredictedStructure
@@ -247,6 +248,18 @@ def test_few_chains_give_no_interval(place: Place, monkeypatch: pytest.MonkeyPat
     )
     assert "What the model has forgotten is not known; give chains of other proteins with --general." in rest
     assert place.rows()["s005_A"]["nearest"] == ""
+
+
+def test_copies_are_those_of_the_models_own_run(tmp_path: Path) -> None:
+    """Catches a checkpoint taken for one of a run that lies elsewhere or whose run has lost its config."""
+    run = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    settings = ScoreConfig(structures=tmp_path, output=tmp_path, before=run, after=run, chains=tmp_path / "own.txt")
+    for model in (tmp_path / "b.ckpt", run):
+        found = judgement._training(settings, model)
+        assert found == f"{model} lies in no run's folder; give --config or --train_chains"
+    run.parent.mkdir(parents=True)
+    (config := tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    assert str(config) in str(judgement._training(settings, run))
 
 
 def test_the_numbers_are_those_of_the_predictions(place: Place) -> None:

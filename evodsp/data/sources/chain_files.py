@@ -23,7 +23,7 @@ from evodsp.data.complexes.pairing import PairingRule
 from evodsp.data.formats.mmcif import read_chain, read_confidence
 from evodsp.data.index.data_index import DataIndex
 from evodsp.data.index.metadata import ChainFacts, facts_of_file
-from evodsp.data.records import CHAINS, Alignment, Assembly, Chain, Kind, ProteinSequence, Structure
+from evodsp.data.records import CHAINS, Alignment, Assembly, Chain, Kind, ProteinSequence
 from evodsp.data.sources.layout import (
     ALIGNMENTS,
     AlignmentDatabase,
@@ -217,10 +217,6 @@ class ChainFiles:
         """The chain with the residues of which a prediction is unsure."""
         path = self._structure_file(key)
         return read_chain(path, chain_id_in(path, key))
-
-    def structure(self, pdb_id: str) -> Structure:
-        """All protein chains of an entry. Raises UserError, with the nearest name, if its file is missing."""
-        return self._folder(pdb_id).structure(pdb_id)
 
     def _structure_file(self, key: str) -> Path:
         folder = self._folder(key)
