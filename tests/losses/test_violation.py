@@ -152,7 +152,7 @@ def test_residues_with_violations_are_named() -> None:
     near[last] += good[5, 1] + [1.7, 0, 0] - good[last, 1]  # 0.2 Å less than is tolerated
     only_ca = mask * (torch.arange(14) == 1)
     assert found(near, only_ca)["clash"] == [5, last]
-    for shift in (1.0, 0.8):  # too near by more than an Å, and by less
+    for shift in (1.0, 0.3):  # beyond the tolerance by more than 1 Å, and by less
         bent = good.copy()
         bent[7, 1] += shift
         assert found(bent)["within"] == [7]
