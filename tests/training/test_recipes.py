@@ -136,17 +136,18 @@ def settings_of(name: str, folder: Path, *words: str, **changes: Any) -> Setting
     return TrainingCLI("fit", ["--config", str(folder / f"{name}.yaml"), *words]).settings
 
 
+def by_option(settings: Settings) -> dict[str, Any]:
+    """The value of each option."""
+    parts = {"model": settings.model, "data": settings.data}
+    found = {name: value for part in parts for name, value in leaves(parts[part], part)}
+    found |= {name.removeprefix("run."): value for name, value in leaves(settings.run, "run")}
+    return found | {f"trainer.{key}": value for key, value in settings.trainer.items()}
+
+
 @pytest.mark.parametrize("name", STAGES)
 def test_each_number_is_the_supplements(name: str, tmp_path: Path) -> None:
     """A number lost in an edit of the config, or a changed default that the config relies on."""
-    settings = settings_of(name, tmp_path)
-    found = {
-        **dict(leaves(settings.run, "run")),
-        **dict(leaves(settings.model, "model")),
-        **dict(leaves(settings.data, "data")),
-        **{f"trainer.{key}": value for key, value in settings.trainer.items()},
-    }
-    found |= {key.removeprefix("run."): value for key, value in found.items() if key.startswith("run.")}
+    found = by_option(settings_of(name, tmp_path))
     expected = {**EVERY_STAGE, **STAGES[name]}
     assert {key: found[key] for key in expected} == expected
     # Validation sees what training sees, whole and with all recycles; a constant learning rate stays constant in fine-tuning.
@@ -154,6 +155,16 @@ def test_each_number_is_the_supplements(name: str, tmp_path: Path) -> None:
         assert found[f"data.validation.{size}"] == found[f"data.train.{size}"]
     assert found["data.validation.crop_size"] is None
     assert (found["model.optimizer.drop_samples"] < found["max_samples"]) == (name == "af2_initial")
+
+
+def test_defaults_are_the_numbers_of_the_initial_training(tmp_path: Path) -> None:
+    """A changed default, which no config of AlphaFold2's stages relies on."""
+    defaults = by_option(TrainingCLI("fit", [f"--output={tmp_path}/run"]).settings)
+    other = {name for name, value in {**EVERY_STAGE, **INITIAL}.items() if defaults[name] != value}
+    assert other == {
+        "global_batch", "data.sampling", "data.filters.max_release_date", "data.max_template_date", "data.train.max_templates",
+        "model.templates.enabled", "data.train.block_delete", "data.distillation.sampling", "data.distillation.index",
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=STAGES)
