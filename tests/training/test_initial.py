@@ -235,7 +235,9 @@ def test_one_command_line_begins_and_resumes(
     few = ("--trainer.limit_val_batches=0",)
     same = words(chains, tmp_path / "run", f"--init_from={source}", "--ckpt_path=auto", *few)
     assert main([*same, "--trainer.max_steps=1"]) == 0
-    assert "starts from" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "starts from" in said
+    assert "memory and time: --dry_run true plans them" in said
     last = tmp_path / "run" / "checkpoints" / "last.ckpt"
     first = read_checkpoint(last)
     assert_averaged(first, read_checkpoint(source)["ema_state_dict"])
