@@ -108,8 +108,8 @@ def test_leaving_a_chain_out_changes_only_its_own_samples(weighted: bool) -> Non
 
 
 @pytest.mark.parametrize("weights", [[1.0, 2.0], [1.0, 2.0, 0.0], [1.0, 2.0, np.inf], [1.0, 2.0, np.nan]])
-def test_weights_that_are_none_are_refused(weights: list[float]) -> None:
-    """A chain that is drawn always, or never, because of a weight that is no weight."""
+def test_missing_and_impossible_weights_are_refused(weights: list[float]) -> None:
+    """Weights of zero, infinity or NaN, or fewer weights than chains: a chain would be drawn always or never."""
     with pytest.raises(ValueError, match="finite weights above 0"):
         ChainDraws(Draws.root(0), ["1aaa_A", "1bbb_A", "1ccc_A"], np.array(weights))
 
